@@ -1,0 +1,64 @@
+"""The device mesh: three explicit axes, and the mesh of one that stands in where none is set.
+
+`data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. Every mesh has all three,
+so a `PartitionSpec` written beside a parameter is valid on all of them.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = ("data", "fsdp")
+"""The axes that split a batch; `P(BATCH)` is the sharding of every batch axis."""
+SHARDS = AXES
+"""The axes that split the page pool: one pool for each (batch, kv head) shard."""
+
+
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them)."""
+    count = data * fsdp * tensor
+    devices = jax.devices() if devices is None else devices
+    return jax.make_mesh(
+        (data, fsdp, tensor), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:count]
+    )
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh that the arrays of `tree` live on, or None if they are on no named mesh."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        mesh = getattr(sharding, "mesh", None)
+        if isinstance(mesh, Mesh) and mesh.axis_names == AXES:
+            return mesh
+    return None
+
+
+def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
+    """A context in which a mesh is set: the one already set, else that of `tree`'s arrays, else a mesh of one device."""
+    if not jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(mesh_of(tree) or make_mesh())
+
+
+def axis_size(*names: str) -> int:
+    """The product of the sizes of the named axes of the current mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    size = 1
+    for name in names:
+        size *= shape[name]
+    return size
+
+
+def batch_shards() -> int:
+    """Into how many parts the current mesh splits a batch."""
+    return axis_size(*BATCH)
+
+
+__all__ = ["AXES", "BATCH", "SHARDS", "P", "axis_size", "batch_shards", "make_mesh", "mesh_of", "use_mesh"]
