@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -47,6 +48,32 @@ def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
     return jax.set_mesh(mesh_of(tree) or make_mesh())
 
 
+def put(x: Any, *spec: Any) -> jax.Array:
+    """`x` on the current mesh, split as `spec` says."""
+    return jax.device_put(x, P(*spec))
+
+
+def adopt(tree: Any) -> Any:
+    """`tree` with its arrays moved to the current mesh, each split along the same axes as before."""
+
+    def move(leaf):
+        spec = getattr(getattr(leaf, "sharding", None), "spec", P())
+        return jax.device_put(leaf, spec)
+
+    return jax.tree.map(move, tree)
+
+
+def gather(tree: Any, *axes: str) -> Any:
+    """`tree` with its arrays no longer split along the named mesh axes (an all-gather; its transpose scatters)."""
+
+    def whole(leaf):
+        spec = jax.typeof(leaf).sharding.spec
+        kept = [None if part is None else tuple(a for a in np.atleast_1d(part) if a not in axes) or None for part in spec]
+        return jax.sharding.reshard(leaf, P(*kept))
+
+    return jax.tree.map(whole, tree)
+
+
 def axis_size(*names: str) -> int:
     """The product of the sizes of the named axes of the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
@@ -61,4 +88,4 @@ def batch_shards() -> int:
     return axis_size(*BATCH)
 
 
-__all__ = ["AXES", "BATCH", "SHARDS", "P", "axis_size", "batch_shards", "make_mesh", "mesh_of", "use_mesh"]
+__all__ = ["AXES", "BATCH", "SHARDS", "P", "adopt", "axis_size", "batch_shards", "gather", "make_mesh", "mesh_of", "put", "use_mesh"]

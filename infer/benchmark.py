@@ -1,0 +1,266 @@
+"""Prefill and decode speed of a sparse cache against full attention, on one device, in one run.
+
+    python infer/benchmark.py --json figures.json
+
+The protocol is WG-KV's (App. I): random admission at an exact sparsity with trained-size gates still evaluated, index
+building and page bookkeeping inside the clock, logits of the last position only, one warm-up, medians, greedy feedback.
+The rival is the same model over a plain contiguous cache by the fastest dense path here: blockwise causal attention and
+XLA's own are both timed, and each phase is held against the better. Runs are interleaved, so that a noisy machine is
+noisy for both.
+"""
+
+import dataclasses
+import functools
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from kvjax.launch import MeshShape, parse_command, run_command, start
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+    """Time prefill and decode at a given sparsity against full attention."""
+
+    context: int = 16384
+    """Prompt tokens."""
+    sparsity: float = 0.75
+    """Share of tokens refused."""
+    window: int = 256
+    """Last tokens that are always visible."""
+    page_size: int = 64
+    """Tokens per page."""
+    layers: int = 2
+    width: int = 512
+    mlp_width: int = 512
+    heads: int = 16
+    kv_heads: int = 4
+    head_dim: int = 64
+    expand: float = 4.0
+    """Hidden width of the gates over head_dim."""
+    new_tokens: int = 32
+    """Decoded tokens in one timing."""
+    repeats: int = 3
+    """Timings of each path, of which the median counts."""
+    json: Path | None = None
+    """Write the rows here as well."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    config = parse_command(BenchmarkConfig, args)
+    mesh = start(MeshShape())
+
+    import jax
+
+    with jax.set_mesh(mesh):
+        rows = run(config)
+    for row in rows:
+        print(
+            f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: full {row['full_s']:.3f} s "
+            f"({row['rival']}), policy {row['policy_s']:.3f} s, {row['ratio']:.2f}×; "
+            f"{row['bytes'] / 2**20:.1f} MiB against {row['full_bytes'] / 2**20:.1f}"
+        )
+    if config.json is not None:
+        device = jax.devices()[0]
+        where = {
+            "device": device.device_kind,
+            "machine": platform.processor() or platform.machine(),
+            "jax": jax.__version__,
+            "config": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
+        }
+        config.json.write_text(json.dumps({"rows": rows} | where, indent=1) + "\n")
+
+
+def random_gated(model: Any, config: BenchmarkConfig):
+    """Admission at exactly the given rate whose gates are evaluated all the same."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from kvjax.policies import Policy, make_policy
+    from kvjax.policies.admission.random import Random
+    from kvjax.policies.admission.wgkv import WriteGate
+    from kvjax.struct import struct
+
+    @struct
+    class GatedRandom:
+        gates: WriteGate
+        random: Random
+
+        def init(self, batch):
+            return ()
+
+        def score(self, state, step):
+            _, priority, delay = self.random.score((), step)
+            # far below the resolution of the draw: the gate is computed and decides nothing
+            return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
+
+        def keep(self):
+            return self.random.keep()
+
+        def admitted(self, tokens):
+            return self.random.admitted(tokens)
+
+    shape = (config.layers, config.kv_heads, config.head_dim)
+    gates = jax.jit(lambda: WriteGate(*shape, expand=config.expand, rngs=nnx.Rngs(1)))()
+    random = make_policy("random", model=model, ratio=1 - config.sparsity, window=config.window)
+    assert np.isfinite(jnp.sum(gates.b2[...]))
+    return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
+
+
+def dense_paths(model: Any, config: BenchmarkConfig) -> dict[str, tuple[Callable, Callable]]:
+    """Full attention over a contiguous cache: name → (prefill(tokens) → state, decode(state) → state)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from kvjax.attention import causal_attention
+    from kvjax.models.decoder import scan_layers
+
+    total, scale = config.context + config.new_tokens, config.head_dim**-0.5
+
+    def xla_causal(step):
+        """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (step.q, step.k, step.v))
+        rows = min(1024, config.context)
+
+        def block(i):
+            part = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, 1)
+            mask = i * rows + jnp.arange(rows)[:, None] >= jnp.arange(config.context)
+            return jax.nn.dot_product_attention(part, k, v, mask=mask[None, None])
+
+        o = jax.lax.map(block, jnp.arange(config.context // rows))
+        return jnp.moveaxis(o, 0, 1).reshape(q.shape).swapaxes(1, 2)
+
+    def prefill(attention, model, tokens):
+        def attend(step, _, xs):
+            room = ((0, 0), (0, 0), (0, config.new_tokens), (0, 0))
+            return attention(step), None, (jnp.pad(step.k, room), jnp.pad(step.v, room))
+
+        position = jnp.arange(config.context)[None]
+        x, _, kv = scan_layers(model, model.embed_tokens(tokens), position, attend)
+        token = jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
+        layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.layers)]
+        return layers, token
+
+    def xla_decode(q, k, v, length):
+        o = jax.nn.dot_product_attention(
+            q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=length[None]
+        )
+        return o.swapaxes(1, 2)
+
+    def einsum_decode(q, k, v, length):
+        q = q.reshape(1, config.kv_heads, -1, config.head_dim)
+        s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
+        p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1)
+        return jnp.einsum("bkgs,bksh->bkgh", p, v).reshape(1, config.heads, 1, config.head_dim)
+
+    def decode(attention, model, state, start):
+        """Layers unrolled and each layer's cache a carry of its own: a stacked cache would be copied by slicing."""
+        layer = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.layers)]
+
+        def one(carry, index):
+            caches, token = carry
+            x = model.embed_tokens(token[:, None])
+            rotary = model.rotary((start + index)[None, None])
+            new = []
+            for block, (k, v) in zip(layer, caches, strict=True):
+                _, q, k_new, v_new, _ = block.project(x, rotary)
+                k, v = (
+                    jax.lax.dynamic_update_slice_in_dim(old, add, start + index, 2)
+                    for old, add in ((k, k_new), (v, v_new))
+                )
+                new.append((k, v))
+                x = block.finish(x, attention(q, k, v, start + index + 1))
+            token = jnp.argmax(model.logits(model.norm(x))[:, 0], -1)
+            return (new, token), token
+
+        return jax.lax.scan(one, state, jnp.arange(config.new_tokens))[0]
+
+    paths = {}
+    for name, causal, single in (
+        ("blockwise", causal_attention, einsum_decode),
+        ("dot_product_attention", xla_causal, xla_decode),
+    ):
+        before = jax.jit(functools.partial(prefill, causal))
+        after = jax.jit(functools.partial(decode, single))
+        paths[name] = (
+            lambda tokens, f=before: f(model, tokens),
+            lambda state, f=after: f(model, state, np.int32(config.context)),
+        )
+    return paths
+
+
+def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """The rows: one for prefill, one for decode (seconds a token)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from kvjax import cache as caches
+    from kvjax import sampling
+    from kvjax.models.config import ModelConfig
+    from kvjax.models.decoder import Decoder
+
+    shape = ModelConfig(
+        model_type="qwen3", vocab_size=512, num_layers=config.layers, width=config.width, mlp_width=config.mlp_width,
+        num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
+    )  # fmt: skip
+    model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
+    policy = random_gated(model, config)
+    tokens = np.random.default_rng(0).integers(0, 512, config.context)
+    dense = dense_paths(model, config)
+    draw = sampling.Draw().arrays()
+
+    def sparse_prefill():
+        return sampling.prefill(
+            model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
+        )
+
+    def sparse_decode(cache):
+        return sampling._decode_block(
+            model, policy, cache, jnp.zeros(1, jnp.int32), jnp.ones(1, bool), draw, jax.random.key(0),
+            count=config.new_tokens, greedy=True,
+        )[0]  # fmt: skip
+
+    def clock(f, *a):
+        began = time.perf_counter()
+        out = jax.block_until_ready(f(*a))
+        return time.perf_counter() - began, out
+
+    ids = jnp.asarray(tokens[None], jnp.int32)
+    times: dict[str, list[tuple[float, float]]] = {}
+    for repeat in range(config.repeats + 1):
+        for name, (before, after) in {**dense, "policy": (lambda _: sparse_prefill(), sparse_decode)}.items():
+            prefill_s, state = clock(before, ids)
+            if name == "policy":
+                sizes = caches.stats(state)
+            decode_s, state = clock(after, state)
+            del state
+            if repeat:
+                times.setdefault(name, []).append((prefill_s, decode_s / config.new_tokens))
+    median = {name: np.median(np.asarray(found), 0) for name, found in times.items()}
+    rows = []
+    for phase, column in (("prefill", 0), ("decode", 1)):
+        rival = min(dense, key=lambda name: median[name][column])
+        full, own = median[rival][column], median["policy"][column]
+        rows.append(
+            {
+                "phase": phase, "context": config.context, "sparsity": config.sparsity, "full_s": float(full),
+                "policy_s": float(own), "ratio": float(full / own), "rival": rival, "bytes": sizes.bytes,
+                "full_bytes": sizes.full_bytes, "page_size": config.page_size, "kv_ratio": sizes.kv_ratio,
+            }
+        )  # fmt: skip
+    return rows
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,46 @@
+"""kvjax decides which keys and values of a long context are worth keeping, on frozen Llama and Qwen weights.
+
+    model = kvjax.load_model(folder)
+    policy = kvjax.make_policy("wgkv", model=model, gates=gates_folder)
+    out = kvjax.sample(model, [prompt_ids], policy=policy, max_new_tokens=64)
+
+Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOME = {
+    "load_model": "kvjax.models",
+    "save_model": "kvjax.models",
+    "make_policy": "kvjax.policies",
+    "prefill": "kvjax.sampling",
+    "sample": "kvjax.sampling",
+    "stream": "kvjax.sampling",
+    "logits": "kvjax.sampling",
+    "stats": "kvjax.cache",
+    "make_mesh": "kvjax.mesh",
+    "CapacityError": "kvjax.cache",
+    "UserError": "kvjax.errors",
+    "builtin_model": "kvjax.builtin",
+}
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from kvjax.builtin import builtin_model
+    from kvjax.cache import CapacityError, stats
+    from kvjax.errors import UserError
+    from kvjax.mesh import make_mesh
+    from kvjax.models import load_model, save_model
+    from kvjax.policies import make_policy
+    from kvjax.sampling import logits, prefill, sample, stream
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

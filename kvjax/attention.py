@@ -1,0 +1,132 @@
+"""The one place where kvjax attends: the kernels inside `shard_map`, over the cache, and in training.
+
+Everything in here is split over batch and kv heads and nothing else, so the code inside is local and needs no
+collective.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache as caches
+from kvjax.mesh import BATCH, P, gather
+from kvjax.policies.interfaces import Admission, Trainable
+from kvjax.step import Step
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.softmax import merge
+from pallas_kernels.vertical_slash import vertical_slash
+
+HEADS = P(BATCH, "tensor")
+FOREVER = jnp.iinfo(jnp.int32).max
+
+
+def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
+    """Plain causal attention of a call's tokens among themselves."""
+
+    def local(q, k, v):
+        return vertical_slash(q, k, v, window=1, implementation=implementation)[0]
+
+    return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v)
+
+
+def gated_attention(
+    method: Trainable, step: Step, *, window: int, implementation: str | None = None
+) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, ""]]]:
+    """Training's attention of one layer: soft gates beyond the window, and the method's scalars averaged over the
+    layer's sequences and kv heads (float32)."""
+
+    def local(method, step):
+        state, masks = method.masks((), step)
+        outputs = []
+        for weight, end, log_gate in masks:
+            o, lse = vertical_slash(
+                step.q, step.k, step.v, end, window=window, log_gate=log_gate, implementation=implementation
+            )
+            group = o.shape[1] // step.k.shape[1]
+            outputs.append(o if weight is None else o * jnp.repeat(weight, group)[None, :, None, None])
+        o = sum(outputs[1:], outputs[0])
+        return o, method.auxiliary(state, step, o, lse)
+
+    o, scalars = jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
+    return o, jax.tree.map(jnp.mean, scalars)
+
+
+def cached_attention(
+    admission: Admission,
+    step: Step,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    *,
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    window: int,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "b n t h"], caches.Pages, caches.LayerCache]:
+    """Attention of one layer's new tokens over the cache and among themselves, and the cache with them written.
+
+    A token sees exactly {j : i − j < window} ∪ {j kept}. Of each sequence's `t` tokens the first `valid` are real;
+    the rest are padding, whose output means nothing and which leaves no trace.
+    """
+
+    def local(admission, step, pages, layer, seen, valid):
+        state, priority, delay = admission.score(layer.state, step)
+        layer = caches.LayerCache(layer.page_table, layer.length, layer.priority, state)
+        priority = caches.ring_priority(layer, seen, priority, valid, delay)
+        kept = priority >= admission.keep().threshold
+        attend = _decode if step.q.shape[2] == 1 else _prefill
+        o = attend(step, pages, layer, kept, seen, valid, window, implementation)
+        kv = jnp.concatenate([step.k, step.v], -1)
+        pages, layer = caches.push(pages, layer, kv, priority, kept, seen, valid, window)
+        return o, pages, layer
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
+    whole = gather(admission, "data", "fsdp")
+    return jax.shard_map(local, out_specs=(HEADS, *specs))(whole, step, pages, layer, seen, valid)
+
+
+def _decode(step, pages, layer, kept, seen, valid, window, implementation):
+    """One token: everything that is stored is visible to it."""
+    o, _ = paged_decode(
+        step.q,
+        pages.pool,
+        layer.page_table,
+        layer.length,
+        jnp.minimum(seen, window - 1),
+        ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
+        new=(step.k, step.v),
+        implementation=implementation,
+    )
+    return o
+
+
+def _prefill(
+    step: Step,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    kept: Bool[Array, "b k rt"],
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    window: int,
+    implementation: str | None,
+):
+    """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
+    ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
+    real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
+    index = jnp.arange(real.shape[-1])
+    end = jnp.where(real, jnp.where(kept, FOREVER, index + window), 0)
+    near = vertical_slash(
+        step.q,
+        jnp.concatenate([ring_k, step.k], 2),
+        jnp.concatenate([ring_v, step.v], 2),
+        end.astype(jnp.int32),
+        window=window,
+        implementation=implementation,
+    )
+    table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
+    far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
+    return merge(*near, *far)[0]
+
+

@@ -1,0 +1,154 @@
+"""`python -m kvjax.generate`: continue a prompt, with the cache that a policy keeps."""
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from kvjax.errors import UserError
+from kvjax.launch import MeshShape, parse_command, run_command, start
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a prompt. Text comes as it is made; then one line says what the cache held and how fast it went."""
+
+    prompt: str | None = None
+    """The text to continue; for a chat model, the user's turn."""
+    prompt_file: Path | None = None
+    """A file with the text instead."""
+    model: str = "builtin"
+    """A model folder, a hub id, or `builtin`."""
+    policy: str = "full"
+    """What to keep: full, streaming_llm, wgkv, head_pattern or random."""
+    gates: Path | None = None
+    """wgkv: a folder with trained gates (the `gates` of a training run's --out)."""
+    pattern: Path | None = None
+    """head_pattern: a DuoAttention pattern folder."""
+    tau: float | None = None
+    """wgkv: a token is kept iff its gate is at least this."""
+    window: int | None = None
+    """Last tokens that are always visible."""
+    sink: int | None = None
+    """streaming_llm, head_pattern: first tokens that are always kept."""
+    ratio: float | None = None
+    """random: share of tokens to admit; head_pattern: share of heads that keep everything."""
+    max_new_tokens: int = 128
+    """Stop after so many."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw from the k most likely tokens only (0: all)."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens whose probability reaches this."""
+    seed: int = 0
+    """Seed of the drawing."""
+    capacity: str | None = None
+    """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
+    page_size: int = 16
+    """Tokens per page."""
+    mesh: MeshShape = MeshShape()
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16; by default that of the weights."""
+
+    def method_arguments(self) -> dict[str, Any]:
+        names = ("gates", "pattern", "tau", "window", "sink", "ratio")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The text's tokens: through the chat template, as the user's turn, where the tokenizer has one."""
+    if getattr(tokenizer, "chat_template", None):
+        turn = [{"role": "user", "content": text}]
+        return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
+    return list(tokenizer(text)["input_ids"])
+
+
+def _prompt(config: GenerateConfig) -> str:
+    if (config.prompt is None) == (config.prompt_file is None):
+        raise UserError("give either --prompt or --prompt-file")
+    if config.prompt is not None:
+        text, where = config.prompt, "--prompt"
+    else:
+        where = str(config.prompt_file)
+        try:
+            text = Path(where).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--prompt-file {where}: cannot be read as text ({error})") from None
+    if not text:
+        raise UserError(f"{where}: the prompt is empty")
+    return text
+
+
+def run(config: GenerateConfig) -> None:
+    """Generate and print. Raises UserError for what a person can mend."""
+    text = _prompt(config)
+    mesh = start(config.mesh)
+
+    import jax
+
+    from kvjax import cache as caches
+    from kvjax.models import load_model, load_tokenizer
+    from kvjax.policies import make_policy
+    from kvjax.sampling import stream
+
+    with jax.set_mesh(mesh):
+        model = load_model(config.model, dtype=config.dtype)
+        tokenizer = load_tokenizer(config.model)
+        policy = make_policy(config.policy, model=model, **config.method_arguments())
+        prompt = encode(tokenizer, text)
+        began = time.perf_counter()
+        new: list[int] = []
+        shown, times = "", []
+        for (block,), cache in stream(
+            model,
+            [prompt],
+            policy=policy,
+            max_new_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            key=jax.random.key(config.seed),
+            capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
+            page_size=config.page_size,
+        ):
+            times.append((time.perf_counter(), len(block)))
+            new += block.tolist()
+            whole = tokenizer.decode(new, skip_special_tokens=True)
+            # a character may still lack bytes that the next tokens bring
+            whole = whole.rstrip("\N{REPLACEMENT CHARACTER}")
+            if whole.startswith(shown):
+                print(whole[len(shown) :], end="", flush=True)
+                shown = whole
+            sizes = caches.stats(cache, 1)
+        print(flush=True)
+    print(summary(policy.name, len(prompt), len(new), sizes, began, times), file=sys.stderr)
+
+
+def summary(policy: str, prompt: int, new: int, sizes: Any, began: float, times: list[tuple[float, int]]) -> str:
+    """One line: tokens, kept entries and bytes against full, tokens per second (compilation included in the first of
+    each phase, so decode leaves its first block out where there are more)."""
+    first = times[0][0]
+    steady = times[2:] or times[1:]
+    since = times[1][0] if len(times) > 2 else first
+    decoded = sum(count for _, count in steady)
+    speed = f"{decoded / (steady[-1][0] - since):.0f}" if decoded else "–"
+    per_head = sizes.entries.mean()
+    return (
+        f"{policy}: {prompt} prompt + {new} new tokens; kept {per_head:.0f} of {sizes.tokens.mean():.0f} entries a kv "
+        f"head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} MiB against {sizes.full_bytes / 2**20:.2f} "
+        f"full; prefill {prompt / (first - began):.0f} tokens/s with compilation, decode {speed} tokens/s"
+    )
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    run(parse_command(GenerateConfig, args))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,32 @@
+"""The full cache: every token stays."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.policies.interfaces import Keep
+from kvjax.policies.policy import Policy
+from kvjax.step import Step
+from kvjax.struct import struct
+
+
+@struct
+class Full:
+    """Every token is admitted."""
+
+    def init(self, batch: int) -> tuple[()]:
+        return ()
+
+    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+        return state, jnp.ones(step.k.shape[:3], jnp.float32), 0
+
+    def keep(self) -> Keep:
+        return Keep(jnp.float32(0))
+
+    def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
+        return np.full((1, 1), tokens, np.float64)
+
+
+def full(*, window: int = 1) -> Policy:
+    """Plain attention over everything. The window changes nothing but where entries lie; 1 leaves no ring."""
+    return Policy(Full(), name="full", window=window)

@@ -1,0 +1,110 @@
+"""Retrieval heads keep everything, streaming heads keep sinks and the window (DuoAttention, arXiv:2410.10819).
+
+With no retrieval head at all this is StreamingLLM (arXiv:2309.17453); without sinks as well, plain local attention.
+"""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import put
+from kvjax.policies.interfaces import Keep
+from kvjax.policies.policy import Policy, check_heads, check_window
+from kvjax.step import Step
+from kvjax.struct import struct
+
+
+@struct
+class HeadPattern:
+    """A kv head admits everything where `retrieval` says so, else only the first `sink` positions."""
+
+    retrieval: Bool[Array, "*l k"]
+    sink: Int[Array, "*l"]
+
+    def init(self, batch: int) -> tuple[()]:
+        return ()
+
+    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+        admitted = self.retrieval[:, None] | (step.position < self.sink)[:, None, :]
+        return state, admitted.astype(jnp.float32), 0
+
+    def keep(self) -> Keep:
+        return Keep(jnp.float32(0.5))
+
+    def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
+        sink = np.minimum(np.asarray(self.sink), tokens)[:, None]
+        return np.where(np.asarray(self.retrieval), tokens, sink).astype(np.float64)
+
+
+def read_pattern(folder: str | Path) -> tuple[Float[np.ndarray, "l k"], int, int]:
+    """A DuoAttention pattern folder: (weight of each kv head in [0, 1], sink size, recent size).
+
+    `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`
+    and `recent_size` (format: mit-han-lab/duo-attention). Raises UserError naming the file and what is wrong with it.
+    """
+    folder = Path(folder)
+    table, config = folder / "full_attention_heads.tsv", folder / "config.json"
+    for file in (table, config):
+        if not file.is_file():
+            raise UserError(f"{folder} is no head pattern: it has no {file.name}")
+    try:
+        weights = np.loadtxt(table, delimiter="\t", ndmin=2)
+    except ValueError as error:
+        raise UserError(f"{table}: expected a table of numbers, layers × kv heads ({error})") from None
+    try:
+        sizes = json.loads(config.read_text())
+        sink, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{config}: expected whole numbers sink_size and recent_size ({error!r})") from None
+    return np.clip(weights, 0, 1), sink, recent
+
+
+def choose_heads(weights: Float[np.ndarray, "l k"], ratio: float) -> Bool[np.ndarray, "l k"]:
+    """The `round(ratio · l · k)` heads of highest weight; of equal ones the earlier layer and head goes first."""
+    count = round(ratio * weights.size)
+    chosen = np.zeros(weights.size, bool)
+    chosen[np.argsort(-weights.reshape(-1), kind="stable")[:count]] = True
+    return chosen.reshape(weights.shape)
+
+
+def head_pattern(
+    *,
+    pattern: str | Path | Float[np.ndarray, "l k"],
+    ratio: float | None = None,
+    sink: int | None = None,
+    window: int | None = None,
+    layers: int | None = None,
+    kv_heads: int | None = None,
+) -> Policy:
+    """Retrieval heads from a DuoAttention pattern.
+
+    Args:
+        pattern: a pattern folder, or its table: a weight for each layer and kv head.
+        ratio: the share of heads that keep everything, the highest weights first. None: the weights ≥ 0.5.
+        sink, window: tokens that streaming heads keep at the start and at the end; by default the folder's own.
+        layers, kv_heads: the model's, checked against the table when given.
+    """
+    if isinstance(pattern, (str, Path)):
+        weights, own_sink, own_window = read_pattern(pattern)
+        sink, window = (own_sink if sink is None else sink), (own_window if window is None else window)
+    else:
+        weights = np.asarray(pattern, np.float64)
+        if sink is None or window is None:
+            raise UserError("head_pattern: a table of weights needs sink and window as well; a pattern folder has them")
+    if weights.ndim != 2:
+        raise UserError(f"head_pattern: expected weights of shape (layers, kv heads), got {weights.shape}")
+    check_heads("head_pattern", weights.shape, layers, kv_heads)
+    if ratio is not None and not 0 <= ratio <= 1:
+        raise UserError(f"head_pattern: ratio must be in [0, 1], got {ratio}")
+    if sink < 0:
+        raise UserError(f"head_pattern: sink must be at least 0, got {sink}")
+    retrieval = weights >= 0.5 if ratio is None else choose_heads(weights, ratio)
+    return Policy(
+        HeadPattern(put(retrieval, None, "tensor"), put(np.full(len(weights), sink, np.int32))),
+        name="head_pattern",
+        window=check_window("head_pattern", window),
+    )

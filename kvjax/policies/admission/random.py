@@ -1,0 +1,75 @@
+"""Random admission at a given rate: what a method's choice of tokens is worth is its distance from this."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from kvjax.errors import UserError
+from kvjax.mesh import put
+from kvjax.policies.interfaces import Keep
+from kvjax.policies.policy import Policy, check_heads, check_window
+from kvjax.step import Step
+from kvjax.struct import struct
+
+
+def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
+    """A bijective 32-bit finaliser with full avalanche (MurmurHash3's)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def uniform(
+    seed: Int[Array, ""], layer: Int[Array, ""], head: Int[Array, " k"], position: Int[Array, "b t"]
+) -> Float[Array, "b k t"]:
+    """Uniform numbers in [0, 1) that are a hash of their place, so they depend on no shape, batch or mesh."""
+    x = _mix(seed.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
+    x = _mix(x ^ layer.astype(jnp.uint32))
+    x = _mix(x ^ head.astype(jnp.uint32))[:, None]
+    x = _mix(x ^ position.astype(jnp.uint32)[:, None, :])
+    return (x >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+@struct
+class Random:
+    """A token is admitted with probability `rate` of its kv head."""
+
+    rate: Float[Array, "*l k"]
+    seed: Int[Array, "*l"]
+
+    def init(self, batch: int) -> tuple[()]:
+        return ()
+
+    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+        drawn = uniform(self.seed, step.layer, step.head, step.position)
+        return state, self.rate[:, None] - drawn, 0
+
+    def keep(self) -> Keep:
+        return Keep(jnp.float32(np.finfo(np.float32).tiny))
+
+    def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
+        return np.asarray(self.rate, np.float64) * tokens
+
+
+def random(
+    *,
+    layers: int,
+    kv_heads: int,
+    window: int,
+    ratio: float | None = None,
+    rates: Float[np.ndarray, "l k"] | None = None,
+    seed: int = 0,
+) -> Policy:
+    """Random admission: the same `ratio` for every head, or `rates` by layer and kv head (as `Policy.rates` of another
+    policy or `stats` report them)."""
+    if (ratio is None) == (rates is None):
+        raise UserError("random: give either ratio (one number) or rates (layers × kv heads)")
+    table = np.full((layers, kv_heads), ratio, np.float32) if rates is None else np.asarray(rates, np.float32)
+    check_heads("random", table.shape, layers, kv_heads)
+    if not (np.isfinite(table).all() and (table >= 0).all() and (table <= 1).all()):
+        raise UserError(f"random: admission rates must be in [0, 1], got {ratio if rates is None else table}")
+    return Policy(
+        Random(put(table, None, "tensor"), put(np.full(layers, seed, np.int32))),
+        name="random",
+        window=check_window("random", window),
+    )

@@ -1,0 +1,106 @@
+"""What a method may define. Every method is a few of these functions; most define one or two.
+
+A method's arrays all have a leading layer axis: the layer scan hands each layer its slice, so inside these functions
+there is no layer axis. They run on one device's shard of the batch and of the kv heads, as plain local code.
+
+Roles: `Admission` decides what leaves the ring for the global region, `Observer` looks at attention while it happens,
+`Eviction` compacts the global region between layer scans, `Selection` filters pages when they are read, `Trainable`
+is what training asks of a gate, a scorer or a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.step import Step
+from kvjax.struct import struct
+
+State = Any
+"""A method's own memory: a pytree per layer, kept in the cache as `[l b …]` (recent queries, a buffer, an mLSTM…)."""
+
+
+@struct
+class Keep:
+    """Which of the tokens that leave the ring stay: those with priority ≥ `threshold`, and among them at most the
+    `capacity` highest that have left so far (a newcomer takes the place of the minimum). `None`: no bound."""
+
+    threshold: Float[Array, ""]
+    capacity: Int[Array, ""] | None = None
+
+
+@runtime_checkable
+class Admission(Protocol):
+    """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
+
+    def init(self, batch: int) -> State:
+        """The state of one layer before the first token; `()` for a method without memory."""
+        ...
+
+    def score(self, state: State, step: Step) -> tuple[State, Float[Array, "b k t"], int]:
+        """The priorities that this call makes known: `priority[…, i]` belongs to the token `delay` before token `i`
+        of the call. NaN: not known yet, but it must be before that token leaves the ring (`delay < window`)."""
+        ...
+
+    def keep(self) -> Keep:
+        """The rule on leaving the ring: data, not code."""
+        ...
+
+    def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
+        """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv
+        head. Sizes the default pool; called on the whole policy (with its layer axis), outside jit."""
+        ...
+
+
+class Observer(Protocol):
+    """Looks at attention after it was computed, for methods that use probabilities."""
+
+    def observe(
+        self, state: State, step: Step, keys: Float[Array, "b k s h"], lse: Float[Array, "b n t"]
+    ) -> State: ...
+
+
+class Selection(Protocol):
+    """Decides, when a query reads, which pages can matter to it."""
+
+    def select(
+        self, q: Float[Array, "b n t h"], low: Float[Array, "b k p h"], high: Float[Array, "b k p h"]
+    ) -> Bool[Array, "b k p"]:
+        """The pages to read, from each page's smallest and largest key components."""
+        ...
+
+
+class Eviction(Protocol):
+    """Decides, once there are too many entries, which are worth least. Sees all layers together."""
+
+    def compact(
+        self,
+        scores: Float[Array, "l b k s"],
+        eligible: Bool[Array, "l b k s"],
+        budget: Float[Array, ""],
+    ) -> Bool[Array, "l b k s"]:
+        """The entries to keep; `budget` is in entries per kv head on average, a higher score stays."""
+        ...
+
+
+class Trainable(Protocol):
+    """What training asks of a method's parameters."""
+
+    def sample(self, key: jax.Array) -> Trainable:
+        """The method with its random masks drawn, once a step and before the layer scan."""
+        ...
+
+    def masks(
+        self, state: State, step: Step
+    ) -> tuple[State, Iterable[tuple[Float[Array, " k"] | None, Int[Array, "b k t"] | None, Any]]]:
+        """One or two of (weight[k], end[b k t], log_gate[b k t]): attention's output is Σ weight · attend(end,
+        log_gate). `None` stands for weight 1, for plain causal attention, and for no gate."""
+        ...
+
+    def auxiliary(self, state: State, step: Step, o: Any, lse: Any) -> dict[str, Float[Array, ""]]:
+        """Scalars of this layer, averaged over layers into the loss or the log (sparsity, score losses)."""
+        ...

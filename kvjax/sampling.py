@@ -1,0 +1,409 @@
+"""Running a model over the cache: prefill, logits, and generation in blocks of tokens.
+
+Text comes block by block: a block is one `lax.scan` over tokens with the cache as its carry, and the host looks at
+tokens, stop flags and the pool's free count between blocks only.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache as caches
+from kvjax.attention import cached_attention, causal_attention
+from kvjax.cache import Cache, Stats
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
+from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.policies import make_policy
+from kvjax.policies.policy import Policy
+
+Prompts = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
+CHUNK = 16384
+"""Prompt tokens in one call; longer prompts come in chunks of it."""
+BLOCK = 16
+"""Tokens between two looks of the host at what was generated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What `sample` returns.
+
+    tokens: new tokens of each prompt, the stop token (if one came) not included.
+    stop_reasons: "eos" or "length", by prompt. stats: the cache at the end.
+    """
+
+    tokens: list[np.ndarray]
+    stop_reasons: list[Literal["eos", "length"]]
+    stats: Stats
+
+
+def extend(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Cache, Float[Array, "b t d"]]:
+    """Run the first `valid` tokens of each sequence, writing them into the cache. To be jitted, the cache donated.
+
+    Returns the cache and the hidden states after the final norm (those of padding mean nothing).
+    """
+    index = jnp.arange(tokens.shape[1])
+    position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
+
+    def attend(step, pages, xs):
+        layer, admission = xs
+        o, pages, layer = cached_attention(
+            admission, step, pages, layer,
+            seen=cache.seen, valid=valid, window=cache.window, implementation=implementation,
+        )  # fmt: skip
+        return o, pages, layer
+
+    x = model.embed_tokens(tokens)
+    x, pages, layers = scan_layers(
+        model, x, position, attend, carry=cache.pages, xs=(cache.layers, policy.admission)
+    )
+    cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
+    return cache, model.norm(x)
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
+def _last_logits(model, policy, cache, tokens, valid, implementation=None):
+    """`extend`, and the logits that follow each sequence's last valid token."""
+    cache, hidden = extend(model, policy, cache, tokens, valid, implementation=implementation)
+    last = jnp.maximum(valid - 1, 0)[:, None, None]
+    return cache, model.logits(jnp.take_along_axis(hidden, last, 1))[:, 0]
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
+def _decode_block(model, policy, cache, token, running, draw, key, *, count, greedy, implementation=None):
+    """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing.
+
+    Returns the cache, the drawn tokens [count b], the last of them, and which rows are still running.
+    """
+
+    def one(carry, index):
+        cache, token, running = carry
+        cache, hidden = extend(
+            model, policy, cache, token[:, None], running.astype(jnp.int32), implementation=implementation
+        )
+        new = _draw(model.logits(hidden)[:, 0], draw, jax.random.fold_in(key, index), greedy)
+        new = jnp.where(running, new, token)
+        return (cache, new, running & ~_is_stop(new, draw)), new
+
+    (cache, token, running), drawn = jax.lax.scan(one, (cache, token, running), jnp.arange(count))
+    return cache, drawn, token, running
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """How the next token is drawn (temperature 0: the most likely), and which tokens end a sequence."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos: tuple[int, ...] = ()
+
+    def arrays(self) -> dict[str, Any]:
+        eos = np.asarray(self.eos or (-1,), np.int32)
+        return {
+            "temperature": np.float32(self.temperature or 1),
+            "top_k": np.int32(self.top_k),
+            "top_p": np.float32(self.top_p),
+            "eos": eos,
+        }
+
+
+def _is_stop(token, draw):
+    return (token[:, None] == draw["eos"]).any(-1)
+
+
+def _draw(logits, draw, key, greedy):
+    logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
+    if greedy:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    logits = logits / draw["temperature"]
+    ranked = -jnp.sort(-logits, axis=-1)
+    vocabulary = logits.shape[-1]
+    kth = jnp.where(draw["top_k"] > 0, jnp.minimum(draw["top_k"], vocabulary), vocabulary) - 1
+    floor_k = ranked[:, kth]
+    p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
+    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them
+    inside = jnp.cumsum(p, -1) - p < draw["top_p"]
+    floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
+    logits = jnp.where(logits >= jnp.maximum(floor_k, floor_p)[:, None], logits, -jnp.inf)
+    noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
+    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
+
+
+_first_draw = jax.jit(_draw, static_argnums=3)
+
+
+def bucket(tokens: int) -> int:
+    """The padded length that a call of `tokens` tokens is compiled for: 16 · 2ⁿ or 24 · 2ⁿ, below 16 as it is."""
+    if tokens <= 16:
+        return tokens
+    size = 16
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
+    """The prompts as arrays of token ids, checked."""
+    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+        raise UserError("prompts must be token ids, got text: encode it with the model's tokenizer")
+    rows = [np.asarray(prompt, np.int64).reshape(-1) for prompt in prompts]
+    if not rows:
+        raise UserError("no prompt was given")
+    for index, row in enumerate(rows):
+        if row.size == 0:
+            raise UserError(f"prompt {index} is empty: it needs at least one token")
+        if row.min() < 0 or row.max() >= model.config.vocab_size:
+            raise UserError(
+                f"prompt {index} has token id {row.max() if row.min() >= 0 else row.min()}, "
+                f"the model's vocabulary is 0 … {model.config.vocab_size - 1}"
+            )
+    return rows
+
+
+def _padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
+    """Rows as one batch on the mesh, padded to `size` tokens and with empty rows to a multiple of the batch shards."""
+    shards = batch_shards()
+    batch = -(-len(rows) // shards) * shards
+    tokens, valid = np.zeros((batch, size), np.int32), np.zeros(batch, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : row.size], valid[index] = row, row.size
+    return put(tokens, BATCH, None), put(valid, BATCH)
+
+
+def _feed(model, policy, cache, rows, chunk, implementation=None):
+    """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token."""
+    longest = max(row.size for row in rows)
+    logits = None
+    for start in range(0, longest, chunk):
+        part = [row[start : start + chunk] for row in rows]
+        tokens, valid = _padded(part, bucket(min(chunk, longest - start)))
+        cache, new = _last_logits(model, policy, cache, tokens, valid, implementation=implementation)
+        logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
+    caches.check(cache, policy)
+    return cache, logits
+
+
+def _check_numbers(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if value < 1:
+            raise UserError(f"{name} must be at least 1, got {value}")
+
+
+def _new_cache(model, policy, rows, tokens, page_size, capacity) -> Cache:
+    shards, config = batch_shards(), model.config
+    return caches.empty(
+        policy,
+        batch=-(-len(rows) // shards) * shards,
+        layers=config.num_layers,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        tokens=tokens,
+        dtype=model.embed.dtype,
+        page_size=page_size,
+        capacity=capacity,
+    )
+
+
+def prefill(
+    model: Decoder,
+    tokens: Prompts,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 0,
+    capacity: int | str | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    implementation: str | None = None,
+) -> Cache:
+    """Run prompts and keep what the policy keeps of them.
+
+    Args:
+        tokens: token ids, one sequence a prompt, of any lengths.
+        policy: from `make_policy`; None is the full cache.
+        max_new_tokens: room for what will follow. With no stated capacity `sample` makes room itself.
+        capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
+            device's memory ("30%"). None: the policy's expected need with a margin.
+        page_size: tokens per page.
+        chunk: prompt tokens in one call; the result does not depend on it.
+
+    Returns:
+        The cache, to pass to `sample(…, cache=cache)` with a question, as often as wanted.
+
+    Raises:
+        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window.
+        CapacityError: the pool ran out, naming policy, capacity and need.
+    """
+    _check_numbers(chunk=chunk)
+    with use_mesh(model):
+        policy = adopt(make_policy("full") if policy is None else policy)
+        rows = _rows(model, tokens)
+        longest = max(row.size for row in rows) + max_new_tokens
+        cache = _new_cache(model, policy, rows, longest, page_size, capacity)
+        return _feed(model, policy, cache, rows, chunk, implementation)[0]
+
+
+def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
+    """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    with use_mesh(model):
+        rows = _rows(model, tokens)
+        if len({row.size for row in rows}) > 1:
+            raise UserError(f"logits: sequences must have one length, got {sorted({row.size for row in rows})}")
+        padded, _ = _padded(rows, rows[0].size)
+        return np.asarray(_all_logits(model, padded))[: len(rows)]
+
+
+@jax.jit
+def _all_logits(model, tokens):
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    x = model.embed_tokens(tokens)
+    x, _, _ = scan_layers(
+        model, x, jax.sharding.reshard(position, P(BATCH, None)), lambda step, _, xs: (causal_attention(step), None, None)
+    )
+    return model.logits(model.norm(x))
+
+
+def _with_room(cache: Cache, policy: Policy, model: Decoder, tokens: int, sequences: int) -> Cache:
+    """A copy of `cache` that can take `tokens` more tokens a sequence; its pool grows unless its size was stated."""
+    page_size = cache.page_size
+    seen = int(np.asarray(cache.seen).max())
+    ring, table = caches.ring_pages(cache.window, page_size), cache.layers.page_table
+    columns = ring + -(-max(seen + tokens - cache.window + 1, 0) // page_size) - table.shape[-1]
+    pages = 0
+    if not cache.bounded:
+        layers, batch, heads = cache.layers.length.shape
+        free = int(np.asarray(cache.pages.free_count).min())
+        rows = (layers, batch // batch_shards(), heads)
+        # every row may start a page, and then takes what the policy admits of the new tokens
+        kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, rows[::2])
+        each = -(-np.minimum(kept, tokens) // page_size) + 1
+        tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
+        pages = max(0, int(rows[1] * each.reshape(layers, tensor, -1).sum((0, 2)).max()) - free)
+    return _grown(cache, pages, max(columns, 0))
+
+
+_grown = jax.jit(caches.grown, static_argnums=(1, 2))
+
+
+def stream(
+    model: Decoder,
+    prompts: Prompts,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    key: jax.Array | None = None,
+    eos: Sequence[int] | None = None,
+    cache: Cache | None = None,
+    capacity: int | str | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+    implementation: str | None = None,
+) -> Iterator[tuple[list[np.ndarray], Cache]]:
+    """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
+
+    The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
+    Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
+    """
+    _check_numbers(max_new_tokens=max_new_tokens, chunk=chunk, block=block)
+    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise UserError(
+            f"expected temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1, got {temperature}, {top_k} and {top_p}"
+        )
+    if temperature > 0 and key is None:
+        raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
+    stop = tuple(model.config.eos_ids if eos is None else eos)
+    draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
+    key = jax.random.key(0) if key is None else key
+    with use_mesh(model):
+        policy = adopt(make_policy("full") if policy is None else policy)
+        rows = _rows(model, prompts)
+        longest = max(row.size for row in rows)
+        if cache is None:
+            cache = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
+        else:
+            if cache.window != policy.window:
+                raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+            if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
+                raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
+            cache = _with_room(cache, policy, model, longest + max_new_tokens, len(rows))
+        cache, after = _feed(model, policy, cache, rows, chunk, implementation)
+        token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
+        live = put(np.arange(cache.seen.shape[0]) < len(rows), BATCH)
+        running = live & ~_is_stop(token, draw)
+        yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), cache
+        made, blocks = 1, 0
+        while made < max_new_tokens and (before := np.asarray(running)).any():
+            count, blocks = min(block, max_new_tokens - made), blocks + 1
+            cache, drawn, token, running = _decode_block(
+                model, policy, cache, token, running, draw, jax.random.fold_in(key, blocks),
+                count=count, greedy=greedy, implementation=implementation,
+            )  # fmt: skip
+            caches.check(cache, policy)
+            yield _tokens(np.asarray(drawn), before, draw, len(rows)), cache
+            made += count
+
+
+def _tokens(drawn, running, draw, sequences):
+    """Each sequence's own part of a block [count b]: up to and with its stop token; nothing if it had stopped."""
+    parts = []
+    for row in range(sequences):
+        column = drawn[:, row] if running[row] else drawn[:0, row]
+        stops = np.flatnonzero(np.isin(column, draw["eos"]))
+        parts.append(column[: stops[0] + 1] if stops.size else column)
+    return parts
+
+
+def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
+    """Continue prompts.
+
+    Args:
+        prompts: token ids, one sequence a prompt, of any lengths.
+        policy: from `make_policy`; None is the full cache.
+        max_new_tokens: at most so many new tokens each.
+        temperature: 0 (the default) takes the most likely token; above 0, `key` is needed.
+        top_k, top_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches top_p.
+        key: a JAX random key; the same key gives the same tokens.
+        eos: stop tokens; by default every eos id of the model's generation_config.json.
+        cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
+            usable for the next question.
+        capacity, page_size, chunk: as in `prefill`.
+        block: tokens between two looks of the host.
+
+    Returns:
+        `Sampled`: tokens, stop reasons and the cache's sizes.
+
+    Raises:
+        UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
+    """
+    parts: list[list[np.ndarray]] = []
+    cache = None
+    for block, cache in stream(model, prompts, **arguments):
+        parts.append(block)
+        sizes = caches.stats(cache, len(block))
+    eos = arguments.get("eos")
+    stop = list(model.config.eos_ids if eos is None else eos)
+    tokens, reasons = [], []
+    for row in zip(*parts, strict=True):
+        line = np.concatenate(row)
+        stopped = line.size > 0 and bool(np.isin(line[-1], stop))
+        tokens.append(line[:-1] if stopped else line)
+        reasons.append("eos" if stopped else "length")
+    return Sampled(tokens, reasons, sizes)

@@ -1,0 +1,54 @@
+"""Small random models and policies that the tests of several packages share."""
+
+import jax
+import numpy as np
+from flax import nnx
+
+from kvjax.mesh import use_mesh
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.wgkv import WriteGate
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """Three layers, eight query and four kv heads of 8, QK-norm, tied embeddings, 61 tokens."""
+    sizes = dict(
+        vocab_size=61, num_layers=3, width=32, mlp_width=48, num_heads=8, num_kv_heads=4, head_dim=8,
+        qk_norm=True, tied=True, model_type="qwen3",
+    )  # fmt: skip
+    return ModelConfig(**(sizes | changes))
+
+
+def tiny_model(seed: int = 0, **changes) -> Decoder:
+    """A random decoder on the current mesh whose attention is far from uniform."""
+    with use_mesh():
+        model = jax.jit(lambda: Decoder(tiny_config(**changes), rngs=nnx.Rngs(seed)))()
+        return jax.tree.map(lambda w: w * 4 if w.ndim > 2 else w, model)
+
+
+def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
+    """Untrained gates for `model`, made decisive so that thresholds near their median split tokens."""
+    config = model.config
+    with use_mesh(model):
+        gates = jax.jit(
+            lambda: WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(seed))
+        )()
+        gates.w2[...] = gates.w2[...] * 20
+        return gates
+
+
+def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
+    """One policy of each kind for `model`."""
+    rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+    make = {
+        "full": lambda: make_policy("full", window=window),
+        "streaming_llm": lambda: make_policy("streaming_llm", model=model, window=window, sink=2),
+        "local": lambda: make_policy("streaming_llm", model=model, window=window, sink=0),
+        "head_pattern": lambda: make_policy(
+            "head_pattern", model=model, pattern=rates, ratio=0.5, sink=1, window=window
+        ),
+        "random": lambda: make_policy("random", model=model, rates=rates, window=window, seed=3),
+        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=window),
+    }
+    return {name: build() for name, build in make.items()}
