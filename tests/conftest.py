@@ -1,0 +1,28 @@
+"""What every test runs under: 8 virtual CPU devices, checked array shapes, warnings as errors, compiled programs kept.
+
+Programs that tests start inherit the environment set here, so they share the cache of compiled programs.
+"""
+
+import os
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MPLBACKEND"] = "agg"
+
+from jaxtyping import install_import_hook  # noqa: E402  (the environment comes first)
+
+install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
+
+EXPECTED_WARNINGS: list[str] = []
+"""Filters for warnings that are not ours to mend, each with its reason."""
+
+
+def pytest_configure(config):
+    for line in EXPECTED_WARNINGS:
+        config.addinivalue_line("filterwarnings", line)

@@ -1,0 +1,93 @@
+"""The dependency rule: which package may import which, read from the sources without importing them."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = (
+    {"kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.launch", "kvjax.config", "kvjax.builtin"},
+    {"kvjax.cache", "kvjax.policies"},
+    {"kvjax.attention"},
+    {"kvjax.models"},
+    {"kvjax.sampling", "kvjax.checkpoint", "kvjax.data", "kvjax.metrics", "kvjax.evaluate.tasks"},
+    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.compile"},
+)
+"""Lowest first. A module imports its own layer and those below it."""
+
+POLICIES_MAY_IMPORT = {"kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.policies"}
+KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "pallas_kernels"}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+LIBRARY = [path for path in sources("kvjax") if path.parent.name != "kvjax" or path.name != "__init__.py"]
+"""All but the package's own `__init__`, which names everything (lazily)."""
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names that a file imports, anywhere in it; `from a import b` gives both `a` and `a.b`."""
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join(base + ([node.module] if node.module else []))
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, packages: set[str]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def layer(name: str) -> int | None:
+    """The layer of a module: that of the longest package listed in `LAYERS` which holds it."""
+    holders = [(len(p), index) for index, packages in enumerate(LAYERS) for p in packages if within(name, {p})]
+    return max(holders)[1] if holders else None
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=module_name)
+def test_imports_only_from_its_layer_and_below(path):
+    own = layer(module_name(path))
+    assert own is not None, f"{module_name(path)} stands in no layer: name its package in LAYERS"
+    above = {name for name in imports(path) if (other := layer(name)) is not None and other > own}
+    assert not above, f"{module_name(path)} imports upwards: {sorted(above)}"
+
+
+@pytest.mark.parametrize("path", sources("kvjax/policies"), ids=module_name)
+def test_policies_know_no_model_and_no_cache(path):
+    ours = {name for name in imports(path) if within(name, {"kvjax"})}
+    stray = {name for name in ours if not within(name, POLICIES_MAY_IMPORT)}
+    assert not stray - {"kvjax"}, f"{module_name(path)} imports {sorted(stray)}"
+
+
+@pytest.mark.parametrize("path", sources("kvjax/models"), ids=module_name)
+def test_models_know_only_the_policy_type(path):
+    stray = {name for name in imports(path) if within(name, {"kvjax.policies", "kvjax.cache", "kvjax.attention"})}
+    assert stray <= {"kvjax.policies", "kvjax.policies.Policy", "kvjax.policies.policy", "kvjax.policies.policy.Policy"}
+
+
+@pytest.mark.parametrize("path", sources("pallas_kernels"), ids=module_name)
+def test_kernels_stand_alone(path):
+    stray = {name for name in imports(path) if name.split(".")[0] not in KERNELS_MAY_IMPORT | sys.stdlib_module_names}
+    assert not stray, f"{module_name(path)} imports {sorted(stray)}"
+
+
+@pytest.mark.parametrize("path", [*sources("kvjax"), *sources("pallas_kernels")], ids=module_name)
+def test_the_packages_use_no_program_of_the_repository(path):
+    stray = {name for name in imports(path) if name.split(".")[0] in {"train", "infer", "tests"}}
+    assert not stray, f"{module_name(path)} imports {sorted(stray)}, which the wheel does not install"
