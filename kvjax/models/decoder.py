@@ -1,0 +1,241 @@
+"""One decoder for Llama, Qwen and Mistral: differences are flags of `ModelConfig`, layers are stacked and scanned.
+
+Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
+Activations are split over the batch, heads over `tensor`; products accumulate in float32.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import reshard
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, use_mesh
+from kvjax.models.config import ACTIVATIONS, ModelConfig
+from kvjax.models.rope import CosSin, cos_sin, rotate
+from kvjax.step import Step
+
+ROWS = P(BATCH, None, None)
+HEADS = P(BATCH, "tensor", None, None)
+VOCABULARY_MULTIPLE = 128
+"""Vocabularies are padded in storage to a multiple of this, so that one shape serves every usual `tensor` axis."""
+
+
+def padded_vocabulary(config: ModelConfig) -> int:
+    """Rows of the stored embedding table on the current mesh."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size("tensor"))
+    return -(-config.vocab_size // multiple) * multiple
+
+
+def check_mesh(config: ModelConfig) -> None:
+    """UserError if an axis of the current mesh does not divide a size of the model that it splits."""
+    for name, size, axis in (
+        ("kv heads", config.num_kv_heads, "tensor"),
+        ("mlp width", config.mlp_width, "tensor"),
+        ("width", config.width, "fsdp"),
+    ):
+        if size % axis_size(axis):
+            raise UserError(
+                f"the mesh's {axis} axis has size {axis_size(axis)}, which does not divide the model's {name} ({size})"
+            )
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale over the last axis, in float32."""
+
+    def __init__(self, size: int, eps: float, dtype: Any, layers: tuple[int, ...] = ()):
+        self.eps = eps
+        self.scale = nnx.Param(jnp.ones((*layers, size), dtype, out_sharding=P(*[None] * len(layers), None)))
+
+    def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
+
+
+def _product(equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P) -> Float32[Array, "..."]:
+    """x · weight (+ bias), the weight gathered over `fsdp`. A bias broadcasts against the result's last axes."""
+    y = jnp.einsum(
+        equation, x, gather(weight[...], "fsdp"), preferred_element_type=jnp.float32, out_sharding=spec
+    )
+    return y if bias is None else y + bias[...]
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and mlp of every layer, stacked: each array has a leading layer axis, which `lax.scan` takes off."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        d, f, h = config.width, config.mlp_width, config.head_dim
+        n, k = config.num_heads, config.num_kv_heads
+        layers = (config.num_layers,)
+
+        def weight(*shape, spec):
+            init = jax.nn.initializers.normal(0.02)
+            return nnx.Param(init(rngs.params(), layers + shape, dtype, out_sharding=P(None, *spec)))
+
+        def bias(wanted, *shape, spec):
+            return nnx.Param(jnp.zeros(layers + shape, dtype, out_sharding=P(None, *spec))) if wanted else None
+
+        def norm(size):
+            return RMSNorm(size, config.norm_eps, dtype, layers)
+
+        into_heads, qkv = ("fsdp", "tensor", None), config.attention_bias
+        self.config = config
+        self.attention_norm = norm(d)
+        self.q, self.q_bias = weight(d, n, h, spec=into_heads), bias(qkv, n, 1, h, spec=("tensor", None, None))
+        self.k, self.k_bias = weight(d, k, h, spec=into_heads), bias(qkv, k, 1, h, spec=("tensor", None, None))
+        self.v, self.v_bias = weight(d, k, h, spec=into_heads), bias(qkv, k, 1, h, spec=("tensor", None, None))
+        self.q_norm = norm(h) if config.qk_norm else None
+        self.k_norm = norm(h) if config.qk_norm else None
+        self.o = weight(n, h, d, spec=("tensor", None, "fsdp"))
+        self.o_bias = bias(config.attention_out_bias, d, spec=(None,))
+        self.mlp_norm = norm(d)
+        self.gate = weight(d, f, spec=("fsdp", "tensor"))
+        self.up = weight(d, f, spec=("fsdp", "tensor"))
+        self.down = weight(f, d, spec=("tensor", "fsdp"))
+        self.gate_bias = bias(config.mlp_bias, f, spec=("tensor",))
+        self.up_bias = bias(config.mlp_bias, f, spec=("tensor",))
+        self.down_bias = bias(config.mlp_bias, d, spec=(None,))
+
+    def project(
+        self, x: Float[Array, "b t d"], angles: CosSin
+    ) -> tuple[
+        Float[Array, "b t d"],
+        Float[Array, "b n t h"],
+        Float[Array, "b k t h"],
+        Float[Array, "b k t h"],
+        Float[Array, "b k t h"],
+    ]:
+        """The normed input, q and k after RoPE, k before RoPE (after QK-norm), v. One layer's arrays, not the stack."""
+        hidden = self.attention_norm(x)
+
+        def heads(weight, bias, norm=None):
+            y = _product("btd,dnh->bnth", hidden, weight, bias, HEADS).astype(x.dtype)
+            return y if norm is None else norm(y)
+
+        q = heads(self.q, self.q_bias, self.q_norm)
+        k_pre = heads(self.k, self.k_bias, self.k_norm)
+        return hidden, rotate(q, angles), rotate(k_pre, angles), k_pre, heads(self.v, self.v_bias)
+
+    def mlp(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        """down(activation(gate(x)) · up(x))."""
+        wide = P(BATCH, None, "tensor")
+        gate = _product("btd,df->btf", x, self.gate, self.gate_bias, wide)
+        up = _product("btd,df->btf", x, self.up, self.up_bias, wide)
+        inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
+        return _product("btf,fd->btd", inner, self.down, self.down_bias, ROWS).astype(x.dtype)
+
+    def finish(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
+        """The layer's output from its input and its heads' attention outputs."""
+        x = x + _product("bnth,nhd->btd", o, self.o, self.o_bias, ROWS).astype(x.dtype)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Token ids to hidden states to logits. Built on the current mesh (`kvjax.mesh.use_mesh`); random weights.
+
+    embed and head are [vocabulary, d], the vocabulary padded in storage; head is None where it is tied to embed.
+
+    Raises:
+        UserError: a mesh axis that does not divide what it splits.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: Any = jnp.float32):
+        with use_mesh():
+            check_mesh(config)
+            shape = (padded_vocabulary(config), config.width)
+
+            def table():
+                init = jax.nn.initializers.normal(0.02)
+                return nnx.Param(init(rngs.params(), shape, dtype, out_sharding=P("tensor", "fsdp")))
+
+            self.config = config
+            self.embed = table()
+            self.layers = DecoderLayer(config, rngs=rngs, dtype=dtype)
+            self.norm = RMSNorm(config.width, config.norm_eps, dtype)
+            self.head = None if config.tied else table()
+
+    def embed_tokens(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+        """Embeddings, split over the batch. The table stays split: the looked-up columns change places instead."""
+        if tokens.shape[0] % batch_shards():
+            raise UserError(
+                f"a batch of {tokens.shape[0]} does not divide over the mesh's data × fsdp = {batch_shards()} shards: "
+                "add empty rows"
+            )
+        tokens = reshard(tokens, P("data", None))
+        x = self.embed[...].at[tokens].get(out_sharding=P("data", None, "fsdp"))
+        return reshard(x, ROWS)
+
+    def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
+        """Logits of hidden states that have been through the final norm. The vocabulary is whole on every device."""
+        table = self.embed if self.head is None else self.head
+        y = _product("btd,vd->btv", hidden, table, None, P(BATCH, None, "tensor"))
+        return reshard(y, ROWS)[..., : self.config.vocab_size]
+
+    def hidden(self, tokens: Int[Array, "b t"], *, remat: bool = False) -> Float[Array, "b t d"]:
+        """Hidden states after the final norm, under plain causal attention from position 0."""
+        position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
+
+        def attend(step, carry, xs):
+            return causal_attention(step), carry, None
+
+        x, _, _ = scan_layers(self, self.embed_tokens(tokens), position, attend, remat=remat)
+        return self.norm(x)
+
+
+Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
+
+
+def scan_layers(
+    model: Decoder,
+    x: Float[Array, "b t d"],
+    position: Int[Array, "b t"],
+    attend: Attend,
+    carry: Any = None,
+    xs: Any = None,
+    *,
+    remat: bool = False,
+) -> tuple[Float[Array, "b t d"], Any, Any]:
+    """Run `x` through all layers; attention is `attend(step, carry, xs of the layer) -> (o [b n t h], carry, ys)`.
+
+    Args:
+        position: true token positions, −1 for padding.
+        carry: what the layers hand on (the page pool).
+        xs: what each layer has of its own, with a leading layer axis (page tables, states, a policy's parameters).
+        remat: recompute each layer in the backward pass instead of storing its activations.
+
+    Returns:
+        x before the final norm, the last carry, and every layer's `ys`, stacked.
+    """
+    angles = cos_sin(model.config.rope, model.config.head_dim, position)
+
+    def body(carried, inputs):
+        x, carry = carried
+        layer, index, own = inputs
+        hidden, q, k, k_pre, v = layer.project(x, angles)
+        step = Step(hidden=hidden, q=q, k=k, k_pre=k_pre, v=v, position=position, layer=index)
+        o, carry, ys = attend(step, carry, own)
+        return (layer.finish(x, o), carry), ys
+
+    # inside a scan nothing can be merged across iterations, so the barrier that prevents it would only cost
+    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
+    (x, carry), ys = jax.lax.scan(body, (x, carry), (model.layers, indices, xs))
+    return x, carry, ys
+
+
+def causal_attention(step: Step) -> Float[Array, "b n t h"]:
+    def local(q, k, v):
+        b, n, t, h = q.shape
+        q = q.reshape(b, k.shape[1], -1, t, h)
+        s = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(h)
+        s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
+        o = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(s, -1).astype(v.dtype), v)
+        return o.reshape(b, n, t, h)
+
+    return jax.shard_map(local, out_specs=P(BATCH, "tensor"))(step.q, step.k, step.v)

@@ -1,0 +1,115 @@
+"""Rotary position embeddings: the frequencies of every rope type, and the rotation.
+
+Sources: RoPE (arXiv 2104.09864), linear position interpolation (2306.15595), dynamic NTK (the NTK-aware base change,
+fixed here at a declared length), YaRN (2309.00071, §3.1-3.4), Llama 3.1 (2407.21783, and its reference code).
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """A rope type and its numbers; those that a type does not use stay at their defaults.
+
+    length: the longest sequence that will be run ("dynamic" only: its frequencies depend on it, and a cache of rotated
+    keys needs them fixed). original_length: the context the model was first trained at. attention_factor: what cos and
+    sin are multiplied by in "yarn"; None derives it from `factor`, `mscale` and `mscale_all_dim`.
+    """
+
+    type: str = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_length: int = 0
+    length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def _default(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    return rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+
+
+def _linear(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    return _default(rope, head_dim) / rope.factor
+
+
+def _dynamic(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    stretch = max(rope.length / rope.original_length, 1.0)
+    base_factor = (rope.factor * stretch - (rope.factor - 1)) ** (head_dim / (head_dim - 2))
+    return _default(dataclasses.replace(rope, theta=rope.theta * base_factor), head_dim)
+
+
+def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    fast = _default(rope, head_dim)
+    turns = rope.original_length * fast / (2 * math.pi)
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = np.clip(share, 0, 1)
+    return (1 - share) * fast / rope.factor + share * fast
+
+
+def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    def dimension(turns: float) -> float:
+        """The (fractional) pair index that makes `turns` rotations over the original length."""
+        return head_dim * math.log(rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = (np.arange(head_dim // 2) - low) / (high - low or 0.001)
+    slow = np.clip(ramp, 0, 1)
+    fast = _default(rope, head_dim)
+    return fast / rope.factor * slow + fast * (1 - slow)
+
+
+ROPE_TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians per position of each rotated pair, float32 [head_dim / 2]."""
+    return ROPE_TYPES[rope.type](rope, head_dim).astype(np.float32)
+
+
+def attention_scaling(rope: RopeConfig) -> float:
+    """What cos and sin are multiplied by (YaRN's temperature, §3.4; 1 for the other types)."""
+    if rope.type != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def temperature(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
+    return temperature(1)
+
+
+CosSin = tuple[Float32[Array, "b t pairs"], Float32[Array, "b t pairs"]]
+
+
+def cos_sin(rope: RopeConfig, head_dim: int, position: Int[Array, "b t"]) -> CosSin:
+    """Cosine and sine of every pair's angle at the given positions, float32 whatever the model's dtype."""
+    angle = position[..., None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    scale = attention_scaling(rope)
+    return jnp.cos(angle) * scale, jnp.sin(angle) * scale
+
+
+def rotate(x: Float[Array, "b n t h"], angles: CosSin) -> Float[Array, "b n t h"]:
+    """RoPE: pair i is (x[i], x[i + h/2]), as in the Hugging Face layout of the weights."""
+    cos, sin = (a[:, None] for a in angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jax.lax.concatenate(rotated, 3).astype(x.dtype)
