@@ -212,13 +212,14 @@ def scan_layers(
     Returns:
         x before the final norm, the last carry, and every layer's `ys`, stacked.
     """
+    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
     angles = cos_sin(model.config.rope, model.config.head_dim, position)
 
     def body(carried, inputs):
         x, carry = carried
         layer, index, own = inputs
         hidden, q, k, k_pre, v = layer.project(x, angles)
-        step = Step(hidden=hidden, q=q, k=k, k_pre=k_pre, v=v, position=position, layer=index)
+        step = Step(hidden=hidden, q=q, k=k, k_pre=k_pre, v=v, position=position, layer=index, head=heads)
         o, carry, ys = attend(step, carry, own)
         return (layer.finish(x, o), carry), ys
 
