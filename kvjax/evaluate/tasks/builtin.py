@@ -41,7 +41,7 @@ def heldout_files() -> dict[str, str]:
 @cache
 def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
     """Token ids of the packaged text: every other file for training gates, the others for evaluation."""
-    sources = list(heldout_files().values())["train evaluate".split().index(split) :: 2]
+    sources = list(heldout_files().values())[["train", "evaluate"].index(split) :: 2]
     end = builtin_vocabulary().end
     pieces: list[np.ndarray] = []
     for encoding in _tokenizer().encode_batch(sources, add_special_tokens=False):

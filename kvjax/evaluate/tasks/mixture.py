@@ -32,12 +32,12 @@ class Mixture:
         sample_seed = int(rng.integers(2**31))
         choice = rng.choice(4, p=np.asarray(self.shares) / np.sum(self.shares))
         if choice == 0:
-            spacing = 1 / rng.uniform(0.012, 0.03)
+            spacing = 1 / float(rng.uniform(0.012, 0.03))
             n_questions = int(max(4, min(length // 20, 2 * length / spacing)))
-            task = Recall(v, text, spacing, rng.uniform(0.5, 1.5), n_questions)
+            task = Recall(v, text, spacing, float(rng.uniform(0.5, 1.5)), n_questions)
             sample = task.sample(sample_seed, length - (n_questions - 1) * QUESTION_TOKENS)
         elif choice == 1:
-            task = Needle(v, text, depths=(rng.uniform(),))
+            task = Needle(v, text, depths=(float(rng.uniform()),))
             sample = task.sample(sample_seed, length - 2 * QUESTION_TOKENS)
         elif choice == 2:
             families = max(1, int(length / 256 * rng.uniform(0.5, 2)))

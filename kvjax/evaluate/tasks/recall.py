@@ -65,7 +65,7 @@ class Recall:
         body = length - QUESTION_TOKENS - 2
         hidden = hide(rng, self.text, body, [*(marked(v, r) for r in records), *likes])
         # Every record is asked about once before one is asked about again, each time in another way.
-        order, turn = rng.permutation(n_records), rng.integers(3)
+        order, turn = rng.permutation(n_records), int(rng.integers(3))
         asked = tuple(
             question(v, records[order[i % n_records]], (i + i // n_records * (n_records % 3 == 0) + turn) % 3)
             for i in range(min(self.questions, 3 * n_records))

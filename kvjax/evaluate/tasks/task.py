@@ -7,7 +7,7 @@ nothing with this file but the idea of a seed and a length.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class Sample:
     questions: tuple[Question, ...]
 
 
+@runtime_checkable
 class Task(Protocol):
     """A source of samples that depends on nothing but a seed and a length."""
 
@@ -52,7 +53,7 @@ class Task(Protocol):
         ...
 
 
-def as_tokens(ids: Sequence[int] | np.ndarray) -> Tokens:
+def as_tokens(ids: Sequence[int | np.integer] | np.ndarray) -> Tokens:
     return np.asarray(ids, np.int32)
 
 
