@@ -1,0 +1,68 @@
+"""The op `paged_decode`: attention over the paged cache."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.choose import choose
+from pallas_kernels.paged_decode.reference import reference
+from pallas_kernels.paged_decode.xla import xla
+from pallas_kernels.varying import alike
+
+IMPLEMENTATIONS = {"xla": xla, "reference": reference}
+
+
+def paged_decode(
+    q: Float[Array, "b n t h"],
+    pool: Float[Array, "p page 2*h"],
+    page_table: Int[Array, "b k c"],
+    length: Int[Array, "b k"],
+    ring_length: Int[Array, " b"] | None = None,
+    *,
+    ring_pages: int = 0,
+    new: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
+    """Attention of `t` new tokens over their (sequence, kv head)'s own pages, each head with its own length.
+
+    Every query sees the first `ring_length[b]` entries of the ring pages (columns `[0, ring_pages)` of the table), the
+    first `length[b, k]` entries of the global pages (the columns after them), and of `new` the tokens up to its own.
+    An entry past a length is never read into the result, whatever it holds, nor is a table entry beyond the pool.
+
+    Args:
+        q: queries; head `x` reads kv head `x // (n / k)`.
+        pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers.
+        page_table: for each (sequence, kv head) the pages, in order. length: entries in its global pages.
+        ring_length: entries in the ring; None: the ring is not read at all.
+        ring_pages: how many of the table's columns are the ring's.
+        new: keys and values of the tokens of this call, which are not in the pages yet.
+        implementation: "xla" (reads what is stored) or "reference" (dense); None: the backend's own.
+
+    Returns:
+        The output in q's dtype and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible.
+
+    Raises:
+        ValueError: shapes that disagree, more ring pages than columns, an unknown implementation.
+    """
+    call = choose(IMPLEMENTATIONS, implementation, "paged_decode")
+    _check(q, pool, page_table, length, ring_length, ring_pages, new)
+    *arrays, new = alike(q, pool, page_table, length, ring_length, new)
+    return call(*arrays, ring_pages, new)
+
+
+def _check(q, pool, page_table, length, ring_length, ring_pages, new):
+    b, n, t, h = q.shape
+    heads, columns = page_table.shape[1:]
+    if n % heads:
+        raise ValueError(f"paged_decode: {n} query heads are not a multiple of {heads} kv heads")
+    if pool.ndim != 3 or pool.shape[2] != 2 * h:
+        raise ValueError(f"paged_decode: pool is {pool.shape}, but head_dim {h} needs [pages, page, {2 * h}]")
+    if not 0 <= ring_pages <= columns:
+        raise ValueError(f"paged_decode: {ring_pages} ring pages in a page table of {columns} columns")
+    if page_table.shape[0] != b or length.shape != (b, heads):
+        raise ValueError(
+            f"paged_decode: page_table {page_table.shape} and length {length.shape} must be [{b} {heads} c] "
+            f"and [{b} {heads}]"
+        )
+    if ring_length is not None and ring_length.shape != (b,):
+        raise ValueError(f"paged_decode: ring_length is {ring_length.shape}, but there are {b} sequences")
+    if new is not None and any(x.shape != (b, heads, t, h) for x in new):
+        raise ValueError(f"paged_decode: new is {[x.shape for x in new]}, but q {q.shape} needs {(b, heads, t, h)}")

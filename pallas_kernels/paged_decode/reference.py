@@ -1,0 +1,29 @@
+"""What `paged_decode` means: every page gathered, one dense softmax, float32 or, given float64, that. For tests."""
+
+import jax
+import jax.numpy as jnp
+
+
+def reference(q, pool, page_table, length, ring_length, ring_pages, new):
+    b, n, t, h = q.shape
+    _, heads, columns = page_table.shape
+    page = pool.shape[1]
+    exact = jnp.promote_types(q.dtype, jnp.float32)
+    entries = pool.at[page_table].get(mode="clip").reshape(b, heads, columns * page, 2 * h)
+    place = jnp.arange(columns * page)
+    ring = place < ring_pages * page
+    in_ring = place < (jnp.zeros(b, int) if ring_length is None else ring_length)[:, None, None]
+    in_global = place - ring_pages * page < length[..., None]
+    stored = jnp.where(ring, in_ring, in_global)
+    k, v = jnp.split(jnp.where(stored[..., None], entries, 0).astype(exact), 2, -1)
+    visible = jnp.broadcast_to(stored[:, :, None], (b, heads, t, columns * page))
+    if new is not None:
+        k, v = (jnp.concatenate([a, x.astype(exact)], 2) for a, x in zip((k, v), new, strict=True))
+        causal = jnp.broadcast_to(jnp.tri(t, dtype=bool), (b, heads, t, t))
+        visible = jnp.concatenate([visible, causal], -1)
+    x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(b, heads, n // heads, t, h).astype(exact), k) / h**0.5
+    x = jnp.where(visible[:, :, None], x, -jnp.inf)
+    lse = jax.nn.logsumexp(x, -1)
+    p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v)
+    return o.reshape(b, n, t, h).astype(q.dtype), lse.reshape(b, n, t)

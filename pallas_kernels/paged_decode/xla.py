@@ -1,0 +1,88 @@
+"""`paged_decode` in XLA: a work list over rows and blocks of pages, as long as what is stored.
+
+A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that neighbours in a tile are
+about equally long; a tile gathers one block of columns of the page table for each. A padded gather of whole tables would
+be slower than dense attention (kernels.md).
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import softmax
+from pallas_kernels.blocks import divisor, even
+from pallas_kernels.varying import alike
+
+QUERIES = 128
+ENTRIES = 512
+ELEMENTS = 1 << 17
+
+
+def xla(q, pool, page_table, length, ring_length, ring_pages, new):
+    b, n, t, h = q.shape
+    heads = page_table.shape[1]
+    r, g = b * heads, n // heads
+    blocks, bq = even(t, QUERIES)
+    q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
+    ring_length = None if ring_length is None else jnp.repeat(ring_length, heads)
+    walk = _walk(pool, page_table.reshape(r, -1), length.reshape(r), ring_length, ring_pages)
+
+    def block(x):
+        tile = lax.dynamic_slice_in_dim(q, x * bq, bq, 2).reshape(r, g * bq, h)
+        state, _ = alike(softmax.start(*tile.shape), (q, pool, page_table, length, ring_length, new))
+        if new is not None:
+            k, v = (a.reshape(r, t, h) for a in new)
+            i = jnp.tile(x * bq + jnp.arange(bq), g)[:, None]
+            logits = jnp.where(i >= jnp.arange(t), softmax.logits(tile, k), softmax.MASKED)
+            state = softmax.update(state, logits, v)
+        o, lse = softmax.finish(walk(tile, state))
+        return o.reshape(r, g, bq, h).astype(q.dtype), lse.reshape(r, g, bq)
+
+    o, lse = lax.map(block, jnp.arange(blocks))
+    o = jnp.moveaxis(o, 0, 2).reshape(b, n, blocks * bq, h)[:, :, :t]
+    return o, jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
+
+
+def _walk(pool, page_table, length, ring_length, ring_pages):
+    """A function of (query tile `[r q h]`, state) that returns the state after all stored entries."""
+    r, columns = page_table.shape
+    pages, page, width = pool.shape
+    h = width // 2
+    ring = ring_pages * page
+    if ring_length is None:
+        page_table, ring, ring_length = page_table[:, ring_pages:], 0, jnp.zeros_like(length)
+        columns -= ring_pages
+    # Ring and global columns are neighbours: one list of entries, of which a partly filled ring leaves some out.
+    entries = jnp.where(length > 0, ring + length, ring_length)
+    chunks, bc = even(columns, max(1, ENTRIES // page))
+    bs = bc * page
+    br = divisor(r, ELEMENTS // (bs * width))
+    page_table = jnp.pad(page_table, ((0, 0), (0, chunks * bc - columns)))
+    order = jnp.argsort(-entries)
+    sizes = (entries[order].reshape(-1, br)[:, 0] + bs - 1) // bs
+    ends = jnp.cumsum(sizes)
+    page_table, length, ring_length = page_table[order], length[order], ring_length[order]
+
+    def walk(q, state):
+        q, state = q[order], tuple(a[order] for a in state)
+
+        def item(x, state):
+            group = jnp.sum(x >= ends)
+            row, chunk = group * br, x - ends[group] + sizes[group]
+
+            def rows(a):
+                return lax.dynamic_slice_in_dim(a, row, br)
+
+            place = chunk * bs + jnp.arange(bs)
+            stored = jnp.where(place < ring, place < rows(ring_length)[:, None], place - ring < rows(length)[:, None])
+            table = lax.dynamic_slice(page_table, (row, chunk * bc), (br, bc))
+            kv = pool.at[table].get(mode="clip").reshape(br, bs, width)
+            v = jnp.where(stored[..., None], kv[..., h:], 0)
+            logits = jnp.where(stored[:, None], softmax.logits(rows(q), kv[..., :h]), softmax.MASKED)
+            tile = softmax.update(tuple(rows(a) for a in state), logits, v)
+            return tuple(lax.dynamic_update_slice_in_dim(a, x, row, 0) for a, x in zip(state, tile, strict=True))
+
+        state = lax.fori_loop(0, ends[-1], item, state)
+        back = jnp.argsort(order)
+        return tuple(a[back] for a in state)
+
+    return walk

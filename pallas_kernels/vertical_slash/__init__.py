@@ -1,0 +1,5 @@
+"""Attention over a local window plus, for each kv head, the keys that were kept. See `api.py`."""
+
+from pallas_kernels.vertical_slash.api import vertical_slash
+
+__all__ = ["vertical_slash"]
