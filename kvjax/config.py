@@ -1,0 +1,85 @@
+"""YAML files of numbers over a command's defaults, under its command line: one meaning, one set of error messages."""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kvjax.errors import UserError
+from kvjax.launch import parse_command
+
+T = TypeVar("T")
+
+
+def packaged_configs() -> Path:
+    """The folder of the configs that come with kvjax: inside the package, or beside it in a working tree."""
+    package = Path(__file__).parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def find_config(name: str) -> Path:
+    """A YAML file by its path, or one that comes with kvjax by its name (`qwen3-4b`).
+
+    Raises UserError naming the ones that come with kvjax if there is no such file.
+    """
+    packaged = packaged_configs() / f"{Path(name).stem if name.endswith('.yaml') else name}.yaml"
+    for candidate in (Path(name), packaged):
+        if candidate.is_file():
+            return candidate
+    known = ", ".join(sorted(path.stem for path in packaged_configs().glob("*.yaml")))
+    raise UserError(f"--config {name}: there is no such file; kvjax comes with {known}")
+
+
+def load_config(cls: type[T], name: str, default: T | None = None) -> T:
+    """The dataclass `cls` with the values of a YAML file over `default`'s.
+
+    Values are read exactly as the command line's are; keys are the options' names, `_` or `-` alike.
+
+    Raises:
+        UserError: no such file, no YAML mapping, an unknown key (with the nearest known), or a value of another type.
+    """
+    file = find_config(name)
+    values = _read(file)
+    known = {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
+    args: list[str] = []
+    for key, value in values.items():
+        option = str(key).replace("-", "_")
+        if option not in known or option == "config":
+            near = difflib.get_close_matches(option, known) or sorted(known)
+            raise UserError(f"{file}: unknown key {key!r}; the nearest known: {', '.join(near)}")
+        args += _as_arguments(option.replace("_", "-"), value)
+    try:
+        return parse_command(cls, args, default=default)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def parse_with_config(cls: type[T], args: Sequence[str], *, fallback: str | None = None) -> T:
+    """`cls` from the command line over the YAML file that its `--config` names, or over `fallback` where it names none."""
+    name = fallback
+    for index, arg in enumerate(args):
+        if arg == "--config" and index + 1 < len(args):
+            name = args[index + 1]
+        elif arg.startswith("--config="):
+            name = arg.removeprefix("--config=")
+    return parse_command(cls, args, default=None if name is None else load_config(cls, name))
+
+
+def _read(file: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file}: expected `key: value` lines, found {type(values).__name__}")
+    return values
+
+
+def _as_arguments(option: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{option}" if value else f"--no-{option}"]
+    return [f"--{option}", *map(str, value if isinstance(value, list) else [value])]

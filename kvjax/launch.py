@@ -1,0 +1,218 @@
+"""How every command starts: its arguments, its devices, and one line instead of a traceback for what a person can mend.
+
+Importing this imports no jax, so that `--help` and a refused command line answer at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import glob
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from kvjax.errors import UserError
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+T = TypeVar("T")
+
+ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd", "/dev/dxg")
+"""Device nodes of NVIDIA GPUs, of TPUs (two generations), of AMD GPUs, and of GPUs under WSL."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """`8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `data=2,fsdp=2,tensor=2`."""
+        try:
+            if "=" in text:
+                pairs = [part.split("=") for part in text.split(",")]
+                sizes = {name.strip(): int(size) for name, size in pairs}
+                if len(sizes) < len(pairs):
+                    raise ValueError
+            else:
+                sizes = dict(zip(("fsdp", "tensor"), map(int, text.split("x")), strict=False))
+                if len(sizes) < len(text.split("x")):
+                    raise ValueError
+            shape = cls(**sizes)
+        except (TypeError, ValueError):
+            shape = cls(0)
+        if min(shape.data, shape.fsdp, shape.tensor) < 1:
+            raise UserError(
+                f"mesh {text!r}: expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2 (data, fsdp, tensor), "
+                "every number at least 1"
+            )
+        return shape
+
+    @property
+    def count(self) -> int:
+        """Devices in all."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def batch_shards(self) -> int:
+        """Into how many parts a batch is split."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        if self.data > 1:
+            return f"data={self.data},fsdp={self.fsdp},tensor={self.tensor}"
+        return f"{self.fsdp}x{self.tensor}" if self.tensor > 1 else str(self.fsdp)
+
+
+def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T | None = None) -> T:
+    """The dataclass `cls` from the command line (`sys.argv` if `args` is None), over `default`'s values.
+
+    `--help` prints the fields with their docstrings and leaves. Raises UserError, one line, for anything wrong.
+    """
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def mesh_shape(info: Any) -> Any:
+        if info.type is not MeshShape:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="N|FSDPxTENSOR",
+            instance_from_str=lambda texts: MeshShape.parse(texts[0]),
+            is_instance=lambda value: isinstance(value, MeshShape),
+            str_from_instance=lambda shape: [str(shape)],
+        )
+
+    complaint = io.StringIO()
+    module = sys.modules["__main__"].__spec__
+    program = f"python -m {module.name.removesuffix('.__main__')}" if module and args is None else None
+    try:
+        with registry, contextlib.redirect_stderr(complaint):
+            return tyro.cli(cls, prog=program, args=args, default=default)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UserError(_one_line(complaint.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """The message in one of tyro's boxes, with the names it offers, without the frame."""
+    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    parts: list[list[str]] = [[]]
+    for line in lines:
+        if line.startswith("─"):
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    message = " ".join(parts[0])
+    offered = [word for part in parts[1:] if part[0].startswith("Perhaps") for word in " ".join(part).split()]
+    names = [word for word in offered if word.startswith("--")]
+    return f"{message}; the nearest known: {', '.join(names)}" if names else message or box.strip()
+
+
+def start(shape: MeshShape) -> Mesh:
+    """A mesh of that shape on this machine's accelerators, or on virtual CPU devices where it has none.
+
+    The first call decides what jax runs on, so it comes before anything else that uses jax. Several processes form one
+    mesh where the launcher says so (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, or a TPU pod's
+    own environment).
+
+    Raises:
+        UserError: accelerators are there, but fewer than the mesh needs.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not has_accelerator():
+        # without this, an installed libtpu or CUDA plugin complains at length that there is nothing to run on
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    import jax
+
+    jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)
+    processes = _join_processes(jax)
+    _virtual_devices(jax, -(-shape.count // processes))
+    devices = jax.devices()
+    if len(devices) < shape.count:
+        kind = devices[0].platform
+        raise UserError(f"--mesh {shape} needs {shape.count} devices, this machine has {len(devices)} ({kind})")
+
+    from kvjax.mesh import make_mesh
+
+    if shape.count > 1 and devices[0].platform == "cpu" and jax.process_index() == 0:
+        print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
+    return make_mesh(shape.data, shape.fsdp, shape.tensor)
+
+
+def has_accelerator() -> bool:
+    """Whether this machine shows a device node of a GPU or a TPU."""
+    return any(glob.glob(pattern) for pattern in ACCELERATOR_NODES)
+
+
+def _join_processes(jax: Any) -> int:
+    """Join the other processes of this run, if there are any; how many there are."""
+    if jax.distributed.is_initialized():
+        return jax.process_count()
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        known = {name: os.environ.get(f"JAX_{name.upper()}") for name in ("num_processes", "process_id")}
+        jax.distributed.initialize(**{name: int(value) for name, value in known.items() if value is not None})
+    elif "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        jax.distributed.initialize()
+    else:
+        return 1
+    # the number of processes, without starting the devices
+    return int(os.environ.get("JAX_NUM_PROCESSES", 1))
+
+
+def _virtual_devices(jax: Any, count: int) -> None:
+    """Have `count` CPU devices in this process, unless jax has already started or was told otherwise."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        return
+    with contextlib.suppress(RuntimeError):  # already started: what there is must do
+        jax.config.update("jax_num_cpu_devices", count)
+
+
+def run_command(main: Callable[[], None]) -> None:
+    """Run a command's `main`; what a person can mend ends in one line on stderr and exit code 2."""
+    try:
+        main()
+    except UserError as error:
+        _leave(str(error), 2)
+    except KeyboardInterrupt:
+        _leave("stopped by the keyboard", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush has somewhere to go
+        sys.exit(1)
+    except Exception as error:
+        line = storage_problem(error)
+        if line is None:
+            raise
+        _leave(line, 2)
+
+
+def storage_problem(error: BaseException) -> str | None:
+    """One line for a full disk or a place that cannot be written, found anywhere in the chain of causes; else None."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+            return f"{seen.filename or 'the disk'}: {seen.strerror}"
+        if "No space left on device" in str(seen):  # what tensorstore makes of ENOSPC
+            return "the disk is full: No space left on device"
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _leave(line: str, code: int) -> None:
+    print(f"error: {' '.join(line.split())}" if code == 2 else line, file=sys.stderr)
+    sys.exit(code)
