@@ -19,6 +19,7 @@ from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.step import Step
+from pallas_kernels.vertical_slash import vertical_slash
 
 ROWS = P(BATCH, None, None)
 HEADS = P(BATCH, "tensor", None, None)
@@ -58,7 +59,9 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def _product(equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P) -> Float32[Array, "..."]:
+def _product(
+    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P
+) -> Float32[Array, "..."]:
     """x · weight (+ bias), the weight gathered over `fsdp`. A bias broadcasts against the result's last axes."""
     y = jnp.einsum(
         equation, x, gather(weight[...], "fsdp"), preferred_element_type=jnp.float32, out_sharding=spec
@@ -79,7 +82,9 @@ class DecoderLayer(nnx.Module):
             return nnx.Param(init(rngs.params(), layers + shape, dtype, out_sharding=P(None, *spec)))
 
         def bias(wanted, *shape, spec):
-            return nnx.Param(jnp.zeros(layers + shape, dtype, out_sharding=P(None, *spec))) if wanted else None
+            return (
+                nnx.Param(jnp.zeros(layers + shape, dtype, out_sharding=P(None, *spec))) if wanted else None
+            )
 
         def norm(size):
             return RMSNorm(size, config.norm_eps, dtype, layers)
@@ -87,9 +92,18 @@ class DecoderLayer(nnx.Module):
         into_heads, qkv = ("fsdp", "tensor", None), config.attention_bias
         self.config = config
         self.attention_norm = norm(d)
-        self.q, self.q_bias = weight(d, n, h, spec=into_heads), bias(qkv, n, 1, h, spec=("tensor", None, None))
-        self.k, self.k_bias = weight(d, k, h, spec=into_heads), bias(qkv, k, 1, h, spec=("tensor", None, None))
-        self.v, self.v_bias = weight(d, k, h, spec=into_heads), bias(qkv, k, 1, h, spec=("tensor", None, None))
+        self.q, self.q_bias = (
+            weight(d, n, h, spec=into_heads),
+            bias(qkv, n, 1, h, spec=("tensor", None, None)),
+        )
+        self.k, self.k_bias = (
+            weight(d, k, h, spec=into_heads),
+            bias(qkv, k, 1, h, spec=("tensor", None, None)),
+        )
+        self.v, self.v_bias = (
+            weight(d, k, h, spec=into_heads),
+            bias(qkv, k, 1, h, spec=("tensor", None, None)),
+        )
         self.q_norm = norm(h) if config.qk_norm else None
         self.k_norm = norm(h) if config.qk_norm else None
         self.o = weight(n, h, d, spec=("tensor", None, "fsdp"))
@@ -181,8 +195,11 @@ class Decoder(nnx.Module):
         """Hidden states after the final norm, under plain causal attention from position 0."""
         position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
 
+        def local(q, k, v):
+            return vertical_slash(q, k, v, window=1)[0]
+
         def attend(step, carry, xs):
-            return causal_attention(step), carry, None
+            return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v), carry, None
 
         x, _, _ = scan_layers(self, self.embed_tokens(tokens), position, attend, remat=remat)
         return self.norm(x)
@@ -228,15 +245,3 @@ def scan_layers(
     indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
     (x, carry), ys = jax.lax.scan(body, (x, carry), (model.layers, indices, xs))
     return x, carry, ys
-
-
-def causal_attention(step: Step) -> Float[Array, "b n t h"]:
-    def local(q, k, v):
-        b, n, t, h = q.shape
-        q = q.reshape(b, k.shape[1], -1, t, h)
-        s = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) / math.sqrt(h)
-        s = jnp.where(jnp.tril(jnp.ones((t, t), bool)), s, -1e30)
-        o = jnp.einsum("bkgts,bksh->bkgth", jax.nn.softmax(s, -1).astype(v.dtype), v)
-        return o.reshape(b, n, t, h)
-
-    return jax.shard_map(local, out_specs=P(BATCH, "tensor"))(step.q, step.k, step.v)
