@@ -1,21 +1,46 @@
-"""The shape of a model, and how it is read from and written to a Hugging Face `config.json`."""
+"""The shape of a model, and how it is read from and written as a Hugging Face `config.json`."""
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from kvjax.errors import UserError
+from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig
+from kvjax.models.rope_json import read_rope, rope_scaling
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What the code of a `model_type` fixes, and its `config.json` therefore does not say.
+
+    biases: True or False where fixed, None where the key `attention_bias` (q, k, v and output) decides.
+    mlp_bias: whether the key of that name is read. sliding_window: what a missing key of that name means.
+    """
+
+    architecture: str
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", mlp_bias=True),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window=4096),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
 
 
@@ -28,7 +53,8 @@ class ModelConfig:
     eos_ids: every token that ends a sequence.
 
     Raises:
-        UserError: heads that kv heads do not divide, an odd head_dim, an unknown activation or rope type.
+        UserError: a size below 1, query heads that the kv heads do not divide, an odd head_dim, an unknown activation
+            or rope type.
     """
 
     vocab_size: int
@@ -39,7 +65,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float = 1e-6
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     qk_norm: bool = False
     attention_bias: bool = False
     attention_out_bias: bool = False
@@ -52,11 +78,141 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
-            raise UserError(f"head_dim is {self.head_dim}, rotary embeddings need an even one")
+            raise UserError(f"head_dim is {self.head_dim}, but rotary embeddings need an even one")
         if self.activation not in ACTIVATIONS:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+
+
+def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
+    """The model in a Hugging Face folder, from its `config.json` (and the eos ids of `generation_config.json`).
+
+    Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
+    with full attention would silently be another model. Set `sliding_window` to null there to have just that.
+
+    Args:
+        folder: holds `config.json`.
+        max_length: the longest sequence that will be run. Used by rope type "dynamic" alone, whose frequencies grow
+            with it; by default the model's own `max_position_embeddings`.
+
+    Raises:
+        UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
+    """
+    keys = JsonObject.read(Path(folder) / "config.json")
+    model_type = keys.get("model_type", str)
+    if model_type not in FAMILIES:
+        raise keys.error(f"model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    if keys.get("quantization_config", dict, None):
+        raise keys.error(
+            "quantized weights (quantization_config) are not supported: pass the unquantized model"
+        )
+    _refuse_sliding_window(keys, family)
+    heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
+    bias = keys.get("attention_bias", bool, False)
+    generation = Path(folder) / "generation_config.json"
+    eos = [keys, JsonObject.read(generation)] if generation.exists() else [keys]
+    read: dict[str, Any] = {
+        "vocab_size": keys.get("vocab_size", int),
+        "num_layers": keys.get("num_hidden_layers", int),
+        "width": width,
+        "mlp_width": keys.get("intermediate_size", int),
+        "num_heads": heads,
+        "num_kv_heads": keys.get("num_key_value_heads", int, heads),
+        "head_dim": keys.get("head_dim", int, width // max(heads, 1)),
+        "norm_eps": keys.get("rms_norm_eps", float, 1e-6),
+        "rope": read_rope(keys, max_length),
+        "qk_norm": family.qk_norm,
+        "attention_bias": bias if family.qkv_bias is None else family.qkv_bias,
+        "attention_out_bias": bias if family.out_bias is None else family.out_bias,
+        "mlp_bias": family.mlp_bias and keys.get("mlp_bias", bool, False),
+        "activation": keys.get("hidden_act", str, "silu"),
+        "tied": keys.get("tie_word_embeddings", bool, False),
+        "model_type": model_type,
+        "max_position": keys.get("max_position_embeddings", int),
+        "bos_id": keys.get("bos_token_id", int, None),
+        "eos_ids": tuple(sorted({i for source in eos for i in source.ids("eos_token_id")})),
+    }
+    try:
+        return ModelConfig(**read)
+    except UserError as error:
+        raise keys.error(str(error)) from None
+
+
+def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The `config.json` of a model whose weights are `dtype`, as transformers 4 and 5 read it.
+
+    A "dynamic" rope is written as Hugging Face has it, not fixed at a length.
+
+    Raises:
+        UserError: flags that the model's `model_type` does not have, so that transformers would run another model.
+    """
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"model_type {config.model_type!r} has no Hugging Face class, only {', '.join(FAMILIES)}"
+        )
+    family = FAMILIES[config.model_type]
+    possible = {
+        "qk_norm": {family.qk_norm},
+        "attention_bias": {True, False} if family.qkv_bias is None else {family.qkv_bias},
+        "attention_out_bias": {config.attention_bias} if family.out_bias is None else {family.out_bias},
+        "mlp_bias": {True, False} if family.mlp_bias else {False},
+    }
+    flags = {name: getattr(config, name) for name in possible}
+    wrong = [f"{name}={value}" for name, value in flags.items() if value not in possible[name]]
+    if wrong:
+        raise UserError(f"a {config.model_type} model cannot have {', '.join(wrong)}")
+    written = {
+        "architectures": [family.architecture],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": config.activation,
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": rope_scaling(config.rope),
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
+        "torch_dtype": dtype,
+    }
+    if family.qkv_bias is None:
+        written["attention_bias"] = config.attention_bias
+    if family.mlp_bias:
+        written["mlp_bias"] = config.mlp_bias
+    if family.sliding_window is not None:
+        written["sliding_window"] = None
+    return written
+
+
+def _refuse_sliding_window(keys: JsonObject, family: Family) -> None:
+    """Raise unless every layer attends to the whole context."""
+    kinds = set(keys.get("layer_types", list, [])) - {"full_attention"}
+    if kinds:
+        raise keys.error(
+            f"layer_types has {', '.join(sorted(map(str, kinds)))}; only full_attention is supported"
+        )
+    always = family.sliding_window is not None
+    if not always and not keys.get("use_sliding_window", bool, False):
+        return
+    present = "sliding_window" in keys.data
+    window = keys.get("sliding_window", int, None) if present or not always else family.sliding_window
+    if window is not None and window < keys.get("max_position_embeddings", int):
+        raise keys.error(
+            f"sliding_window is {window}{'' if present else ' (its default)'}, but sliding-window attention is not "
+            "supported: set sliding_window to null to run the model with full attention"
+        )

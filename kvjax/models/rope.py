@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
+from kvjax.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -35,6 +37,10 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self):
+        if self.theta <= 0 or self.factor <= 0:
+            raise UserError(f"rope theta and factor must be positive, got {self.theta:g} and {self.factor:g}")
 
 
 def _default(rope: RopeConfig, head_dim: int) -> np.ndarray:
