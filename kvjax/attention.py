@@ -4,8 +4,6 @@ Everything in here is split over batch and kv heads and nothing else, so the cod
 collective.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -128,5 +126,3 @@ def _prefill(
     table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
     far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
     return merge(*near, *far)[0]
-
-

@@ -94,7 +94,12 @@ def parse_capacity(text: str) -> int | float | str:
 
 
 def pages_for(
-    policy: Policy, tokens: int, rows: tuple[int, int, int], page_size: int, page_bytes: int, capacity: int | str | None
+    policy: Policy,
+    tokens: int,
+    rows: tuple[int, int, int],
+    page_size: int,
+    page_bytes: int,
+    capacity: int | str | None,
 ) -> int:
     """Pages of one shard's pool.
 
@@ -122,8 +127,12 @@ def pages_for(
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
         unit = next((u for u in units if capacity.endswith(u)), None)
         if unit is None:
-            raise UserError(f"capacity {capacity!r}: expected entries per kv head (4096), bytes (2GiB) or a share (30%)")
-        pages = int(_number(capacity[: -len(unit)], capacity) * units[unit]) // (page_bytes * axis_size(*SHARDS))
+            raise UserError(
+                f"capacity {capacity!r}: expected entries per kv head (4096), bytes (2GiB) or a share (30%)"
+            )
+        pages = int(_number(capacity[: -len(unit)], capacity) * units[unit]) // (
+            page_bytes * axis_size(*SHARDS)
+        )
     if pages < local_rows * max(ring, 1):
         raise CapacityError(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the "
@@ -169,7 +178,9 @@ def empty(
 
     # the rings' pages are the first ones of the pool; the rest are free
     def tables():
-        ids = jnp.arange(local_rows * ring, dtype=jnp.int32).reshape(layers, local_batch, -1, ring)
+        ids = jnp.arange(local_rows * ring, dtype=jnp.int32).reshape(
+            layers, local_batch, kv_heads // axis_size("tensor"), ring
+        )
         none = jnp.full((*ids.shape[:3], columns - ring), pages, jnp.int32)
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         return jnp.concatenate([ids, none], -1), free, jnp.full(1, pages - local_rows * ring, jnp.int32)
@@ -183,7 +194,9 @@ def empty(
         state=jax.vmap(lambda _: policy.admission.init(batch))(jnp.arange(layers)),
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    return Cache(Pages(pool, free, count), layer_cache, seen, window=policy.window, bounded=capacity is not None)
+    return Cache(
+        Pages(pool, free, count), layer_cache, seen, window=policy.window, bounded=capacity is not None
+    )
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:
@@ -221,7 +234,11 @@ def ring_entries(
 
 
 def ring_priority(
-    layer: LayerCache, seen: Int[Array, " b"], priority: Float[Array, "b k t"], valid: Int[Array, " b"], delay: int
+    layer: LayerCache,
+    seen: Int[Array, " b"],
+    priority: Float[Array, "b k t"],
+    valid: Int[Array, " b"],
+    delay: int,
 ) -> Float[Array, "b k rt"]:
     """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
     slots = layer.priority.shape[-1]
@@ -365,4 +382,3 @@ def check(cache: Cache, policy: Policy) -> None:
         f"({have * cache.page_size / rows:.0f} per kv head, {pool.nbytes / 2**20:.1f} MiB in all); "
         f"give a larger capacity"
     )
-

@@ -68,7 +68,10 @@ def gather(tree: Any, *axes: str) -> Any:
 
     def whole(leaf):
         spec = jax.typeof(leaf).sharding.spec
-        kept = [None if part is None else tuple(a for a in np.atleast_1d(part) if a not in axes) or None for part in spec]
+        kept = [
+            None if part is None else tuple(a for a in np.atleast_1d(part) if a not in axes) or None
+            for part in spec
+        ]
         return jax.sharding.reshard(leaf, P(*kept))
 
     return jax.tree.map(whole, tree)
@@ -88,4 +91,17 @@ def batch_shards() -> int:
     return axis_size(*BATCH)
 
 
-__all__ = ["AXES", "BATCH", "SHARDS", "P", "adopt", "axis_size", "batch_shards", "gather", "make_mesh", "mesh_of", "put", "use_mesh"]
+__all__ = [
+    "AXES",
+    "BATCH",
+    "SHARDS",
+    "P",
+    "adopt",
+    "axis_size",
+    "batch_shards",
+    "gather",
+    "make_mesh",
+    "mesh_of",
+    "put",
+    "use_mesh",
+]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
-from kvjax.attention import cached_attention, causal_attention
+from kvjax.attention import cached_attention
 from kvjax.cache import Cache, Stats
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
@@ -262,19 +262,16 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     with use_mesh(model):
         rows = _rows(model, tokens)
         if len({row.size for row in rows}) > 1:
-            raise UserError(f"logits: sequences must have one length, got {sorted({row.size for row in rows})}")
+            raise UserError(
+                f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
+            )
         padded, _ = _padded(rows, rows[0].size)
         return np.asarray(_all_logits(model, padded))[: len(rows)]
 
 
 @jax.jit
 def _all_logits(model, tokens):
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    x = model.embed_tokens(tokens)
-    x, _, _ = scan_layers(
-        model, x, jax.sharding.reshard(position, P(BATCH, None)), lambda step, _, xs: (causal_attention(step), None, None)
-    )
-    return model.logits(model.norm(x))
+    return model.logits(model.hidden(tokens))
 
 
 def _with_room(cache: Cache, policy: Policy, model: Decoder, tokens: int, sequences: int) -> Cache:
@@ -340,7 +337,9 @@ def stream(
             cache = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
         else:
             if cache.window != policy.window:
-                raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+                raise UserError(
+                    f"the cache has window {cache.window}, policy {policy.name} has {policy.window}"
+                )
             if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
                 raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
             cache = _with_room(cache, policy, model, longest + max_new_tokens, len(rows))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvjax.errors import UserError
+from kvjax.mesh import use_mesh
 from kvjax.policies.admission.full import full
 from kvjax.policies.admission.head_pattern import head_pattern
 from kvjax.policies.admission.random import random
@@ -50,7 +51,8 @@ def make_policy(name: str, *, model: Any = None, **arguments: Any) -> Policy:
     ]
     if missing:
         raise UserError(f"{name} needs {', '.join(missing)} (model=… gives layers and kv_heads)")
-    return method(**arguments)
+    with use_mesh(model):
+        return method(**arguments)
 
 
 __all__ = ["POLICIES", "Policy", "make_policy"]

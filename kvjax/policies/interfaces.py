@@ -56,6 +56,7 @@ class Admission(Protocol):
         ...
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Looks at attention after it was computed, for methods that use probabilities."""
 
@@ -64,6 +65,7 @@ class Observer(Protocol):
     ) -> State: ...
 
 
+@runtime_checkable
 class Selection(Protocol):
     """Decides, when a query reads, which pages can matter to it."""
 
@@ -74,6 +76,7 @@ class Selection(Protocol):
         ...
 
 
+@runtime_checkable
 class Eviction(Protocol):
     """Decides, once there are too many entries, which are worth least. Sees all layers together."""
 
@@ -87,6 +90,7 @@ class Eviction(Protocol):
         ...
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """What training asks of a method's parameters."""
 

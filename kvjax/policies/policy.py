@@ -1,7 +1,7 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
-from jaxtyping import Float
 import numpy as np
+from jaxtyping import Float
 
 from kvjax.errors import UserError
 from kvjax.policies.interfaces import Admission

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.mesh import use_mesh
+from kvjax.mesh import gather, use_mesh
 from kvjax.policies import POLICIES, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads, read_pattern
 from kvjax.policies.admission.random import uniform
@@ -28,7 +28,9 @@ def gates(model):
 
 
 def layer(tree, index):
-    return jax.tree.map(lambda leaf: leaf[index], tree)
+    """One layer's part of a method, whole on the device, as the layer scan hands it over."""
+    with use_mesh(tree):
+        return gather(jax.tree.map(lambda leaf: leaf[index], tree), "fsdp")
 
 
 def step(positions, layer=0, heads=4, seed=0):
@@ -134,11 +136,11 @@ def test_write_gates_have_the_published_size():
             assert sum(leaf.size for leaf in jax.tree.leaves(made)) == want
 
 
-def test_sparsity_forms_on_the_worked_example():
+def test_sparsity_forms_on_the_worked_example(gates):
     """N 4, W 2, g [.5, 1, 0, .2]: lifetime .96875, paper .5275 (spec/wgkv §12.3)."""
     gate = jnp.asarray([[[0.5, 1.0, 0.0, 0.2]]])
     for form, want in ("lifetime", 0.96875), ("paper", 0.5275):
-        method = WriteGateTraining(None, jnp.float32(0.1), window=2, sparsity=form)
+        method = WriteGateTraining(gates, jnp.float32(0.1), window=2, sparsity=form)
         found = method.auxiliary(gate, step([[0, 1, 2, 3]]), None, None)
         np.testing.assert_allclose(found["sparsity"], want, atol=1e-6)
     np.testing.assert_allclose(found["kv_size"], 1.0)
@@ -193,7 +195,7 @@ def test_expected_entries(model):
         ("head_pattern", {"pattern": "nowhere"}, "nowhere is no head pattern"),
         ("head_pattern", {"pattern": np.zeros((3, 4))}, "needs sink and window"),
         ("head_pattern", {"pattern": np.zeros((3, 5)), "sink": 1, "window": 3}, "made for 3 layers × 5 kv heads"),
-        ("head_pattern", {"pattern": np.zeros((3, 4)), "sink": 1, "window": 3, "ratio": 2}, "ratio must be in"),
+        ("head_pattern", {"pattern": np.zeros((3, 4)), "sink": 1, "window": 3, "ratio": 2.0}, "ratio must be in"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, name, arguments, says):

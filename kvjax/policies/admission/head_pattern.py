@@ -94,7 +94,9 @@ def head_pattern(
     else:
         weights = np.asarray(pattern, np.float64)
         if sink is None or window is None:
-            raise UserError("head_pattern: a table of weights needs sink and window as well; a pattern folder has them")
+            raise UserError(
+                "head_pattern: a table of weights needs sink and window as well; a pattern folder has them"
+            )
     if weights.ndim != 2:
         raise UserError(f"head_pattern: expected weights of shape (layers, kv heads), got {weights.shape}")
     check_heads("head_pattern", weights.shape, layers, kv_heads)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save_file
 
 from kvjax.errors import UserError
-from kvjax.mesh import axis_size, put
+from kvjax.mesh import axis_size, put, use_mesh
 from kvjax.policies.interfaces import Keep
 from kvjax.policies.policy import Policy, check_window
 from kvjax.step import Step
@@ -42,7 +42,9 @@ class WriteGate(nnx.Module):
 
         def uniform(fan_in, shape, *spec):
             bound = 1 / math.sqrt(fan_in)
-            drawn = jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound, out_sharding=P(*spec))
+            drawn = jax.random.uniform(
+                rngs.params(), shape, minval=-bound, maxval=bound, out_sharding=P(*spec)
+            )
             return nnx.Param(drawn)
 
         fan_in = 2 * head_dim
@@ -112,7 +114,9 @@ class WriteGateTraining:
         gate = self.gates(step.k_pre, step.k)
         return gate, [(None, None, jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
 
-    def auxiliary(self, state: Float[Array, "b k t"], step: Step, o: Any, lse: Any) -> dict[str, Float[Array, "..."]]:
+    def auxiliary(
+        self, state: Float[Array, "b k t"], step: Step, o: Any, lse: Any
+    ) -> dict[str, Float[Array, "..."]]:
         """Per sequence and kv head `[b k]`: the sparsity term, the mean gate, and the share of the sequence's entries
         that the hard gate would leave in the cache at its end, ring included."""
         gate, tokens = state, state.shape[-1]
@@ -122,7 +126,11 @@ class WriteGateTraining:
             ring = jnp.minimum(1.0, self.window / left)
             used = ring + (1 - ring) * used
         kept = (gate >= self.tau) | (left <= self.window)
-        return {"sparsity": used.mean(-1), "gate": gate.mean(-1), "kv_size": kept.astype(jnp.float32).mean(-1)}
+        return {
+            "sparsity": used.mean(-1),
+            "gate": gate.mean(-1),
+            "kv_size": kept.astype(jnp.float32).mean(-1),
+        }
 
 
 def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]) -> None:
@@ -151,17 +159,16 @@ def load_gates(folder: str | Path) -> tuple[WriteGate, dict[str, Any]]:
         arrays = load_file(weights)
     except Exception as error:
         raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
-    gates = jax.eval_shape(
-        lambda: WriteGate(layers, kv_heads, head_dim, expand=expand, rngs=nnx.Rngs(0))
-    )
-    state = nnx.state(gates)
-    for path, param in nnx.to_flat_state(state):
-        name, wanted = path[-1], param.get_value()
-        if name not in arrays or arrays[name].shape != wanted.shape:
-            found = arrays[name].shape if name in arrays else "nothing"
-            raise UserError(f"{weights}: {name} should have shape {wanted.shape}, found {found}")
-        param.set_value(put(arrays[name].astype(np.float32), *wanted.sharding.spec))
-    nnx.update(gates, state)
+    with use_mesh():
+        gates = jax.eval_shape(lambda: WriteGate(layers, kv_heads, head_dim, expand=expand, rngs=nnx.Rngs(0)))
+        state = nnx.state(gates)
+        for path, param in nnx.to_flat_state(state):
+            name, wanted = path[-1], param.get_value()
+            if name not in arrays or arrays[name].shape != wanted.shape:
+                found = arrays[name].shape if name in arrays else "nothing"
+                raise UserError(f"{weights}: {name} should have shape {wanted.shape}, found {found}")
+            param.set_value(put(arrays[name].astype(np.float32), *wanted.sharding.spec))
+        nnx.update(gates, state)
     return gates, description
 
 
