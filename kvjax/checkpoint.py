@@ -1,0 +1,100 @@
+"""Checkpoints of a run (Orbax): written beside the computation, whole or not at all, restored onto any mesh."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.errors import UserError
+from kvjax.mesh import P
+
+STATE, NOTES = "state", "notes"
+
+
+class Checkpoints:
+    """The last `keep` checkpoints of a run, in numbered folders.
+
+    A checkpoint is written under a temporary name and renamed once it is complete, so that a crash in the middle of a save
+    leaves the one before it as the latest.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        # Orbax reports every save on the way to the log, at a level that absl prints
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=True
+        )
+        self._folder = folder
+        handlers = {STATE: ocp.StandardCheckpointHandler(), NOTES: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+
+    def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
+        """Start to save a pytree of arrays and a JSON value. Returns once the arrays have left the device; an error of
+        the save before is raised here."""
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                **{STATE: ocp.args.StandardSave(_named(state)), NOTES: ocp.args.JsonSave(notes)}
+            ),
+        )
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, if there is one."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The pytree and the notes saved at `step`.
+
+        Args:
+            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`); the mesh may be another than the
+                one that saved.
+
+        Raises:
+            UserError: the checkpoint holds other arrays than `like`.
+        """
+        names = _named(like)
+        saved = self._manager.item_metadata(step)[STATE]
+        found = {name: tuple(leaf.shape) for name, leaf in saved.tree.items()}
+        wanted = {name: tuple(leaf.shape) for name, leaf in names.items()}
+        if found != wanted:
+            wrong = next(name for name in sorted(found | wanted) if found.get(name) != wanted.get(name))
+            raise UserError(
+                f"{self._folder}: the checkpoint of step {step} is another run's: {wrong} has shape {found.get(wrong)}, "
+                f"this run needs {wanted.get(wrong)}"
+            )
+        restored = self._manager.restore(
+            step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(names), NOTES: ocp.args.JsonRestore()})
+        )
+        leaves = [restored[STATE][name] for name in names]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored[NOTES]
+
+    def close(self) -> None:
+        """Wait until what was saved is on disk."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def abstract(make: Any, mesh: Mesh) -> Any:
+    """The shapes and shardings on `mesh` of what `make()` returns, without making it."""
+
+    def concrete(leaf):
+        spec = P() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        return jax.tree.map(concrete, jax.eval_shape(make))
+
+
+def export(folder: Path, tree: Any) -> None:
+    """Write a pytree as one Orbax checkpoint, a mapping from its arrays' names; replaces what was there."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), _named(tree), force=True)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by their path in it: what is on disk does not depend on the classes that hold it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -1,0 +1,291 @@
+"""Training sequences: every step's equal-length rows, from the built-in tasks, text files or a streamed hub data set.
+
+Deterministic from the seed, and each iterator's position is a small JSON value that goes into checkpoints. Documents are
+cut as in WG-KV's recipe: one user turn, instruction + document, truncated on the right to exactly the step's length.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int
+
+from kvjax.documents import Documents
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P
+
+Tokens = Int[np.ndarray, "b t"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
+        """The rows on this process's devices. Processes that share their rows over `tensor` read the same ones."""
+        parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
+        bounds = [part[0].indices(total) for part in parts if part is not None]
+        return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def group(self) -> int:
+        """Which of the `groups` equal parts of a step this is."""
+        return self.start // self.count
+
+    @property
+    def groups(self) -> int:
+        return self.total // self.count
+
+
+def to_mesh(mesh: Mesh, rows: Rows, tokens: Tokens) -> Int[Array, "B t"]:
+    """A step's tokens on the mesh, its batch split over (data, fsdp), from each process's own rows."""
+
+    def part(index):
+        start, stop, _ = index[0].indices(rows.total)
+        return tokens[start - rows.start : stop - rows.start]
+
+    return jax.make_array_from_callback(
+        (rows.total, tokens.shape[1]), NamedSharding(mesh, P(BATCH, None)), part, dtype=np.int32
+    )
+
+
+def step_lengths(steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int) -> Int[np.ndarray, " steps"]:
+    """The length of every step: as many of each as `shares` say (largest remainders), in an order drawn from `seed`."""
+    exact = np.asarray(shares, np.float64) / np.sum(shares) * steps
+    counts = np.floor(exact).astype(int)
+    counts[np.argsort(counts - exact, kind="stable")[: steps - counts.sum()]] += 1
+    return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
+
+
+def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int) -> grain.DatasetIterator:
+    """The built-in tasks and text, in the built-in model's tokens. Sequence i of the run is `mixture(seed, i, …)`,
+    whatever the processes."""
+    from kvjax.evaluate.tasks import mixture
+
+    def step(index: int) -> Tokens:
+        first = index * rows.total
+        return np.stack([mixture(seed, first + row, int(schedule[index])) for row in range(rows.start, rows.stop)])
+
+    dataset = grain.MapDataset.range(len(schedule)).map(step)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+class Reader(Protocol):
+    """One pass after another over documents; `next` gives None between two passes."""
+
+    def next(self) -> str | None: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class FileReader:
+    """Documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
+
+    def __init__(self, documents: Documents, first: int, stride: int):
+        self._documents, self._first, self._stride = documents, first % len(documents), stride
+        self._next = self._first
+
+    def next(self) -> str | None:
+        if self._next >= len(self._documents):
+            self._next = self._first
+            return None
+        self._next += self._stride
+        return self._documents[self._next - self._stride]
+
+    def get_state(self) -> int:
+        return self._next
+
+    def set_state(self, state: int) -> None:
+        self._next = state
+
+
+class HubReader:
+    """A streamed hub data set's `text` column, every `groups`-th document."""
+
+    def __init__(self, dataset: Any, group: int, groups: int):
+        from datasets.distributed import split_dataset_by_node
+
+        self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
+        self._start = self._dataset.state_dict()
+        self._rows: Iterator[Any] = iter(self._dataset)
+
+    def next(self) -> str | None:
+        row = next(self._rows, None)
+        if row is None:
+            self.set_state(self._start)
+            return None
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
+        return row["text"]
+
+    def get_state(self) -> Any:
+        return self._dataset.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        self._dataset.load_state_dict(state)
+        self._rows = iter(self._dataset)
+
+
+def open_hub(name: str) -> Any:
+    """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        return datasets.load_dataset(path, config or None, split="train", streaming=True)
+    except Exception as error:  # the hub's client raises dozens of kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--data {name}: no such file or folder, and as a hub data set it cannot be had ({type(error).__name__}: "
+            f"{reason})"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template."""
+
+    tokenizer: Any
+    instruction: str
+    longest: int
+
+    def __call__(self, text: str) -> Int[np.ndarray, " t"]:
+        # no tokenizer makes so few tokens of so many characters that the cut would show
+        text = text[: 64 * self.longest]
+        if getattr(self.tokenizer, "chat_template", None):
+            turn = [{"role": "user", "content": self.instruction + text}]
+            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
+        return np.asarray(ids, np.int32)
+
+
+class DocumentSequences(grain.IterDataset[Tokens]):
+    """Steps made of documents: row by row the next document that fits the step's length, each length reading on its own.
+
+    A document fits the length L if it has at least L tokens and fewer than 2L, or at least twice the longest length.
+    """
+
+    def __init__(
+        self,
+        readers: Callable[[], Reader],
+        encode: Callable[[str], Int[np.ndarray, " t"]],
+        rows: int,
+        schedule: Int[np.ndarray, " steps"],
+        source: str,
+    ):
+        super().__init__()
+        self.readers, self.encode, self.rows, self.schedule, self.source = readers, encode, rows, schedule, source
+        self.lengths = sorted({int(length) for length in schedule})
+
+    def __iter__(self) -> "DocumentIterator":
+        return DocumentIterator(self)
+
+
+class DocumentIterator(grain.DatasetIterator[Tokens]):
+    """`DocumentSequences`, running."""
+
+    def __init__(self, dataset: DocumentSequences):
+        super().__init__()
+        self._data = dataset
+        self._readers = {length: dataset.readers() for length in dataset.lengths}
+        self._step = 0
+
+    def __next__(self) -> Tokens:
+        if self._step >= len(self._data.schedule):
+            raise StopIteration
+        length = int(self._data.schedule[self._step])
+        self._step += 1
+        return np.stack([self._one(length) for _ in range(self._data.rows)])
+
+    def _one(self, length: int) -> Int[np.ndarray, " t"]:
+        reader, longest, passes = self._readers[length], 0, 0
+        while passes < 2:  # the first may have begun anywhere
+            text = reader.next()
+            if text is None:
+                passes += 1
+            elif text:
+                size = len(text.encode())
+                # a token has at least one byte, so short texts need no tokenizer; the turn's own tokens are let in
+                tokens = self._data.encode(text) if size >= length - 256 else np.zeros(min(size, length - 1), np.int32)
+                longest = max(longest, len(tokens))
+                if length <= len(tokens) < 2 * length or len(tokens) >= max(length, 2 * self._data.lengths[-1]):
+                    return tokens[:length]
+        if not longest:
+            raise UserError(f"--data {self._data.source}: there is no text in it")
+        raise UserError(
+            f"--data {self._data.source}: no document has {length} to {2 * length - 1} tokens (or "
+            f"{2 * self._data.lengths[-1]} and more); the longest of its shorter ones has about {longest}: change --lengths"
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        positions = {str(length): reader.get_state() for length, reader in self._readers.items()}
+        return {"step": self._step, "positions": positions}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        for length, reader in self._readers.items():
+            reader.set_state(state["positions"][str(length)])
+
+
+def open_data(
+    source: str,
+    *,
+    rows: Rows,
+    schedule: Int[np.ndarray, " steps"],
+    seed: int,
+    tokenizer: Any = None,
+    instruction: str = "",
+) -> grain.DatasetIterator:
+    """An iterator over the run's steps, each int32 [rows of this process, length of that step].
+
+    Args:
+        source: `builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed).
+        schedule: the length of every step.
+
+    Raises:
+        UserError: nothing there, no text in it, or no document long enough for one of the lengths.
+    """
+    if source == "builtin":
+        return builtin_sequences(rows, schedule, seed)
+    encode = Encoder(tokenizer, instruction, int(schedule.max()))
+    if Path(source).exists():
+        documents = Documents(Path(source), seed, piece=16 * int(schedule.max()))
+
+        def readers() -> Reader:
+            return FileReader(documents, rows.group, rows.groups)
+    else:
+        hub = open_hub(source)
+
+        def readers() -> Reader:
+            return HubReader(hub, rows.group, rows.groups)
+
+    dataset = DocumentSequences(readers, encode, rows.count, schedule, source)
+    if Path(source).exists():
+        check_lengths(dataset)
+    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
+
+
+def check_lengths(dataset: DocumentSequences) -> None:
+    """Find a document for every length, so that a length without any is refused before anything compiles."""
+    first = DocumentSequences(
+        dataset.readers, dataset.encode, 1, np.asarray(dataset.lengths, np.int64), dataset.source
+    )
+    for _ in first:
+        pass
