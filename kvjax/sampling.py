@@ -23,7 +23,8 @@ from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 
-Prompts = Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray
+Prompts = Sequence[Any] | np.ndarray
+"""Token ids, a sequence a prompt."""
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
 BLOCK = 16
@@ -56,6 +57,7 @@ def extend(
 
     Returns the cache and the hidden states after the final norm (those of padding mean nothing).
     """
+    tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
     index = jnp.arange(tokens.shape[1])
     position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
 
