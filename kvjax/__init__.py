@@ -22,12 +22,10 @@ _HOME = {
     "make_mesh": "kvjax.mesh",
     "CapacityError": "kvjax.cache",
     "UserError": "kvjax.errors",
-    "builtin_model": "kvjax.builtin",
 }
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from kvjax.builtin import builtin_model
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.mesh import make_mesh

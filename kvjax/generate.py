@@ -129,7 +129,9 @@ def run(config: GenerateConfig) -> None:
     print(summary(policy.name, len(prompt), len(new), sizes, began, times), file=sys.stderr)
 
 
-def summary(policy: str, prompt: int, new: int, sizes: Any, began: float, times: list[tuple[float, int]]) -> str:
+def summary(
+    policy: str, prompt: int, new: int, sizes: Any, began: float, times: list[tuple[float, int]]
+) -> str:
     """One line: tokens, kept entries and bytes against full, tokens per second (compilation included in the first of
     each phase, so decode leaves its first block out where there are more)."""
     first = times[0][0]

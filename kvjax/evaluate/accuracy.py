@@ -33,7 +33,12 @@ class Accuracy:
 
 
 def measure(
-    model: Decoder, policy: Policy, samples: Sequence[Sample], *, batch: int = 16, capacity: int | str | None = None
+    model: Decoder,
+    policy: Policy,
+    samples: Sequence[Sample],
+    *,
+    batch: int = 16,
+    capacity: int | str | None = None,
 ) -> Accuracy:
     """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
 

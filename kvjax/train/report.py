@@ -60,7 +60,11 @@ def rivals(model: Decoder, gated: Accuracy, *, context: int, window: int, seed: 
             window=max(1, round(share) - SINK + 1),
         ),
         "random": make_policy(
-            "random", model=model, window=window, seed=seed, ratio=float(np.clip((size - window + 1) / left, 0, 1))
+            "random",
+            model=model,
+            window=window,
+            seed=seed,
+            ratio=float(np.clip((size - window + 1) / left, 0, 1)),
         ),
         "random, the gates' rates": make_policy(
             "random", model=model, window=window, seed=seed, rates=np.clip(gated.rates, 0, 1)
@@ -139,7 +143,9 @@ def _draw_tradeoff(file: Path, rows: list[Row]) -> None:
         axes = figure.add_subplot(1, len(tasks), index + 1)
         mine = [row for row in rows if row.task == task]
         for row in mine:
-            axes.plot(row.kv_ratio, 100 * row.accuracy, "*" if row.method == "wgkv" else "o", label=row.method)
+            axes.plot(
+                row.kv_ratio, 100 * row.accuracy, "*" if row.method == "wgkv" else "o", label=row.method
+            )
         axes.set(xscale="log", ylim=(-3, 103), xlabel="share of the full KV cache", ylabel="answers right, %")
         axes.set_title(f"{task}, {mine[0].context} tokens, {mine[0].answers} answers", fontsize=9)
         axes.grid(alpha=0.3)
