@@ -1,0 +1,174 @@
+"""What a run shows and keeps while it goes: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
+
+Values arrive one step late (`Late`), so that looking at them never makes the device wait.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from kvjax.errors import UserError
+
+LINE_SECONDS = 10.0
+"""Seconds between two plain lines."""
+
+
+class Late:
+    """Holds the last step's device values while the next step is queued; `swap` gives the ones before."""
+
+    def __init__(self):
+        self._held: tuple[int, Any] | None = None
+
+    def swap(self, step: int, values: Any) -> tuple[int, dict[str, float]] | None:
+        """Take this step's device values; return the step before's as floats."""
+        before = self.flush()
+        self._held = (step, values)
+        return before
+
+    def flush(self) -> tuple[int, dict[str, float]] | None:
+        """The held values, if there are any."""
+        held, self._held = self._held, None
+        if held is None:
+            return None
+        step, values = held
+        return step, {name: float(value) for name, value in jax.device_get(values).items()}
+
+
+class Metrics:
+    """A run's record, as a context: `write` each step's values, `say` anything else.
+
+    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}; those of steps from `first` on, left by a run that was
+    killed, are dropped.
+
+    Args:
+        total, first: steps of the run, and the one it starts at.
+        shown: the names to show, in order, with their formats.
+        quiet: write nothing at all (processes other than the first).
+
+    Raises:
+        UserError: TensorBoard is wanted and tensorboardX is not installed.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total: int,
+        first: int,
+        shown: dict[str, str],
+        tensorboard: bool = False,
+        quiet: bool = False,
+    ):
+        self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
+        self._events = None if quiet or not tensorboard else _event_writer(out)
+        self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
+        self._bar: Any = None
+        self._started = self._steady = self._said = time.monotonic()
+        self._steady_step, self._tokens = first, 0
+
+    def __enter__(self) -> Self:
+        if not self._quiet and sys.stderr.isatty():
+            self._bar = _bar(self._total, self._first)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._events is not None:
+            self._events.close()
+        if self._file is not None:
+            self._file.close()
+
+    def write(self, step: int, values: dict[str, float], *, tokens: int) -> None:
+        """Record the values of step `step` (counted from 0), which ran `tokens` tokens."""
+        if self._quiet:
+            return
+        now = time.monotonic()
+        if step - self._first < 1:  # the first step's time is compilation
+            self._steady, self._steady_step, self._tokens = now, step, 0
+        else:
+            self._tokens += tokens
+        elapsed = now - self._steady
+        speed = self._tokens / elapsed if elapsed else 0.0
+        line = {"step": step, "seconds": round(now - self._started, 3), "tokens_per_second": round(speed, 1), **values}
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in (values | {"tokens_per_second": speed}).items():
+                self._events.add_scalar(name, value, step)
+        self._show(step, values, speed, now)
+
+    def say(self, text: str) -> None:
+        """A line of text, above the bar where there is one."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _show(self, step: int, values: dict[str, float], speed: float, now: float) -> None:
+        numbers = "  ".join(f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values)
+        numbers += f"  {speed:.0f} tokens/s" if speed else ""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step + 1, numbers=numbers)
+        elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
+            self._said = now
+            done = step - self._steady_step
+            left = (now - self._steady) / done * (self._total - 1 - step) if done else None
+            remaining = "" if left is None else f"  {_clock(left)} left"
+            self.say(f"step {step + 1}/{self._total}  {numbers}{remaining}")
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _open_log(file: Path, first: int) -> Any:
+    lines = file.read_text().splitlines() if first and file.is_file() else []
+    kept = [line for line in lines if _step_of(line) < first]
+    file.write_text("".join(line + "\n" for line in kept))
+    return file.open("a")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # the line that the killed run was writing
+        return float("inf")
+
+
+def _event_writer(out: Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter
+    except ImportError:
+        raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'") from None
+    return SummaryWriter(str(out / "tensorboard"))
+
+
+def _bar(total: int, first: int) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=Console(stderr=True),
+    )
+    bar.add_task("training", total=total, completed=first, numbers="compiling")
+    return bar
