@@ -1,0 +1,18 @@
+"""Llama, Qwen and Mistral decoders, and their Hugging Face folders."""
+
+from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.decoder import Decoder, DecoderLayer, scan_layers
+from kvjax.models.folder import load_tokenizer
+from kvjax.models.loading import load_model
+from kvjax.models.saving import save_model
+
+__all__ = [
+    "Decoder",
+    "DecoderLayer",
+    "ModelConfig",
+    "load_model",
+    "load_tokenizer",
+    "read_config",
+    "save_model",
+    "scan_layers",
+]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +50,12 @@ class JsonObject:
 
     def error(self, what: str) -> UserError:
         return UserError(f"{self.where}: {what}")
+
+
+def write_json(file: Path, data: Any) -> None:
+    """Write indented JSON and wait until it is on the disk."""
+    with file.open("w", encoding="utf-8") as out:
+        json.dump(data, out, indent=2)
+        out.write("\n")
+        out.flush()
+        os.fsync(out.fileno())

@@ -1,0 +1,90 @@
+"""Where a model's files are: a folder, the package, or a Hugging Face hub id that is fetched into a folder."""
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+
+BUILTIN = "builtin"
+"""The name of the small model that comes with the package."""
+_FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The built-in model's folder by its name, the folder itself if there is one, else the snapshot of the hub id,
+    downloaded if it is not in the local cache.
+
+    Raises:
+        UserError: no such folder, or a hub id that cannot be fetched; says how to pass a folder.
+    """
+    if path_or_hub_id == BUILTIN:
+        return builtin_model()
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise UserError(f"{folder}: is a file; pass the folder that holds config.json and the weights")
+    if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
+        raise UserError(f"{path_or_hub_id}: no such folder")
+    return _fetch(path_or_hub_id)
+
+
+def _fetch(hub_id: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    try:
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
+    except errors.GatedRepoError:
+        why = "the hub lets only accepted and logged-in users have it"
+    except errors.RepositoryNotFoundError:
+        why = "the hub has no such model, or it is private"
+    except errors.HfHubHTTPError as error:
+        why = f"the hub answered: {str(error).splitlines()[0]}"
+    # no network, and not in the local cache either
+    except (OSError, errors.OfflineModeIsEnabled, errors.HFValidationError):
+        why = "the hub cannot be reached"
+    raise UserError(
+        f"{hub_id}: no such folder here, and as a Hugging Face hub id it could not be fetched ({why}); without a "
+        "network pass the path of a folder with config.json and *.safetensors"
+    )
+
+
+def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
+    """The Hugging Face tokenizer of a model.
+
+    Raises:
+        UserError: no such folder, or one without a tokenizer that can be read.
+    """
+    from transformers import AutoTokenizer
+
+    folder = find_folder(path_or_hub_id)
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+
+
+def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
+    """Copy what makes a tokenizer, and the generation defaults, from another model's folder."""
+    folder = find_folder(path_or_hub_id)
+    for name in _TOKENIZER_FILES:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, to / name)

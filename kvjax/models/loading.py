@@ -1,0 +1,169 @@
+"""Hugging Face folders to models sharded over the current mesh."""
+
+import functools
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, reshard
+from jaxtyping import Array, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import P, axis_size, gather, mesh_of, use_mesh
+from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.decoder import Decoder
+from kvjax.models.folder import find_folder
+from kvjax.models.names import TOP, by_path, from_hf, harmless, hf_shape, layer_name, split
+from kvjax.models.tensor_files import DTYPES, Stored, stored_tensors
+
+Arrays = dict[str, Array]
+Axes = tuple[str | None, str | None]
+"""The mesh axes over which a file's rows and columns are split."""
+
+
+def load_model(
+    path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
+) -> Decoder:
+    """Read a Llama, Qwen2, Qwen3 or Mistral model onto the current mesh.
+
+    Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice.
+    Host memory peaks near one layer's share, because a layer is on the devices before the next is read.
+
+    Args:
+        path_or_hub_id: a folder with `config.json` and safetensors, or a Hugging Face hub id.
+        dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored.
+        max_length: the longest sequence that will be run, for models with "dynamic" rope.
+
+    Raises:
+        UserError: whatever is wrong with the folder, in one line; missing, unexpected and misshapen tensors together. A
+            mesh axis that does not divide what it splits.
+    """
+    folder = find_folder(path_or_hub_id)
+    config = read_config(folder, max_length)
+    stored = stored_tensors(folder)
+    with use_mesh():
+        dtype = _dtype(dtype, stored.get(TOP["embed"]))
+        abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+        wanted, tree = by_path(abstract)
+        _check(folder, config, stored, wanted)
+
+        layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
+        layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
+        placed = _zeros(tuple(layers.items()))
+        mesh = mesh_of(placed)
+        axes = {path: split(path, leaf) for path, leaf in wanted.items()}
+        for index in range(config.num_layers):
+            raw = {path: _read(stored[layer_name(path, index)], mesh, axes[path]) for path in layers}
+            # waiting keeps one layer at a time in host memory
+            placed = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
+        for path in (path for path in wanted if path in TOP):
+            pieces = _read(stored[TOP[path]], mesh, axes[path], wanted[path].shape[0], layer_bytes)
+            placed[path] = _place_top(pieces, axes[path], dtype)
+        return jax.tree.unflatten(tree, [placed[path] for path in wanted])
+
+
+def _dtype(wanted: Any, embed: Stored | None) -> np.dtype:
+    """The dtype asked for, else that of the embedding table (float32 where it has none: the checks then say so)."""
+    if wanted is None:
+        return DTYPES.get(embed.kind, DTYPES["F32"]) if embed else DTYPES["F32"]
+    names = {dtype.name: dtype for dtype in DTYPES.values()}
+    name = getattr(wanted, "__name__", None) or getattr(wanted, "name", None) or str(wanted)
+    if name not in names:
+        raise UserError(f"dtype {name} is not supported, only {', '.join(names)}")
+    return names[name]
+
+
+def _check(folder: Path, config: ModelConfig, stored: dict[str, Stored], wanted: dict[str, Any]) -> None:
+    """Raise one UserError that names every tensor that is not as `config.json` says."""
+    shapes = {}
+    for path, leaf in wanted.items():
+        if path in TOP:
+            shapes[TOP[path]] = (config.vocab_size, *leaf.shape[1:]) if leaf.ndim == 2 else leaf.shape
+        else:
+            for layer in range(config.num_layers):
+                shapes[layer_name(path, layer)] = hf_shape(path, leaf.shape[1:])
+    unexpected = [name for name in stored if name not in shapes and not harmless(name, config.tied)]
+    both = [(stored[name], shape) for name, shape in shapes.items() if name in stored]
+    faults = {
+        "missing": [name for name in shapes if name not in stored],
+        "unexpected": unexpected,
+        "misshapen": [f"{t.name} is {t.shape}, expected {shape}" for t, shape in both if t.shape != shape],
+        "of an unsupported dtype": [f"{t.name} is {t.kind}" for t, _ in both if t.kind not in DTYPES],
+    }
+    if any(faults.values()):
+        lines = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
+        raise UserError(f"{folder}: the weights are not those of config.json; {lines}")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _zeros(leaves: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Arrays:
+    return {path: jnp.zeros(leaf.shape, leaf.dtype, out_sharding=leaf.sharding.spec) for path, leaf in leaves}
+
+
+def _read(
+    tensor: Stored, mesh: Mesh, axes: Axes, rows: int | None = None, most: int | None = None
+) -> list[Array]:
+    """A stored tensor in equal pieces that `_join` puts together: [parts, rows of a part, ...].
+
+    Each part goes to the devices along one mesh axis, which share its rows out, so that a row is read once, by one
+    process. `rows` pads the tensor with zeros; `most` is about how many bytes of it may be in host memory at a time.
+    """
+    rows_axis, columns_axis = axes
+    parts = axis_size(rows_axis) if rows_axis else 1
+    part = (rows or tensor.shape[0]) // parts
+    shared: tuple[str, ...] = ()
+    for axis in (columns_axis, "data"):
+        if axis and part % axis_size(*shared, axis) == 0:
+            shared = (*shared, axis)
+    count, row_bytes = 1, tensor.dtype.itemsize * math.prod(tensor.shape[1:])
+    while most and parts * part // count * row_bytes > most and part % (2 * count * axis_size(*shared)) == 0:
+        count *= 2
+    piece = part // count
+    columns = tensor.shape[1:]
+    sharding = NamedSharding(mesh, P(rows_axis, shared or None, *[None] * len(columns)))
+
+    def read(start, index):
+        first, last, _ = index[0].indices(parts)
+        low, high, _ = index[1].indices(piece)
+        return np.stack(
+            [tensor.rows(p * part + start + low, p * part + start + high) for p in range(first, last)]
+        )
+
+    arrays = []
+    for start in range(0, part, piece):
+        array = jax.make_array_from_callback(
+            (parts, piece, *columns), sharding, functools.partial(read, start)
+        )
+        arrays.append(jax.block_until_ready(array))
+    return arrays
+
+
+def _join(pieces: list[Array], axes: Axes) -> Array:
+    """The whole tensor, its rows and columns split over the two axes of `axes`."""
+    rows_axis, columns_axis = axes
+    columns = () if pieces[0].ndim == 2 else (columns_axis,)
+    pieces = [reshard(gather(piece, "data"), P(rows_axis, None, *columns)) for piece in pieces]
+    x = jnp.concatenate(pieces, axis=1)
+    return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> Array:
+    return _join(pieces, axes).astype(dtype)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> Arrays:
+    """`layers` with one of them replaced by what the files hold."""
+
+    def place(path, stack):
+        x = _join(raw[path], split(path, stack)).astype(stack.dtype)
+        layer = from_hf(path, x, stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
+        return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+
+    return {path: place(path, stack) for path, stack in layers.items()}

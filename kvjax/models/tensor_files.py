@@ -1,0 +1,75 @@
+"""The safetensors files of a model folder: what is in them, and rows of it."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvjax.errors import UserError
+from kvjax.models.json_file import JsonObject
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One tensor in a file. kind: its dtype as safetensors spells it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.kind]
+
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) of the first axis; no other byte is read. Those past the end are zero."""
+        with _open(self.file) as file:
+            have = file.get_slice(self.name)[min(start, self.shape[0]) : min(stop, self.shape[0])]
+        missing = stop - start - have.shape[0]
+        return np.pad(have, ((0, missing), *[(0, 0)] * (have.ndim - 1))) if missing else have
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a model folder, by name, from the headers alone.
+
+    Raises:
+        UserError: no safetensors in the folder, a file of the index that is not there, a file that is cut off.
+    """
+    tensors = {}
+    for path in _files(folder):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  (the handle is no mapping)
+                header = file.get_slice(name)
+                tensors[name] = Stored(name, path, tuple(header.get_shape()), header.get_dtype())
+    return tensors
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    if (folder / INDEX).is_file():
+        index = JsonObject.read(folder / INDEX)
+        files = sorted({folder / str(name) for name in index.get("weight_map", dict).values()})
+        absent = [path.name for path in files if not path.is_file()]
+        if absent:
+            raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, not in the folder")
+        return files
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    other = sorted(
+        path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern)
+    )
+    found = f" ({', '.join(other)}: only safetensors are read)" if other else ""
+    raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{found}")
+
+
+def _open(path: Path):
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: not a whole safetensors file, it may be cut off ({error})") from None
