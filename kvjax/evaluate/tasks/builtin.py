@@ -1,20 +1,24 @@
 """The packaged tokenizer and text as the tasks need them."""
 
+from collections.abc import Iterable
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from kvjax.evaluate.tasks.task import Tokens, as_tokens
 from kvjax.evaluate.tasks.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 FILE_HEADING = "#### "
 """Starts the line before each file of the packaged text; the file's path in the standard library follows."""
 
 
 @cache
-def _tokenizer():
+def _tokenizer() -> "Tokenizer":
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(
@@ -28,9 +32,8 @@ def builtin_vocabulary() -> Vocabulary:
     return Vocabulary.from_tokenizer(_tokenizer())
 
 
-def heldout_files() -> dict[str, str]:
-    """Path in the standard library -> source of each packaged file. The built-in model has seen none."""
-    packaged = (resources.files("kvjax.builtin") / "heldout.txt").read_text(encoding="utf-8")
+def split_files(packaged: str) -> dict[str, str]:
+    """Path -> source of each file in a text as `heldout.txt` is written."""
     files = {}
     for part in packaged.split(f"\n{FILE_HEADING}")[1:]:
         path, _, source = part.partition("\n")
@@ -38,12 +41,20 @@ def heldout_files() -> dict[str, str]:
     return files
 
 
+def encode_files(tokenizer: "Tokenizer", sources: Iterable[str]) -> Tokens:
+    """Token ids of the sources, one after another, each ended by `<|end|>`."""
+    end = as_tokens([tokenizer.token_to_id("<|end|>")])
+    encodings = tokenizer.encode_batch(list(sources), add_special_tokens=False)
+    return np.concatenate([piece for e in encodings for piece in (as_tokens(e.ids), end)])
+
+
+def heldout_files() -> dict[str, str]:
+    """Path in the standard library -> source of each packaged file. The built-in model has seen none."""
+    return split_files((resources.files("kvjax.builtin") / "heldout.txt").read_text(encoding="utf-8"))
+
+
 @cache
 def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
     """Token ids of the packaged text: every other file for training gates, the others for evaluation."""
-    sources = list(heldout_files().values())[["train", "evaluate"].index(split) :: 2]
-    end = builtin_vocabulary().end
-    pieces: list[np.ndarray] = []
-    for encoding in _tokenizer().encode_batch(sources, add_special_tokens=False):
-        pieces += [as_tokens(encoding.ids), as_tokens([end])]
-    return np.concatenate(pieces)
+    sources = list(heldout_files().values())
+    return encode_files(_tokenizer(), sources[["train", "evaluate"].index(split) :: 2])
