@@ -66,7 +66,10 @@ class Checkpoints:
                 f"this run needs {wanted.get(wrong)}"
             )
         restored = self._manager.restore(
-            step, args=ocp.args.Composite(**{STATE: ocp.args.StandardRestore(names), NOTES: ocp.args.JsonRestore()})
+            step,
+            args=ocp.args.Composite(
+                **{STATE: ocp.args.StandardRestore(names), NOTES: ocp.args.JsonRestore()}
+            ),
         )
         leaves = [restored[STATE][name] for name in names]
         return jax.tree.unflatten(jax.tree.structure(like), leaves), restored[NOTES]

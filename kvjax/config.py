@@ -56,15 +56,30 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
         raise UserError(f"{file}: {error}") from None
 
 
-def parse_with_config(cls: type[T], args: Sequence[str], *, fallback: str | None = None) -> T:
-    """`cls` from the command line over the YAML file that its `--config` names, or over `fallback` where it names none."""
-    name = fallback
-    for index, arg in enumerate(args):
-        if arg == "--config" and index + 1 < len(args):
-            name = args[index + 1]
-        elif arg.startswith("--config="):
-            name = arg.removeprefix("--config=")
-    return parse_command(cls, args, default=None if name is None else load_config(cls, name))
+def given(args: Sequence[str], option: str) -> str | None:
+    """The last value that a command line gives an option, before it is parsed; None where it gives none."""
+    value = None
+    for arg, following in zip(args, [*args[1:], None], strict=True):
+        if arg == option:
+            value = following
+        elif arg.startswith(option + "="):
+            value = arg.removeprefix(option + "=")
+    return value
+
+
+def write_values(file: Path, config: Any, omit: Sequence[str] = ()) -> None:
+    """Write a dataclass as the YAML that `load_config` reads, without the fields in `omit` and those that are None."""
+    import yaml
+
+    values = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name not in omit and value is not None:
+            plain = isinstance(value, bool | int | float | str)
+            values[field.name.rstrip("_")] = (
+                list(value) if isinstance(value, tuple) else value if plain else str(value)
+            )
+    file.write_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _read(file: Path) -> dict[Any, Any]:

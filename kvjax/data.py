@@ -63,7 +63,9 @@ def to_mesh(mesh: Mesh, rows: Rows, tokens: Tokens) -> Int[Array, "B t"]:
     )
 
 
-def step_lengths(steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int) -> Int[np.ndarray, " steps"]:
+def step_lengths(
+    steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
+) -> Int[np.ndarray, " steps"]:
     """The length of every step: as many of each as `shares` say (largest remainders), in an order drawn from `seed`."""
     exact = np.asarray(shares, np.float64) / np.sum(shares) * steps
     counts = np.floor(exact).astype(int)
@@ -78,7 +80,9 @@ def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int
 
     def step(index: int) -> Tokens:
         first = index * rows.total
-        return np.stack([mixture(seed, first + row, int(schedule[index])) for row in range(rows.start, rows.stop)])
+        return np.stack(
+            [mixture(seed, first + row, int(schedule[index])) for row in range(rows.start, rows.stop)]
+        )
 
     dataset = grain.MapDataset.range(len(schedule)).map(step)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
@@ -169,7 +173,7 @@ class Encoder:
         # no tokenizer makes so few tokens of so many characters that the cut would show
         text = text[: 64 * self.longest]
         if getattr(self.tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": self.instruction + text}]
+            turn = [{"role": "user", "content": f"{self.instruction}\n\n{text}"}]
             ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
         else:
             ids = self.tokenizer(text, verbose=False)["input_ids"]
@@ -191,7 +195,13 @@ class DocumentSequences(grain.IterDataset[Tokens]):
         source: str,
     ):
         super().__init__()
-        self.readers, self.encode, self.rows, self.schedule, self.source = readers, encode, rows, schedule, source
+        self.readers, self.encode, self.rows, self.schedule, self.source = (
+            readers,
+            encode,
+            rows,
+            schedule,
+            source,
+        )
         self.lengths = sorted({int(length) for length in schedule})
 
     def __iter__(self) -> "DocumentIterator":
@@ -223,9 +233,15 @@ class DocumentIterator(grain.DatasetIterator[Tokens]):
             elif text:
                 size = len(text.encode())
                 # a token has at least one byte, so short texts need no tokenizer; the turn's own tokens are let in
-                tokens = self._data.encode(text) if size >= length - 256 else np.zeros(min(size, length - 1), np.int32)
+                tokens = (
+                    self._data.encode(text)
+                    if size >= length - 256
+                    else np.zeros(min(size, length - 1), np.int32)
+                )
                 longest = max(longest, len(tokens))
-                if length <= len(tokens) < 2 * length or len(tokens) >= max(length, 2 * self._data.lengths[-1]):
+                if length <= len(tokens) < 2 * length or len(tokens) >= max(
+                    length, 2 * self._data.lengths[-1]
+                ):
                     return tokens[:length]
         if not longest:
             raise UserError(f"--data {self._data.source}: there is no text in it")

@@ -146,7 +146,9 @@ def start(shape: MeshShape) -> Mesh:
     devices = jax.devices()
     if len(devices) < shape.count:
         kind = devices[0].platform
-        raise UserError(f"--mesh {shape} needs {shape.count} devices, this machine has {len(devices)} ({kind})")
+        raise UserError(
+            f"--mesh {shape} needs {shape.count} devices, this machine has {len(devices)} ({kind})"
+        )
 
     from kvjax.mesh import make_mesh
 
@@ -192,7 +194,9 @@ def run_command(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         _leave("stopped by the keyboard", 130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the final flush has somewhere to go
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # so that the final flush has somewhere to go
         sys.exit(1)
     except Exception as error:
         line = storage_problem(error)
@@ -205,7 +209,13 @@ def storage_problem(error: BaseException) -> str | None:
     """One line for a full disk or a place that cannot be written, found anywhere in the chain of causes; else None."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
+        if isinstance(seen, OSError) and seen.errno in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+            errno.EACCES,
+            errno.EROFS,
+            errno.EPERM,
+        ):
             return f"{seen.filename or 'the disk'}: {seen.strerror}"
         if "No space left on device" in str(seen):  # what tensorstore makes of ENOSPC
             return "the disk is full: No space left on device"

@@ -1,11 +1,12 @@
 """What a run shows and keeps while it goes: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
 
-Values arrive one step late (`Late`), so that looking at them never makes the device wait.
+Values are looked at one step late, when the next step is already queued, so that the device never waits for them.
 """
 
 import json
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,31 +17,12 @@ from kvjax.errors import UserError
 
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
-
-
-class Late:
-    """Holds the last step's device values while the next step is queued; `swap` gives the ones before."""
-
-    def __init__(self):
-        self._held: tuple[int, Any] | None = None
-
-    def swap(self, step: int, values: Any) -> tuple[int, dict[str, float]] | None:
-        """Take this step's device values; return the step before's as floats."""
-        before = self.flush()
-        self._held = (step, values)
-        return before
-
-    def flush(self) -> tuple[int, dict[str, float]] | None:
-        """The held values, if there are any."""
-        held, self._held = self._held, None
-        if held is None:
-            return None
-        step, values = held
-        return step, {name: float(value) for name, value in jax.device_get(values).items()}
+RECENT_STEPS = 33
+"""Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
 
 
 class Metrics:
-    """A run's record, as a context: `write` each step's values, `say` anything else.
+    """A run's record, as a context: `step` with each step's values, `say` for anything else.
 
     Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}; those of steps from `first` on, left by a run that was
     killed, are dropped.
@@ -68,8 +50,9 @@ class Metrics:
         self._events = None if quiet or not tensorboard else _event_writer(out)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
         self._bar: Any = None
-        self._started = self._steady = self._said = time.monotonic()
-        self._steady_step, self._tokens = first, 0
+        self._started = self._said = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        self._held: tuple[int, Any, int] | None = None
 
     def __enter__(self) -> Self:
         if not self._quiet and sys.stderr.isatty():
@@ -80,6 +63,8 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None:
+            self._write_held()
         if self._bar is not None:
             self._bar.stop()
         if self._events is not None:
@@ -87,18 +72,28 @@ class Metrics:
         if self._file is not None:
             self._file.close()
 
-    def write(self, step: int, values: dict[str, float], *, tokens: int) -> None:
-        """Record the values of step `step` (counted from 0), which ran `tokens` tokens."""
-        if self._quiet:
+    def step(self, step: int, values: dict[str, jax.Array], *, tokens: int) -> None:
+        """Take the device values of step `step` (counted from 0), which runs `tokens` tokens, and record those of the
+        step before."""
+        self._write_held()
+        self._held = (step, values, tokens)
+
+    def _write_held(self) -> None:
+        if self._held is None or self._quiet:
             return
+        step, on_device, tokens = self._held
+        self._held = None
+        values = {name: float(value) for name, value in jax.device_get(on_device).items()}
         now = time.monotonic()
-        if step - self._first < 1:  # the first step's time is compilation
-            self._steady, self._steady_step, self._tokens = now, step, 0
-        else:
-            self._tokens += tokens
-        elapsed = now - self._steady
-        speed = self._tokens / elapsed if elapsed else 0.0
-        line = {"step": step, "seconds": round(now - self._started, 3), "tokens_per_second": round(speed, 1), **values}
+        self._recent.append((now, tokens))
+        elapsed = now - self._recent[0][0]
+        speed = sum(count for _, count in list(self._recent)[1:]) / elapsed if elapsed else 0.0
+        line = {
+            "step": step,
+            "seconds": round(now - self._started, 3),
+            "tokens_per_second": round(speed, 1),
+            **values,
+        }
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -117,15 +112,17 @@ class Metrics:
             print(text, file=sys.stderr, flush=True)
 
     def _show(self, step: int, values: dict[str, float], speed: float, now: float) -> None:
-        numbers = "  ".join(f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values)
+        numbers = "  ".join(
+            f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values
+        )
         numbers += f"  {speed:.0f} tokens/s" if speed else ""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step + 1, numbers=numbers)
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
             self._said = now
-            done = step - self._steady_step
-            left = (now - self._steady) / done * (self._total - 1 - step) if done else None
-            remaining = "" if left is None else f"  {_clock(left)} left"
+            done = len(self._recent) - 1
+            left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
+            remaining = f"  {_clock(left)} left" if done else ""
             self.say(f"step {step + 1}/{self._total}  {numbers}{remaining}")
 
 

@@ -15,7 +15,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"
 
-from jaxtyping import install_import_hook  # noqa: E402  (the environment comes first)
+from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
 

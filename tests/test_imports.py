@@ -10,7 +10,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {"kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.launch", "kvjax.config", "kvjax.builtin"},
+    {
+        "kvjax.errors",
+        "kvjax.struct",
+        "kvjax.mesh",
+        "kvjax.step",
+        "kvjax.launch",
+        "kvjax.config",
+        "kvjax.builtin",
+    },
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.attention"},
     {"kvjax.models"},
@@ -56,7 +64,9 @@ def within(name: str, packages: set[str]) -> bool:
 
 def layer(name: str) -> int | None:
     """The layer of a module: that of the longest package listed in `LAYERS` which holds it."""
-    holders = [(len(p), index) for index, packages in enumerate(LAYERS) for p in packages if within(name, {p})]
+    holders = [
+        (len(p), index) for index, packages in enumerate(LAYERS) for p in packages if within(name, {p})
+    ]
     return max(holders)[1] if holders else None
 
 
@@ -77,13 +87,24 @@ def test_policies_know_no_model_and_no_cache(path):
 
 @pytest.mark.parametrize("path", sources("kvjax/models"), ids=module_name)
 def test_models_know_only_the_policy_type(path):
-    stray = {name for name in imports(path) if within(name, {"kvjax.policies", "kvjax.cache", "kvjax.attention"})}
-    assert stray <= {"kvjax.policies", "kvjax.policies.Policy", "kvjax.policies.policy", "kvjax.policies.policy.Policy"}
+    stray = {
+        name for name in imports(path) if within(name, {"kvjax.policies", "kvjax.cache", "kvjax.attention"})
+    }
+    assert stray <= {
+        "kvjax.policies",
+        "kvjax.policies.Policy",
+        "kvjax.policies.policy",
+        "kvjax.policies.policy.Policy",
+    }
 
 
 @pytest.mark.parametrize("path", sources("pallas_kernels"), ids=module_name)
 def test_kernels_stand_alone(path):
-    stray = {name for name in imports(path) if name.split(".")[0] not in KERNELS_MAY_IMPORT | sys.stdlib_module_names}
+    stray = {
+        name
+        for name in imports(path)
+        if name.split(".")[0] not in KERNELS_MAY_IMPORT | sys.stdlib_module_names
+    }
     assert not stray, f"{module_name(path)} imports {sorted(stray)}"
 
 

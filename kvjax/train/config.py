@@ -2,21 +2,24 @@
 
 import dataclasses
 import math
-import os
 import re
-import tempfile
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from kvjax.config import parse_with_config
+from kvjax.config import given, load_config, write_values
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape
+from kvjax.launch import MeshShape, parse_command
 
 RUNS = Path("runs")
 """Where runs without an --out go."""
+SAVED = "config.yaml"
+"""What a run was told, in its folder."""
+MAY_CHANGE = {"mesh", "checkpoint_every", "keep", "report", "tensorboard", "out", "resume", "config"}
+"""What a resumed run may be told anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +42,8 @@ class TrainConfig:
     data: str = "builtin"
     """`builtin` (for the built-in model); a .txt, .jsonl or .parquet file or a folder of them; or a hub data set,
     NAME or NAME:CONFIG, which is streamed."""
-    instruction: str = "Please analyze and summarize the following text:\n\n"
-    """What stands before each document in the user's turn, for models with a chat template."""
+    instruction: str = "Please analyze and summarize the following text:"
+    """What stands before each document in the user's turn, with an empty line, for models with a chat template."""
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Tokens of a sequence: a document of at least that many and less than twice as many is cut to it."""
     shares: tuple[float, ...] = (4000, 2000, 1000, 500)
@@ -101,17 +104,17 @@ class TrainConfig:
             (self.seed >= 0, "--seed", "at least 0", self.seed),
             (self.checkpoint_every >= 1, "--checkpoint-every", "at least 1", self.checkpoint_every),
             (self.keep >= 1, "--keep", "at least 1", self.keep),
-            (self.dtype in (None, "float32", "bfloat16", "float16"), "--dtype", "float32, bfloat16 or float16", self.dtype),
+            (
+                self.dtype in (None, "float32", "bfloat16", "float16"),
+                "--dtype",
+                "float32, bfloat16 or float16",
+                self.dtype,
+            ),
         )
         for holds, option, expected, given in rules:
             if not holds:
                 raise UserError(f"{option} must be {expected}, got {given}")
         self._check_lengths()
-        if self.data == "builtin" and self.model != "builtin":
-            raise UserError(
-                f"--data builtin is made of the built-in model's tokens and --model is {self.model}: name a file, a "
-                "folder or a hub data set"
-            )
 
     def _check_lengths(self) -> None:
         if not self.lengths or sorted(set(self.lengths)) != list(self.lengths):
@@ -121,55 +124,63 @@ class TrainConfig:
                 f"--lengths {self.lengths[0]} is not longer than --window {self.window}: no token would leave the window"
             )
         if len(self.shares) != len(self.lengths) or min(self.shares) < 0 or sum(self.shares) <= 0:
-            raise UserError(f"--shares must be a number for each of {len(self.lengths)} lengths, got {list(self.shares)}")
+            raise UserError(
+                f"--shares must be a number for each of {len(self.lengths)} lengths, got {list(self.shares)}"
+            )
 
 
 def parse(args: Sequence[str] | None = None) -> TrainConfig:
-    """The run's configuration from the command line, over its --config. Raises UserError for anything wrong."""
-    import sys
+    """The run's configuration from the command line, over its --config, or over what the run to resume was told.
 
-    args = sys.argv[1:] if args is None else args
-    model = _option(args, "--model")
-    config = parse_with_config(TrainConfig, args, fallback="builtin" if model in (None, "builtin") else None)
-    config.check()
-    return config
-
-
-def _option(args: Sequence[str], name: str) -> str | None:
-    for index, arg in enumerate(args):
-        if arg == name and index + 1 < len(args):
-            return args[index + 1]
-        if arg.startswith(name + "="):
-            return arg.removeprefix(name + "=")
-    return None
-
-
-def prepare_folder(config: TrainConfig) -> TrainConfig:
-    """`config` with `out` chosen, there, and seen to be writable.
-
-    Raises:
-        UserError: it cannot be written, it holds another run and --resume was not given, or there is nothing to resume.
+    `out` is chosen, but nothing is written. Raises UserError for anything wrong.
     """
-    out = config.out or _default_folder(config.resume)
-    held = (out / "checkpoints").is_dir()
-    if config.resume and not held:
-        raise UserError(f"--resume: {out} holds no run (it has no checkpoints folder)")
-    if held and not config.resume:
+    arguments = sys.argv[1:] if args is None else args
+    if "--resume" in arguments:
+        return _parse_resumed(args, arguments)
+    model = given(arguments, "--model")
+    name = given(arguments, "--config") or ("builtin" if model in (None, "builtin") else None)
+    config = parse_command(TrainConfig, args, default=name and load_config(TrainConfig, name))
+    config.check()
+    out = config.out or RUNS / f"train-{_newest_run() + 1}"
+    if (out / SAVED).is_file():
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out) as probe:
-            probe.write(b"kvjax")
-    except OSError as error:
-        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
     return dataclasses.replace(config, out=out)
 
 
-def _default_folder(resume: bool) -> Path:
-    """The newest numbered run to go on with, or the next number's folder."""
-    names = os.listdir(RUNS) if RUNS.is_dir() else []
-    numbers = [int(match[1]) for name in names if (match := re.fullmatch(r"train-(\d+)", name))]
-    newest = max(numbers, default=0)
-    if resume and not newest:
+def _parse_resumed(args: Sequence[str] | None, arguments: Sequence[str]) -> TrainConfig:
+    newest = _newest_run()
+    named = given(arguments, "--out")
+    if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
-    return RUNS / f"train-{newest if resume else newest + 1}"
+    out = RUNS / f"train-{newest}" if named is None else Path(named)
+    if not (out / SAVED).is_file():
+        raise UserError(f"--resume: {out} holds no run (it has no {SAVED})")
+    before = load_config(TrainConfig, str(out / SAVED))
+    config = parse_command(TrainConfig, args, default=before)
+    for field in dataclasses.fields(TrainConfig):
+        was, now = getattr(before, field.name), getattr(config, field.name)
+        if field.name not in MAY_CHANGE and was != now:
+            name = field.name.rstrip("_").replace("_", "-")
+            raise UserError(
+                f"--resume goes on with the run's own --{name} {was}, got {now}: start another run for it"
+            )
+    config.check()
+    return dataclasses.replace(config, out=out)
+
+
+def _newest_run() -> int:
+    """The highest number of the runs in `RUNS` that were started, 0 without any."""
+    found = [re.fullmatch(r"train-(\d+)", file.parent.name) for file in RUNS.glob(f"*/{SAVED}")]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def prepare_folder(config: TrainConfig) -> Path:
+    """Make the run's folder and keep the configuration in it. Raises UserError if it cannot be written."""
+    assert config.out is not None, "parse chose it"
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        told = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
+        write_values(config.out / SAVED, told, omit=("config", "out", "resume"))
+    except OSError as error:
+        raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
+    return config.out

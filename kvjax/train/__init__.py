@@ -1,0 +1,1 @@
+"""Training write gates: `python -m kvjax.train`."""
