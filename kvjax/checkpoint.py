@@ -17,8 +17,8 @@ STATE, NOTES = "state", "notes"
 class Checkpoints:
     """The last `keep` checkpoints of a run, in numbered folders.
 
-    A checkpoint is written under a temporary name and renamed once it is complete, so that a crash in the middle of a save
-    leaves the one before it as the latest.
+    A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
+    latest.
     """
 
     def __init__(self, folder: Path, keep: int):
@@ -49,8 +49,8 @@ class Checkpoints:
         """The pytree and the notes saved at `step`.
 
         Args:
-            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`); the mesh may be another than the
-                one that saved.
+            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`); the mesh may be another
+                than the one that saved.
 
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
@@ -62,8 +62,8 @@ class Checkpoints:
         if found != wanted:
             wrong = next(name for name in sorted(found | wanted) if found.get(name) != wanted.get(name))
             raise UserError(
-                f"{self._folder}: the checkpoint of step {step} is another run's: {wrong} has shape {found.get(wrong)}, "
-                f"this run needs {wanted.get(wrong)}"
+                f"{self._folder}: the checkpoint of step {step} is another run's: {wrong} has shape "
+                f"{found.get(wrong)}, this run needs {wanted.get(wrong)}"
             )
         restored = self._manager.restore(
             step,

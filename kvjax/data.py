@@ -1,7 +1,8 @@
 """Training sequences: every step's equal-length rows, from the built-in tasks, text files or a streamed hub data set.
 
-Deterministic from the seed, and each iterator's position is a small JSON value that goes into checkpoints. Documents are
-cut as in WG-KV's recipe: one user turn, instruction + document, truncated on the right to exactly the step's length.
+Deterministic from the seed, and an iterator's position is a small JSON value that goes into checkpoints. Documents are
+cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to exactly the step's
+length.
 """
 
 import dataclasses
@@ -181,7 +182,7 @@ class Encoder:
 
 
 class DocumentSequences(grain.IterDataset[Tokens]):
-    """Steps made of documents: row by row the next document that fits the step's length, each length reading on its own.
+    """Steps made of documents: row by row the next document that fits the step's length; each length reads on its own.
 
     A document fits the length L if it has at least L tokens and fewer than 2L, or at least twice the longest length.
     """
@@ -247,7 +248,7 @@ class DocumentIterator(grain.DatasetIterator[Tokens]):
             raise UserError(f"--data {self._data.source}: there is no text in it")
         raise UserError(
             f"--data {self._data.source}: no document has {length} to {2 * length - 1} tokens (or "
-            f"{2 * self._data.lengths[-1]} and more); the longest of its shorter ones has about {longest}: change --lengths"
+            f"{2 * self._data.lengths[-1]} and more); the longest of the others has about {longest}: change --lengths"
         )
 
     def get_state(self) -> dict[str, Any]:

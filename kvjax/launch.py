@@ -99,7 +99,8 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
     program = f"python -m {module.name.removesuffix('.__main__')}" if module and args is None else None
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            return tyro.cli(cls, prog=program, args=args, default=default)
+            known = {} if default is None else {"default": default}
+            return tyro.cli(cls, prog=program, args=args, **known)
     except SystemExit as end:
         if not end.code:
             raise

@@ -1,4 +1,4 @@
-"""What a run shows and keeps while it goes: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
+"""What a run shows and keeps: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
 
 Values are looked at one step late, when the next step is already queued, so that the device never waits for them.
 """
@@ -24,8 +24,8 @@ RECENT_STEPS = 33
 class Metrics:
     """A run's record, as a context: `step` with each step's values, `say` for anything else.
 
-    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}; those of steps from `first` on, left by a run that was
-    killed, are dropped.
+    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}; those of steps from `first` on, left by a run
+    that was killed, are dropped.
 
     Args:
         total, first: steps of the run, and the one it starts at.

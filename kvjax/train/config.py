@@ -70,7 +70,7 @@ class TrainConfig:
     seed: int = 0
     """Of the gates' initial values, the order of the data and the report's tasks."""
     out: Path | None = None
-    """Folder of the run: checkpoints, metrics, exported gates, report. By default runs/train-1, the next free number."""
+    """Folder of the run: checkpoints, metrics, exported gates, report. By default runs/train-1, or the next number."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
     checkpoint_every: int = 250
@@ -111,9 +111,9 @@ class TrainConfig:
                 self.dtype,
             ),
         )
-        for holds, option, expected, given in rules:
+        for holds, option, expected, value in rules:
             if not holds:
-                raise UserError(f"{option} must be {expected}, got {given}")
+                raise UserError(f"{option} must be {expected}, got {value}")
         self._check_lengths()
 
     def _check_lengths(self) -> None:
@@ -121,7 +121,7 @@ class TrainConfig:
             raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
         if self.lengths[0] <= self.window:
             raise UserError(
-                f"--lengths {self.lengths[0]} is not longer than --window {self.window}: no token would leave the window"
+                f"--lengths {self.lengths[0]} is not above --window {self.window}: no token would leave the window"
             )
         if len(self.shares) != len(self.lengths) or min(self.shares) < 0 or sum(self.shares) <= 0:
             raise UserError(
@@ -139,7 +139,7 @@ def parse(args: Sequence[str] | None = None) -> TrainConfig:
         return _parse_resumed(args, arguments)
     model = given(arguments, "--model")
     name = given(arguments, "--config") or ("builtin" if model in (None, "builtin") else None)
-    config = parse_command(TrainConfig, args, default=name and load_config(TrainConfig, name))
+    config = parse_command(TrainConfig, args, default=load_config(TrainConfig, name) if name else None)
     config.check()
     out = config.out or RUNS / f"train-{_newest_run() + 1}"
     if (out / SAVED).is_file():

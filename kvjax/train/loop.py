@@ -44,12 +44,12 @@ def check(config: TrainConfig) -> None:
     tensor = config.mesh.tensor
     if model.num_kv_heads % tensor:
         raise UserError(
-            f"--mesh {config.mesh}: the tensor axis of {tensor} does not divide the model's {model.num_kv_heads} kv heads"
+            f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the {model.num_kv_heads} kv heads of the model"
         )
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
-            f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, a "
-            "folder or a hub data set"
+            f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
+            "a folder or a hub data set"
         )
 
 

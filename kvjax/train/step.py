@@ -20,9 +20,9 @@ from kvjax.train.objective import distillation
 
 @struct
 class TrainState:
-    """All that changes while training. `opt` is optax's state, split over the mesh as the gates are."""
+    """All that changes while training: a `WriteGate`, and optax's state, split over the mesh as the gates are."""
 
-    gates: WriteGate
+    gates: Any
     opt: Any
 
 
@@ -31,7 +31,7 @@ def schedule(steps: int, peak: float) -> optax.Schedule:
     (WG-KV, App. C; its 7,500 updates give w = 750)."""
     warmup = max(1, math.floor(steps / 10))
 
-    def rate(update: Int[Array, ""]) -> Float[Array, ""]:
+    def rate(update: Any) -> Float[Array, ""]:
         after = (update - warmup) / max(1, steps - warmup)
         return peak * jnp.where(update < warmup, update / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
 
@@ -47,7 +47,7 @@ def optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def initial_state(config: TrainConfig, model: ModelConfig) -> TrainState:
     """Random gates for the model, and the optimiser before the first update. To be jitted under a mesh."""
     usual = 1.5 if model.model_type == "qwen3" else 4.0
-    gates = WriteGate(
+    gates: Any = WriteGate(
         model.num_layers,
         model.num_kv_heads,
         model.head_dim,
