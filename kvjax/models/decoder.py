@@ -136,6 +136,10 @@ class DecoderLayer(nnx.Module):
         k_pre = heads(self.k, self.k_bias, self.k_norm)
         return hidden, rotate(q, angles), rotate(k_pre, angles), k_pre, heads(self.v, self.v_bias)
 
+    def output(self, o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
+        """The output projection: what attention adds to the residual stream."""
+        return _product("bnth,nhd->btd", o, self.o, self.o_bias, ROWS).astype(o.dtype)
+
     def mlp(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         """down(activation(gate(x)) · up(x))."""
         wide = P(BATCH, None, "tensor")
@@ -146,7 +150,7 @@ class DecoderLayer(nnx.Module):
 
     def finish(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
         """The layer's output from its input and its heads' attention outputs."""
-        x = x + _product("bnth,nhd->btd", o, self.o, self.o_bias, ROWS).astype(x.dtype)
+        x = x + self.output(o)
         return x + self.mlp(self.mlp_norm(x))
 
 

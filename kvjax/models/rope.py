@@ -43,8 +43,16 @@ class RopeConfig:
             raise UserError(f"rope theta and factor must be positive, got {self.theta:g} and {self.factor:g}")
 
 
+def _wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """θ^(2i/h), positions per radian, rounded to float32 where the original code rounds: models were trained with those
+    roundings, and at position 10⁵ an exact frequency would be 10⁻² radians away from theirs."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # the power itself in float64, as numpy's vectorised float32 power is off in the last bit
+    return (np.float64(np.float32(rope.theta)) ** exponent.astype(np.float64)).astype(np.float32)
+
+
 def _default(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    return rope.theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    return 1 / _wavelengths(rope, head_dim)
 
 
 def _linear(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -59,7 +67,8 @@ def _dynamic(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _llama3(rope: RopeConfig, head_dim: int) -> np.ndarray:
     fast = _default(rope, head_dim)
-    turns = rope.original_length * fast / (2 * math.pi)
+    # twice the reciprocal: the original's roundings again
+    turns = rope.original_length * (1 / (2 * math.pi * (1 / fast)))
     share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     share = np.clip(share, 0, 1)
     return (1 - share) * fast / rope.factor + share * fast
@@ -74,10 +83,10 @@ def _yarn(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = (np.arange(head_dim // 2) - low) / (high - low or 0.001)
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low or 0.001)
     slow = np.clip(ramp, 0, 1)
-    fast = _default(rope, head_dim)
-    return fast / rope.factor * slow + fast * (1 - slow)
+    wavelengths = _wavelengths(rope, head_dim)
+    return 1 / (rope.factor * wavelengths) * slow + 1 / wavelengths * (1 - slow)
 
 
 ROPE_TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
@@ -85,7 +94,7 @@ ROPE_TYPES = {"default": _default, "linear": _linear, "dynamic": _dynamic, "llam
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians per position of each rotated pair, float32 [head_dim / 2]."""
-    return ROPE_TYPES[rope.type](rope, head_dim).astype(np.float32)
+    return ROPE_TYPES[rope.type](rope, head_dim)
 
 
 def attention_scaling(rope: RopeConfig) -> float:
@@ -100,7 +109,7 @@ def attention_scaling(rope: RopeConfig) -> float:
 
     if rope.mscale and rope.mscale_all_dim:
         return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
-    return temperature(1)
+    return temperature(1.0)
 
 
 CosSin = tuple[Float32[Array, "b t pairs"], Float32[Array, "b t pairs"]]

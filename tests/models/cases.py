@@ -1,0 +1,153 @@
+"""Small models of every family and rope type, as Hugging Face folders with weights that need no torch to repeat.
+
+Sizes are odd on purpose: head_dim that is not width / heads, one kv head, as many kv heads as heads, three layers, a
+vocabulary that no mesh divides. Rope lengths are short, so that 512 tokens reach every branch of the scaling.
+"""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+TOKENS = 512
+VOCABULARY = 61
+POSITIONS = (0, 1, 2, 17, 130, 255, 384, 511)
+"""The positions that the goldens keep."""
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+QWEN3 = LLAMA | {"model_type": "qwen3", "num_attention_heads": 6, "head_dim": 16, "rope_theta": 1e6}
+
+CASES = {
+    # as published: no rope_theta, no num_key_value_heads
+    "llama2": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+    "llama3": LLAMA | {"rope_theta": 500000.0, "head_dim": 12},
+    "llama31": LLAMA | {"rope_theta": 500000.0, "head_dim": 16, "rope_scaling": LLAMA3_ROPE},
+    "llama32": LLAMA
+    | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 10000.0}, "head_dim": 32, "tie_word_embeddings": True},
+    "linear": LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}, "num_key_value_heads": 1},
+    "dynamic": LLAMA
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 128},
+    "yarn": LLAMA
+    | {
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
+    "yarn_numbers": LLAMA
+    | {
+        "head_dim": 20,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "mscale": 0.7,
+            "mscale_all_dim": 1.3,
+            "truncate": False,
+        },
+    },
+    "biases": LLAMA | {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"},
+    "qwen2": LLAMA
+    | {
+        "model_type": "qwen2",
+        "num_key_value_heads": 1,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": 64,
+    },
+    "qwen3": QWEN3 | {"tie_word_embeddings": True},
+    "qwen3_biases": QWEN3 | {"attention_bias": True, "num_key_value_heads": 6, "hidden_act": "gelu"},
+    "mistral": LLAMA | {"model_type": "mistral", "head_dim": 16, "sliding_window": None, "rope_theta": 1e6},
+}
+
+
+def hf_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a model, written down from Hugging Face's modules and not from ours."""
+    family = config["model_type"]
+    d, f, n = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    k = config.get("num_key_value_heads", n)
+    h = config.get("head_dim", d // n)
+    qkv_bias = config.get("attention_bias", family == "qwen2")
+    layer = {
+        "input_layernorm.weight": (d,),
+        "post_attention_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (n * h, d),
+        "self_attn.k_proj.weight": (k * h, d),
+        "self_attn.v_proj.weight": (k * h, d),
+        "self_attn.o_proj.weight": (d, n * h),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
+    if qkv_bias:
+        layer |= {"self_attn.q_proj.bias": (n * h,)}
+        layer |= {"self_attn.k_proj.bias": (k * h,), "self_attn.v_proj.bias": (k * h,)}
+    if qkv_bias and family != "qwen2":
+        layer |= {"self_attn.o_proj.bias": (d,)}
+    if config.get("mlp_bias"):
+        layer |= {"mlp.gate_proj.bias": (f,), "mlp.up_proj.bias": (f,), "mlp.down_proj.bias": (d,)}
+    if family == "qwen3":
+        layer |= {"self_attn.q_norm.weight": (h,), "self_attn.k_norm.weight": (h,)}
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], d), "model.norm.weight": (d,)}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], d)
+    for index in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def weights(config: dict) -> dict[str, np.ndarray]:
+    """Seeded weights at a scale that makes attention uneven and logits of a few units."""
+    tensors = {}
+    for name, shape in hf_shapes(config).items():
+        x = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+        if name.endswith("norm.weight"):
+            x = 1 + 0.2 * x
+        elif name.endswith("bias"):
+            x = 0.3 * x
+        elif name == "model.embed_tokens.weight":
+            x = 0.5 * x
+        else:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            x = gain * x / np.sqrt(shape[-1])
+        tensors[name] = x.astype(np.float32)
+    return tensors
+
+
+def write_folder(folder: Path, config: dict, tensors: dict[str, np.ndarray] | None = None) -> Path:
+    """A Hugging Face folder with one safetensors file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = weights(config) if tensors is None else tensors
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tokens() -> np.ndarray:
+    """One sequence of `TOKENS` ids, int32 [1 t]."""
+    return np.random.default_rng(5).integers(0, VOCABULARY, (1, TOKENS), dtype=np.int32)

@@ -1,0 +1,46 @@
+"""What kvjax's decoder computes, piece by piece, under the names of `torch_twin.stages`."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.mesh import P, put, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.models.rope import cos_sin
+
+
+def dense_attention(q, k, v):
+    """Causal attention from its definition, [b n t h]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (jnp.repeat(x, group, 1, out_sharding=P(None, "tensor")) for x in (k, v))
+    logits = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(q.shape[-1])
+    t = q.shape[2]
+    weights = jax.nn.softmax(jnp.where(np.tril(np.ones((t, t), bool)), logits, -1e30), -1)
+    return jnp.einsum("bnts,bnsh->bnth", weights, v)
+
+
+@partial(jax.jit, static_argnums=1)
+def layer_pieces(model, index, x, mlp_in):
+    """The pieces of layer `index` for its input x [1 t d]; the mlp alone gets `mlp_in`."""
+    layer = jax.tree.map(lambda w: w[index], model.layers)
+    position = jnp.arange(x.shape[1])[None]
+    angles = cos_sin(model.config.rope, model.config.head_dim, position)
+    norm, q, k, k_pre, v = layer.project(x, angles)
+    o = dense_attention(q, k, v)
+    found = {"norm": norm, "cos": angles[0], "sin": angles[1], "q": q, "k": k, "k_pre": k_pre, "v": v}
+    return found | {"attention": layer.output(o), "mlp": layer.mlp(mlp_in), "layer": layer.finish(x, o)}
+
+
+@jax.jit
+def ends(model, tokens):
+    hidden = model.hidden(tokens)
+    return {"hidden": hidden, "logits": model.logits(hidden)}
+
+
+def pieces(model: Decoder, tokens: np.ndarray, x: np.ndarray, mlp_in: np.ndarray, layer: int = 1):
+    """Each piece without its batch axis. x, mlp_in: what goes into the layer and into its mlp, [t d]."""
+    with use_mesh(model):
+        found = layer_pieces(model, layer, put(x[None]), put(mlp_in[None])) | ends(model, put(tokens))
+        return {name: np.asarray(value[0]) for name, value in found.items()}

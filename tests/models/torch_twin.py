@@ -1,0 +1,66 @@
+"""What transformers' own models compute, piece by piece. Needs torch."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+
+def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.ndarray]:
+    """Every piece of one layer, and the model's ends, for `tokens` [1 t], each in kvjax's layout without the batch axis.
+
+    x: the layer's input. norm: after its attention norm. cos, sin: half of them, the other half being the same. q, k: after RoPE; k_pre before.
+    v. attention: what it adds to x. mlp_in, mlp. layer: its output. hidden: after the final norm. logits.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    block = model.model.layers[layer]
+    attention, head_dim = block.self_attn, block.self_attn.head_dim
+    seen = {}
+
+    def keep(name, module):
+        def hook(_, args, kwargs, output):
+            seen[name] = output
+            seen[f"{name} in"] = args[0] if args else kwargs.get("hidden_states")
+
+        module.register_forward_hook(hook, with_kwargs=True)
+
+    for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+        if hasattr(attention, name):
+            keep(name, getattr(attention, name))
+    keep("rope", model.model.rotary_emb)
+    keep("norm", block.input_layernorm)
+    keep("attention", attention)
+    keep("mlp", block.mlp)
+    keep("layer", block)
+    keep("hidden", model.model.norm)
+    with torch.no_grad():
+        logits = model(torch.tensor(tokens, dtype=torch.long)).logits
+
+        def heads(name):
+            x = seen.get(f"{name}_norm", seen[f"{name}_proj"])
+            return x.view(1, x.shape[1], -1, head_dim).transpose(1, 2)
+
+        cos, sin = seen["rope"]
+        rotary = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        q, k = rotary(heads("q"), heads("k"), cos, sin)
+    found = {
+        "x": seen["layer in"],
+        "norm": seen["norm"],
+        "cos": cos[..., : head_dim // 2],
+        "sin": sin[..., : head_dim // 2],
+        "q": q,
+        "k": k,
+        "k_pre": heads("k"),
+        "v": heads("v"),
+        "attention": seen["attention"][0],
+        "mlp_in": seen["mlp in"],
+        "mlp": seen["mlp"],
+        "layer": seen["layer"],
+        "hidden": seen["hidden"],
+        "logits": logits,
+    }
+    return {name: x[0].numpy().astype(np.float32) for name, x in found.items()}
