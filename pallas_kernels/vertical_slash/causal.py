@@ -1,8 +1,7 @@
 """Blockwise causal attention with WG-KV's log-gate, and its gradient: what training runs where there is no kernel.
 
 FlashAttention's recomputation (Dao et al., 2022): only o and the log-sum-exp are kept, and the backward pass makes each
-tile's probabilities again. Loops go over (group of rows, query block) and, inside, over the key tiles up to the
-diagonal; a row is one (sequence, kv head), and its `g` query heads are stacked in a tile's rows.
+tile's probabilities again. A row is one (sequence, kv head), and its `g` query heads are stacked in a tile's queries.
 """
 
 import functools
@@ -10,157 +9,156 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import softmax
 from pallas_kernels.blocks import divisor, even
 from pallas_kernels.varying import alike
 
-QUERIES = 128
-KEYS = 128
-ELEMENTS = 1 << 17
-"""Largest block of queries, tile of keys, and number of logits at once (512 KB of them stays in a core's cache)."""
+QUERIES = 64
+KEYS = 64
+LOGITS = 1 << 15
+"""Largest block of queries, tile of keys, and number of logits at once: a core's cache holds them (128 KB)."""
+
+SAVED = "vertical_slash"
+"""The name of o and lse for `jax.checkpoint_policies.save_only_these_names`: rematerialisation that saves them need not
+run the forward pass twice."""
+
+_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Walk:
-    """The loops' geometry for q `[r g t h]` and k `[r s h]`: block x holds rows[x] and queries[x]."""
+    """The loops' geometry for q `[r g t h]` and k `[r s h]`: groups of rows, blocks of queries, tiles of keys.
+
+    Blocks are copied to be contiguous, since slices out of the middle keep XLA from vectorising what reads them.
+    """
 
     def __init__(self, q, k):
-        self.r, self.g, self.t, self.h = q.shape
+        self.r, self.g, self.t, _ = q.shape
         self.s = k.shape[1]
         self.blocks, self.bq = even(self.t, QUERIES)
-        _, self.bk = even(self.s, KEYS)
-        self.br = divisor(self.r, ELEMENTS // (self.g * self.bq * self.bk))
-        self.steps = self.r // self.br * self.blocks
+        self.tiles, self.bk = even(self.s, KEYS)
+        self.br = divisor(self.r, LOGITS // (self.g * self.bq * self.bk))
+        self.groups = self.r // self.br
+        index = jnp.arange(self.blocks * self.bq) + self.s - self.t
+        self.query_index = jnp.tile(index.reshape(self.blocks, self.bq), self.g)
+        """`[block g·bq]`; padding comes after the last query."""
+        self.key_index = jnp.arange(self.tiles * self.bk).reshape(self.tiles, self.bk)
+        """`[tile bk]`; padding comes after the last key, so that no query sees it."""
 
-    def corner(self, x):
-        """The first row and the first query of block `x`; the last block of queries overlaps the one before."""
-        return x // self.blocks * self.br, jnp.minimum(x % self.blocks * self.bq, self.t - self.bq)
+    def queries(self, x):
+        """`[r g t …]` -> `[group block br g·bq …]`, padded with zeros."""
+        rest = x.shape[3:]
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.blocks * self.bq - self.t), *((0, 0) for _ in rest)))
+        x = x.reshape(self.groups, self.br, self.g, self.blocks, self.bq, *rest)
+        return jnp.moveaxis(x, 3, 1).reshape(self.groups, self.blocks, self.br, self.g * self.bq, *rest)
 
-    def queries(self, array, x):
-        """Block `x` of an array `[r g t …]`, with g and t stacked."""
-        row, query = self.corner(x)
-        rest = array.shape[3:]
-        tile = lax.dynamic_slice(array, (row, 0, query, *(0 for _ in rest)), (self.br, self.g, self.bq, *rest))
-        return tile.reshape(self.br, self.g * self.bq, *rest)
+    def from_queries(self, x):
+        rest = x.shape[4:]
+        x = jnp.moveaxis(x.reshape(self.groups, self.blocks, self.br, self.g, self.bq, *rest), 1, 3)
+        return x.reshape(self.r, self.g, self.blocks * self.bq, *rest)[:, :, : self.t]
 
-    def put(self, array, x, tile):
-        row, query = self.corner(x)
-        rest = array.shape[3:]
-        tile = tile.reshape(self.br, self.g, self.bq, *rest).astype(array.dtype)
-        return lax.dynamic_update_slice(array, tile, (row, 0, query, *(0 for _ in rest)))
+    def keys(self, x):
+        """`[r s …]` -> `[group tile br bk …]`, padded with zeros."""
+        rest = x.shape[2:]
+        x = jnp.pad(x, ((0, 0), (0, self.tiles * self.bk - self.s), *((0, 0) for _ in rest)))
+        return jnp.moveaxis(x.reshape(self.groups, self.br, self.tiles, self.bk, *rest), 2, 1)
 
-    def index(self, x, *, once=False):
-        """The queries' indices `[g·bq]`; with `once` those that an earlier block also holds are -1: they see nothing."""
-        _, query = self.corner(x)
-        i = query + jnp.arange(self.bq)
-        if once:
-            i = jnp.where(i >= x % self.blocks * self.bq, i, -1 - self.s)
-        return jnp.tile(i + self.s - self.t, self.g)
+    def from_keys(self, x):
+        return jnp.moveaxis(x, 1, 2).reshape(self.r, self.tiles * self.bk, *x.shape[4:])[:, : self.s]
 
-    def tiles(self, x):
-        """How many key tiles reach the diagonal."""
-        _, query = self.corner(x)
-        return (query + self.bq + self.s - self.t + self.bk - 1) // self.bk
+    def tiles_seen(self, i):
+        """How many tiles of keys block `i` of queries sees any of."""
+        return jnp.minimum((i * self.bq + self.bq + self.s - self.t - 1) // self.bk + 1, self.tiles)
 
-    def keys(self, array, x, j):
-        """Tile `j` of an array `[r s …]`."""
-        row, _ = self.corner(x)
-        rest = array.shape[2:]
-        start = jnp.minimum(j * self.bk, self.s - self.bk)
-        return lax.dynamic_slice(array, (row, start, *(0 for _ in rest)), (self.br, self.bk, *rest))
-
-    def add_keys(self, array, x, j, tile):
-        row, _ = self.corner(x)
-        rest = array.shape[2:]
-        start = jnp.minimum(j * self.bk, self.s - self.bk)
-        return lax.dynamic_update_slice(
-            array, self.keys(array, x, j) + tile, (row, start, *(0 for _ in rest))
-        )
-
-    def key_index(self, j):
-        """The keys' indices `[bk]`; those that an earlier tile also holds come after every query."""
-        start = jnp.minimum(j * self.bk, self.s - self.bk)
-        i = start + jnp.arange(self.bk)
-        return jnp.where(i >= j * self.bk, i, self.s)
+    def first_seer(self, j):
+        """The first block of queries that sees any of tile `j` of keys."""
+        return jnp.maximum(j * self.bk - (self.s - self.t), 0) // self.bq
 
 
-def _logits(walk, q, k, log_gate, x, j, i, window):
-    key = walk.key_index(j)
-    logits = softmax.logits(q, walk.keys(k, x, j))
-    if log_gate is not None:
-        gate = jnp.maximum(walk.keys(log_gate, x, j), softmax.MASKED)[:, None]
-        logits += jnp.where(i[:, None] - key >= window, gate, 0)
-    return jnp.where(i[:, None] >= key, logits, softmax.MASKED)
+def _mask(logits, gate, query, key, window):
+    """Logits with the gate beyond the window, MASKED above the diagonal. The arguments broadcast."""
+    if gate is not None:
+        logits += jnp.where(query - key >= window, jnp.maximum(gate, softmax.MASKED), 0)
+    return jnp.where(query >= key, logits, softmax.MASKED)
 
 
 def _forward(window, q, k, v, log_gate):
     walk = Walk(q, k)
+    q_blocks = walk.queries(q)
+    k, v, log_gate = jax.tree.map(walk.keys, (k, v, log_gate))
 
-    def block(x, out):
-        tile, i = walk.queries(q, x), walk.index(x)
+    def block(row, i, out):
+        tile, index = q_blocks[row, i], walk.query_index[i][:, None]
 
         def keys(j, state):
-            return softmax.update(
-                state, _logits(walk, tile, k, log_gate, x, j, i, window), walk.keys(v, x, j)
-            )
+            gate = None if log_gate is None else log_gate[row, j][:, None]
+            logits = _mask(softmax.logits(tile, k[row, j]), gate, index, walk.key_index[j], window)
+            return softmax.update(state, logits, v[row, j])
 
-        state = softmax.start(*tile.shape)
-        state, _ = alike(state, (q, k, v, log_gate))
-        o, lse = softmax.finish(lax.fori_loop(0, walk.tiles(x), keys, state))
-        return walk.put(out[0], x, o), walk.put(out[1], x, lse)
+        start, _ = alike(softmax.start(*tile.shape), tile)
+        o, lse = softmax.finish(lax.fori_loop(0, walk.tiles_seen(i), keys, start))
+        return out[0].at[row, i].set(o.astype(q.dtype)), out[1].at[row, i].set(lse)
 
-    out, _ = alike((jnp.zeros_like(q), jnp.zeros(q.shape[:3])), (q, k, v, log_gate))
-    return lax.fori_loop(0, walk.steps, block, out)
+    out, _ = alike((jnp.zeros_like(q_blocks), jnp.zeros(q_blocks.shape[:-1])), q)
+    out = lax.fori_loop(
+        0, walk.groups, lambda row, out: lax.fori_loop(0, walk.blocks, functools.partial(block, row), out), out
+    )
+    return jax.tree.map(walk.from_queries, out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def causal(window, q, k, v, log_gate):
-    """q `[r g t h]`, k and v `[r s h]`, log_gate `[r s]` or None -> o `[r g t h]`, lse `[r g t]`."""
+    """q `[r g t h]`, k and v `[r s h]`, log_gate `[r s]` float32 or None -> o `[r g t h]`, lse `[r g t]` float32."""
     return _forward(window, q, k, v, log_gate)
 
 
 def _save(window, q, k, v, log_gate):
-    o, lse = _forward(window, q, k, v, log_gate)
+    o, lse = jax.tree.map(lambda x: checkpoint_name(x, SAVED), _forward(window, q, k, v, log_gate))
     return (o, lse), (q, k, v, log_gate, o, lse)
 
 
 def _backward(window, saved, cotangents):
+    """Key-major, since the queries that see a key are contiguous. A tile is `[r s q]`: then only one of the five
+    products contracts over its rows, which is slow on CPUs."""
     q, k, v, log_gate, o, lse = saved
     do, dlse = cotangents
     walk = Walk(q, k)
     scale = q.shape[-1] ** -0.5
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta.
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    q, do, lse, delta = map(walk.queries, (q, do, lse, delta))
+    k, v, log_gate = jax.tree.map(walk.keys, (k, v, log_gate))
 
-    def block(x, grads):
-        tile, i = walk.queries(q, x), walk.index(x, once=True)
-        do_tile, lse_tile, delta_tile = (walk.queries(a, x) for a in (do, lse, delta))
+    def tile(row, j, grads):
+        key = walk.key_index[j][:, None]
+        gate = None if log_gate is None else log_gate[row, j][..., None]
 
-        def keys(j, carry):
+        def queries(i, carry):
             dq, dk, dv, dg = carry
-            p = jnp.exp(_logits(walk, tile, k, log_gate, x, j, i, window) - lse_tile[..., None])
-            dp = dot("rqh,rsh->rqs", do_tile, walk.keys(v, x, j))
-            dx = p * (dp - delta_tile[..., None])
-            if log_gate is not None:
-                beyond = i[:, None] - walk.key_index(j) >= window
-                dg = walk.add_keys(dg, x, j, jnp.where(beyond, dx, 0).sum(1))
+            index = walk.query_index[i]
+            logits = _dot("rsh,rqh->rsq", k[row, j], q[row, i]) * scale
+            p = jnp.exp(_mask(logits, gate, index, key, window) - lse[row, i][:, None])
+            dx = p * (_dot("rsh,rqh->rsq", v[row, j], do[row, i]) - delta[row, i][:, None])
+            if gate is not None:
+                dg += jnp.where(index - key >= window, dx, 0).sum(-1)
             dx = (dx * scale).astype(q.dtype)
-            dq += dot("rqs,rsh->rqh", dx, walk.keys(k, x, j))
-            dk = walk.add_keys(dk, x, j, dot("rqs,rqh->rsh", dx, tile))
-            dv = walk.add_keys(dv, x, j, dot("rqs,rqh->rsh", p.astype(do.dtype), do_tile))
+            dq = dq.at[row, i].add(_dot("rsq,rsh->rqh", dx, k[row, j]))
+            dk += _dot("rsq,rqh->rsh", dx, q[row, i])
+            dv += _dot("rsq,rqh->rsh", p.astype(do.dtype), do[row, i])
             return dq, dk, dv, dg
 
-        dq, *rest = grads
-        dq_tile, _ = alike(jnp.zeros(tile.shape), dq)
-        dq_tile, *rest = lax.fori_loop(0, walk.tiles(x), keys, (dq_tile, *rest))
-        # The rows of `once` that another block owns are zero here, so blocks add up.
-        return walk.put(dq, x, dq_tile + walk.queries(dq, x)), *rest
+        dq, *sums = grads
+        start = jax.tree.map(lambda a: jnp.zeros_like(a[row, j]), sums)
+        dq, *tiles = lax.fori_loop(walk.first_seer(j), walk.blocks, queries, (dq, *start))
+        return dq, *jax.tree.map(lambda a, x: a.at[row, j].set(x), sums, tiles)
 
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape), (q, k, v, log_gate))
-    zeros, _ = alike(zeros, (saved, cotangents))
-    dq, dk, dv, dg = lax.fori_loop(0, walk.steps, block, zeros)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg
+    zeros, _ = alike(jax.tree.map(lambda a: jnp.zeros(a.shape), (q, k, v, log_gate)), (q, do))
+    dq, dk, dv, dg = lax.fori_loop(
+        0, walk.groups, lambda row, g: lax.fori_loop(0, walk.tiles, functools.partial(tile, row), g), zeros
+    )
+    dk, dv, dg = jax.tree.map(walk.from_keys, (dk, dv, dg))
+    return walk.from_queries(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg
 
 
 causal.defvjp(_save, _backward)
