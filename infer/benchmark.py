@@ -121,11 +121,15 @@ def dense_paths(model: Any, config: BenchmarkConfig) -> dict[str, tuple[Callable
     import jax.numpy as jnp
     import numpy as np
 
-    from kvjax.attention import causal_attention
+    from kvjax.attention import HEADS, causal_attention
     from kvjax.models.decoder import scan_layers
+    from kvjax.models.rope import cos_sin
 
     total, scale = config.context + config.new_tokens, config.head_dim**-0.5
 
+    local = functools.partial(jax.shard_map, out_specs=HEADS)
+
+    @local
     def xla_causal(step):
         """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (step.q, step.k, step.v))
@@ -150,12 +154,14 @@ def dense_paths(model: Any, config: BenchmarkConfig) -> dict[str, tuple[Callable
         layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.layers)]
         return layers, token
 
+    @local
     def xla_decode(q, k, v, length):
         o = jax.nn.dot_product_attention(
             q.swapaxes(1, 2), k.swapaxes(1, 2), v.swapaxes(1, 2), key_value_seq_lengths=length[None]
         )
         return o.swapaxes(1, 2)
 
+    @local
     def einsum_decode(q, k, v, length):
         q = q.reshape(1, config.kv_heads, -1, config.head_dim)
         s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
@@ -169,10 +175,10 @@ def dense_paths(model: Any, config: BenchmarkConfig) -> dict[str, tuple[Callable
         def one(carry, index):
             caches, token = carry
             x = model.embed_tokens(token[:, None])
-            rotary = model.rotary((start + index)[None, None])
+            angles = cos_sin(model.config.rope, config.head_dim, (start + index)[None, None])
             new = []
             for block, (k, v) in zip(layer, caches, strict=True):
-                _, q, k_new, v_new, _ = block.project(x, rotary)
+                _, q, k_new, v_new, _ = block.project(x, angles)
                 k, v = (
                     jax.lax.dynamic_update_slice_in_dim(old, add, start + index, 2)
                     for old, add in ((k, k_new), (v, v_new))
@@ -207,6 +213,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
 
     from kvjax import cache as caches
     from kvjax import sampling
+    from kvjax.mesh import BATCH, put
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
 
@@ -226,8 +233,8 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         )
 
     def sparse_decode(cache):
-        return sampling._decode_block(
-            model, policy, cache, jnp.zeros(1, jnp.int32), jnp.ones(1, bool), draw, jax.random.key(0),
+        return sampling.decode_block(
+            model, policy, cache, put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH), draw, jax.random.key(0),
             count=config.new_tokens, greedy=True,
         )[0]  # fmt: skip
 

@@ -86,7 +86,7 @@ def _last_logits(model, policy, cache, tokens, valid, implementation=None):
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
-def _decode_block(model, policy, cache, token, running, draw, key, *, count, greedy, implementation=None):
+def decode_block(model, policy, cache, token, running, draw, key, *, count, greedy, implementation=None):
     """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing.
 
     Returns the cache, the drawn tokens [count b], the last of them, and which rows are still running.
@@ -353,7 +353,7 @@ def stream(
         made, blocks = 1, 0
         while made < max_new_tokens and (before := np.asarray(running)).any():
             count, blocks = min(block, max_new_tokens - made), blocks + 1
-            cache, drawn, token, running = _decode_block(
+            cache, drawn, token, running = decode_block(
                 model, policy, cache, token, running, draw, jax.random.fold_in(key, blocks),
                 count=count, greedy=greedy, implementation=implementation,
             )  # fmt: skip
