@@ -101,9 +101,9 @@ def run(config: GenerateConfig) -> None:
         tokenizer = load_tokenizer(config.model)
         policy = make_policy(config.policy, model=model, **config.method_arguments())
         prompt = encode(tokenizer, text)
-        began = time.perf_counter()
         new: list[int] = []
-        shown, times = "", []
+        shown, blocks = "", []
+        watch = Stopwatch()
         for (block,), cache in stream(
             model,
             [prompt],
@@ -116,7 +116,7 @@ def run(config: GenerateConfig) -> None:
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
             page_size=config.page_size,
         ):
-            times.append((time.perf_counter(), len(block)))
+            blocks.append((watch.lap(), len(block)))
             new += block.tolist()
             whole = tokenizer.decode(new, skip_special_tokens=True)
             # a character may still lack bytes that the next tokens bring
@@ -126,25 +126,42 @@ def run(config: GenerateConfig) -> None:
                 shown = whole
             sizes = caches.stats(cache, 1)
         print(flush=True)
-    print(summary(policy.name, len(prompt), len(new), sizes, began, times), file=sys.stderr)
+    print(summary(policy.name, len(prompt), sizes, blocks), file=sys.stderr)
 
 
-def summary(
-    policy: str, prompt: int, new: int, sizes: Any, began: float, times: list[tuple[float, int]]
-) -> str:
-    """One line: tokens, kept entries and bytes against full, tokens per second (compilation included in the first of
-    each phase, so decode leaves its first block out where there are more)."""
-    first = times[0][0]
-    steady = times[2:] or times[1:]
-    since = times[1][0] if len(times) > 2 else first
-    decoded = sum(count for _, count in steady)
-    speed = f"{decoded / (steady[-1][0] - since):.0f}" if decoded else "–"
-    per_head = sizes.entries.mean()
+def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]]) -> str:
+    """One line: tokens, kept entries and bytes against full, and tokens per second without compilation.
+
+    `blocks` has (seconds, tokens) of prefill and of each decoded block.
+    """
+    new = sum(count for _, count in blocks)
+    decode_s = sum(seconds for seconds, _ in blocks[1:])
+    decode = f"{(new - blocks[0][1]) / decode_s:.0f}" if decode_s > 0 else "–"
     return (
-        f"{policy}: {prompt} prompt + {new} new tokens; kept {per_head:.0f} of {sizes.tokens.mean():.0f} entries a kv "
-        f"head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} MiB against {sizes.full_bytes / 2**20:.2f} "
-        f"full; prefill {prompt / (first - began):.0f} tokens/s with compilation, decode {speed} tokens/s"
+        f"{policy}: {prompt} prompt + {new} new tokens; kept {sizes.entries.mean():.0f} of {sizes.tokens.mean():.0f} "
+        f"entries a kv head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} MiB against "
+        f"{sizes.full_bytes / 2**20:.2f} MiB full; prefill {prompt / blocks[0][0]:.0f} tokens/s, decode {decode} tokens/s"
     )
+
+
+class Stopwatch:
+    """Seconds of work between two looks, without those that JAX spent tracing and compiling."""
+
+    def __init__(self):
+        import jax
+
+        self.compiling = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        self.last = time.perf_counter(), 0.0
+
+    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.compiling += seconds
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.last = self.last, (time.perf_counter(), self.compiling)
+        return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -50,7 +50,8 @@ def make_policy(name: str, *, model: Any = None, **arguments: Any) -> Policy:
         key for key, p in known.items() if p.default is inspect.Parameter.empty and key not in arguments
     ]
     if missing:
-        raise UserError(f"{name} needs {', '.join(missing)} (model=… gives layers and kv_heads)")
+        hint = " (model=… gives layers and kv_heads)" if {"layers", "kv_heads"} & set(missing) else ""
+        raise UserError(f"{name} needs {', '.join(missing)}{hint}")
     with use_mesh(model):
         return method(**arguments)
 
