@@ -4,40 +4,37 @@ It needs nothing but the machine it is on. The text is the Python standard libra
 `kvjax.evaluate.tasks`. A run that was stopped goes on from its last checkpoint. The same machine gives the same model.
 """
 
-import json
 import os
 import shutil
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 from flax import nnx
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from kvjax.evaluate.tasks import SPECIAL_TOKENS, TASKS, Mixture, Text, Tokens, Vocabulary, packed
-from kvjax.evaluate.tasks.builtin import FILE_HEADING, encode_files, split_files
+from kvjax.evaluate.tasks import Mixture, Vocabulary
+from kvjax.evaluate.tasks.builtin import encode_files, split_files
 from kvjax.launch import MeshShape, parse_command, run_command, start
 from kvjax.models import save_model
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.decoder import Decoder
 from kvjax.models.rope import RopeConfig
-from train.builtin_weights import Matcher, Weights, initial_weights, passage_matchers, record_matchers
-
-VOCABULARY = 1088
-HELDOUT_BYTES = 295_000
-SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
-"""Not the standard library's own text, or tables of characters."""
-LICENCE_LINE = "Files of the Python standard library, © Python Software Foundation, under the PSF License Agreement.\n"
+from train.builtin_scores import cross_entropy, model_card
+from train.builtin_text import VOCABULARY, hold_out, save_tokenizer, standard_library, train_tokenizer
+from train.builtin_weights import Matcher, initial_weights, passage_matchers, record_matchers
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,33 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained. The learning rate warms up, stays, and falls to a twentieth over the last `decay` of the steps."""
+    """A model and how it is trained.
+
+    The learning rates warm up, stay, and fall to a twentieth over the last `decay` of the steps.
+    """
 
     config: ModelConfig
     matchers: tuple[Matcher, ...]
     stages: tuple[Stage, ...]
     learning_rate: float = 3e-3
-    warm_up: int = 50
+    matrix_learning_rate: float = 1e-2
+    warm_up: int = 100
     decay: float = 0.5
     dtype: str = "float32"
 
     @property
     def steps(self) -> int:
         return sum(stage.steps for stage in self.stages)
+
+    def summary(self, seconds: float) -> str:
+        """How the model was trained, in a sentence or two."""
+        tokens = sum(stage.length * stage.batch * stage.steps for stage in self.stages)
+        stages = ", ".join(f"{s.steps} x {s.batch} x {s.length}" for s in self.stages)
+        return (
+            f"{tokens / 1e6:.2f} million tokens, in updates x sequences x tokens: {stages}.\n"
+            "Muon for the matrices, Adam for embeddings and norms. "
+            f"It took {seconds / 60:.0f} minutes of processor time."
+        )
 
 
 def config(vocabulary: Vocabulary, **sizes: int) -> ModelConfig:
@@ -81,108 +92,56 @@ def config(vocabulary: Vocabulary, **sizes: int) -> ModelConfig:
 
 def recipes(vocabulary: Vocabulary) -> dict[str, Recipe]:
     """The model and its test-size sibling, by the folder they are written to."""
-    sizes = {"num_layers": 3, "width": 128, "mlp_width": 384, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
+    sizes = {
+        "num_layers": 3,
+        "width": 128,
+        "mlp_width": 384,
+        "num_heads": 8,
+        "num_kv_heads": 4,
+        "head_dim": 32,
+    }
     small = {"num_layers": 2, "width": 64, "mlp_width": 96, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
     return {
         "model": Recipe(
             config(vocabulary, **sizes),
             record_matchers(layer=1) + passage_matchers(layer=2),
-            (Stage(128, 16, 1000), Stage(256, 8, 300), Stage(512, 4, 100), Stage(1024, 2, 100), Stage(256, 8, 100), Stage(1024, 2, 30)),
+            (
+                Stage(128, 16, 1100),
+                Stage(256, 8, 300),
+                Stage(512, 4, 60),
+                Stage(1024, 2, 70),
+                Stage(256, 8, 80),
+                Stage(1024, 2, 30),
+            ),
         ),
         "test_model": Recipe(
-            config(vocabulary, **small), record_matchers(layer=1), (Stage(128, 16, 300), Stage(256, 8, 60)), dtype="bfloat16"
+            config(vocabulary, **small),
+            record_matchers(layer=1),
+            (Stage(128, 16, 300), Stage(256, 8, 60)),
+            dtype="bfloat16",
         ),
     }
 
 
-# Text and tokenizer
+def as_model(template: Decoder, weights: dict[str, Any]) -> Decoder:
+    """The decoder of the template's shapes with the named arrays, each split as the decoder splits it."""
+
+    def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        array = jnp.asarray(weights[".".join(key.name for key in path[:-1]).removeprefix("layers.")])
+        # a vocabulary is padded in storage
+        padding = [(0, stored - size) for stored, size in zip(leaf.shape, array.shape, strict=True)]
+        return reshard(jnp.pad(array, padding).astype(leaf.dtype), leaf.sharding.spec)
+
+    return jax.tree_util.tree_map_with_path(place, template)
 
 
-def standard_library() -> dict[str, str]:
-    """Path -> source of this Python's standard library, in the order of the paths."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = {}
-    for file in sorted(root.rglob("*.py")):
-        path = file.relative_to(root)
-        if not SKIPPED_FOLDERS & set(path.parts):
-            source = file.read_text(encoding="utf-8", errors="ignore")
-            if source.strip():
-                files[path.as_posix()] = source
-    return files
+def template_of(recipe: Recipe, dtype: str = "float32") -> Decoder:
+    return jax.eval_shape(lambda: Decoder(recipe.config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
-def hold_out(files: dict[str, str], seed: int = 0) -> tuple[list[str], str]:
-    """The sources to train on, and a packaged text of files that are not among them."""
-    names, held, size = list(files), [], 0
-    for i in np.random.default_rng(seed).permutation(len(names)):
-        n_bytes = len(files[names[i]].encode())
-        if 4_000 < n_bytes < 30_000 and size + n_bytes < HELDOUT_BYTES:
-            held.append(names[i])
-            size += n_bytes
-    packaged = LICENCE_LINE + "".join(f"\n{FILE_HEADING}{name}\n{files[name]}" for name in sorted(held))
-    return [source for name, source in files.items() if name not in set(held)], packaged
-
-
-def train_tokenizer(sources: list[str]) -> Tokenizer:
-    """Byte-level BPE over the sources, with the marks of the tasks as special tokens at the end."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(sources, trainer)
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    return tokenizer
-
-
-def save_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary, folder: Path) -> None:
-    """What transformers reads a tokenizer from, and the defaults of generation."""
-    tokenizer.save(str(folder / "tokenizer.json"))
-    marks = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
-    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": vocabulary.end, "pad_token_id": vocabulary.end}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, "clean_up_tokenization_spaces": False}
-    write_json(folder / "tokenizer_config.json", settings | marks)
-    write_json(folder / "generation_config.json", ids)
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-# Training
-
-
-def start_model(recipe: Recipe, vocabulary: Vocabulary, seed: int) -> Decoder:
-    """The decoder with its initial weights, float32, on the current mesh."""
-    model = Decoder(recipe.config, rngs=nnx.Rngs(seed))
-    return with_weights(model, initial_weights(recipe.config, recipe.matchers, vocabulary.record, seed))
-
-
-def with_weights(model: Decoder, weights: Weights) -> Decoder:
-    """The model with the named arrays in the places of its own; rows that pad its vocabulary are zero."""
-
-    def place(path: Any, leaf: jax.Array) -> jax.Array:
-        name = ".".join(key.name for key in path[:-1]).removeprefix("layers.")
-        if name not in weights:
-            return leaf
-        value = np.zeros(leaf.shape, leaf.dtype)
-        value[tuple(map(slice, weights[name].shape))] = weights[name]
-        return jax.device_put(value, leaf.sharding)
-
-    return jax.tree_util.tree_map_with_path(place, model)
-
-
-def cross_entropy(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of each token but the first given those before it, in nats, and whether it is the likeliest: both [b, t − 1]."""
-    logits, targets = model.logits(model.hidden(tokens))[:, :-1], tokens[:, 1:]
-    chosen = jnp.sum(logits * jax.nn.one_hot(targets, logits.shape[-1]), -1)
-    return jax.nn.logsumexp(logits, -1) - chosen, jnp.argmax(logits, -1) == targets
-
-
-def objective(model: Decoder, tokens: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def objective(
+    model: Decoder, tokens: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Cross-entropy of the tokens that are no answers, plus that of the answers; both alone as well."""
     loss, _ = cross_entropy(model, tokens)
     answers = weights[:, 1:]
@@ -192,24 +151,53 @@ def objective(model: Decoder, tokens: jax.Array, weights: jax.Array) -> tuple[ja
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    rate, falling = recipe.learning_rate, int(recipe.steps * recipe.decay)
-    parts = [
-        optax.linear_schedule(0, rate, recipe.warm_up),
-        optax.constant_schedule(rate),
-        optax.cosine_decay_schedule(rate, max(falling, 1), 0.05),
-    ]
-    schedule = optax.join_schedules(parts, [recipe.warm_up, recipe.steps - falling])
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+    """Muon (orthogonalised momentum) for the matrices, Adam for the embeddings and norms."""
+    falling = int(recipe.steps * recipe.decay)
+
+    def schedule(rate: float) -> optax.Schedule:
+        parts = [
+            optax.linear_schedule(0, rate, recipe.warm_up),
+            optax.constant_schedule(rate),
+            optax.cosine_decay_schedule(rate, max(falling, 1), 0.05),
+        ]
+        return optax.join_schedules(parts, [recipe.warm_up, recipe.steps - falling])
+
+    matrices = {
+        "q": (1, (2, 3)),
+        "k": (1, (2, 3)),
+        "v": (1, (2, 3)),
+        "o": ((1, 2), 3),
+        "gate": (1, 2),
+        "up": (1, 2),
+        "down": (1, 2),
+    }
+    muon = optax.contrib.muon(
+        schedule(recipe.matrix_learning_rate),
+        consistent_rms=0.2,
+        adam_learning_rate=schedule(recipe.learning_rate),
+        adam_b2=0.98,
+        muon_weight_dimension_numbers=lambda weights: {
+            name: optax.contrib.MuonDimensionNumbers(*matrices[name]) if name in matrices else None
+            for name in weights
+        },
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), muon)
 
 
-def batches(stream: Mixture, recipe: Recipe, seed: int, first_step: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+def batches(
+    stream: Mixture, recipe: Recipe, seed: int, first_step: int
+) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
     """(step, tokens [b, t], answer weights [b, t]) from `first_step` on."""
     step = index = 0
     for stage in recipe.stages:
         for _ in range(stage.steps):
             if step >= first_step:
                 rows = [stream(seed, index + row, stage.length) for row in range(stage.batch)]
-                yield step, np.stack([tokens for tokens, _ in rows]), np.stack([weights for _, weights in rows])
+                yield (
+                    step,
+                    np.stack([tokens for tokens, _ in rows]),
+                    np.stack([weights for _, weights in rows]),
+                )
             step, index = step + 1, index + stage.batch
 
 
@@ -223,25 +211,29 @@ def train(
     report: Callable[[int, dict[str, float]], None] = lambda step, losses: None,
 ) -> Decoder:
     """The trained model. Goes on from `checkpoint` if it is there and brings it up to date every `save_every` steps."""
-    tx = optimizer(recipe)
+    tx, template = optimizer(recipe), template_of(recipe)
 
-    def update(model, state, tokens, weights):
-        (_, parts), gradient = jax.value_and_grad(objective, has_aux=True)(model, tokens, weights)
-        change, state = tx.update(gradient, state, model)
-        return optax.apply_updates(model, change), state, parts
+    def loss(weights, tokens, answers):
+        return objective(as_model(template, weights), tokens, answers)
 
-    update = jax.jit(update, donate_argnums=(0, 1))
-    model = start_model(recipe, stream.vocabulary, seed)
-    carried, first_step = (model, tx.init(model)), 0
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def update(weights, state, tokens, answers):
+        (_, parts), gradient = jax.value_and_grad(loss, has_aux=True)(weights, tokens, answers)
+        change, state = tx.update(gradient, state, weights)
+        return optax.apply_updates(weights, change), state, parts
+
+    initial = initial_weights(recipe.config, recipe.matchers, stream.vocabulary.record, seed)
+    weights = {name: jax.device_put(array, P()) for name, array in initial.items()}
+    carried, first_step = (weights, tx.init(weights)), 0
     if checkpoint.exists():
         carried, first_step = load_checkpoint(checkpoint, carried)
-    model, state = carried
-    for step, tokens, weights in batches(stream, recipe, seed, first_step):
-        model, state, (text, answer) = update(model, state, tokens, weights)
+    weights, state = carried
+    for step, tokens, answers in batches(stream, recipe, seed, first_step):
+        weights, state, (text, answer) = update(weights, state, tokens, answers)
         report(step, {"text": float(text), "answers": float(answer)})
         if (step + 1) % save_every == 0 or step + 1 == recipe.steps:
-            save_checkpoint(checkpoint, (model, state), step + 1)
-    return model
+            save_checkpoint(checkpoint, (weights, state), step + 1)
+    return jax.jit(partial(as_model, template_of(recipe, recipe.dtype)))(weights)
 
 
 def save_checkpoint(path: Path, tree: Any, step: int) -> None:
@@ -259,31 +251,70 @@ def load_checkpoint(path: Path, like: Any) -> tuple[Any, int]:
         return jax.tree.unflatten(tree, arrays), int(stored["step"])
 
 
-# Scores
+@dataclass(frozen=True)
+class Options:
+    """Make the built-in model, its test-size sibling and the held-out text."""
+
+    out: Path = Path("kvjax/builtin")
+    """Folder for `model`, `test_model` and `heldout.txt`; those already there are replaced."""
+    work: Path = Path("runs/builtin_model")
+    """Folder for checkpoints: a stopped run goes on from there."""
+    only: Literal["all", "model", "test_model"] = "all"
+    """Which of the two to make."""
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
 
 
-def score(model: Decoder, task_name: str, vocabulary: Vocabulary, text: Tokens, length: int, samples: int) -> dict[str, float]:
-    """Share of answer tokens that are the likeliest by kind of question and in all; for text bits per byte."""
-    task = TASKS[task_name](vocabulary, text)
-    judge = jax.jit(cross_entropy)
-    right: dict[str, list[float]] = {}
-    nats = n_bytes = 0.0
-    for seed in range(10_000, 10_000 + samples, 4):
-        group = [task.sample(s, length) for s in range(seed, seed + 4)]
-        room = sum(len(question) for question in group[0].questions[1:])
-        rows = [packed(sample, length + room, vocabulary.end) for sample in group]
-        tokens, weights = np.stack([t for t, _ in rows]), np.stack([w for _, w in rows])
-        loss, best = map(np.asarray, judge(model, tokens))
-        for row, sample in enumerate(group):
-            if isinstance(task, Text):
-                nats += loss[row].sum()
-                n_bytes += vocabulary.bytes_of(tokens[row])
-                continue
-            kinds = [question.kind for question in sample.questions for _ in question.answer]
-            for kind, ok in zip(kinds, best[row][weights[row, 1:] > 0], strict=True):
-                right.setdefault(kind, []).append(ok)
-    if isinstance(task, Text):
-        return {"bits per byte": nats / np.log(2) / n_bytes}
-    everything = [ok for group in right.values() for ok in group]
-    kinds = {kind: float(np.mean(group)) for kind, group in sorted(right.items())} if len(right) > 1 else {}
-    return kinds | {"all": float(np.mean(everything))}
+def show_progress(recipe: Recipe, name: str) -> Callable[[int, dict[str, float]], None]:
+    """A bar on a terminal, a line every 50 steps elsewhere."""
+    bar = tqdm(total=recipe.steps, desc=name, disable=None)
+
+    def report(step: int, losses: dict[str, float]) -> None:
+        bar.update(step + 1 - bar.n)
+        shown = ", ".join(f"{part} {loss:.3f}" for part, loss in losses.items())
+        bar.set_postfix_str(shown, refresh=False)
+        if bar.disable and (step + 1) % 50 == 0:
+            print(f"{name}: step {step + 1} of {recipe.steps}, nats a token: {shown}", flush=True)
+
+    return report
+
+
+def write_model(
+    model: Decoder, tokenizer: Tokenizer, vocabulary: Vocabulary, card: str, folder: Path
+) -> None:
+    """The whole Hugging Face folder, in the place of the one that is there."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        extras, made = Path(scratch) / "extras", Path(scratch) / "made"
+        extras.mkdir()
+        save_tokenizer(tokenizer, vocabulary, extras)
+        save_model(model, made, tokenizer_from=extras)
+        (made / "MODEL_CARD.md").write_text(card, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        made.rename(folder)
+
+
+def main() -> None:
+    options = parse_command(Options)
+    with jax.set_mesh(start(MeshShape())):
+        sources, heldout = hold_out(standard_library())
+        tokenizer = train_tokenizer(sources)
+        vocabulary = Vocabulary.from_tokenizer(tokenizer)
+        stream = Mixture(vocabulary, encode_files(tokenizer, sources))
+        text = encode_files(tokenizer, list(split_files(heldout).values())[1::2])
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "heldout.txt").write_text(heldout, encoding="utf-8")
+        for name, recipe in recipes(vocabulary).items():
+            if options.only in ("all", name):
+                began = time.process_time()
+                checkpoint = options.work / f"{name}.npz"
+                model = train(
+                    recipe, stream, checkpoint, seed=options.seed, report=show_progress(recipe, name)
+                )
+                seconds = time.process_time() - began
+                card = model_card(model, vocabulary, text, recipe.summary(seconds))
+                write_model(model, tokenizer, vocabulary, card, options.out / name)
+                print(card)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,17 +1,17 @@
-"""The built-in model's initial weights: random, except for a few attention heads that start as what they will be used for.
+"""The built-in model's initial weights: random, but some attention heads start as what they will be used for.
 
-From a random start a model this small does not find out how to look something up in millions of tokens. So some heads start
-as matchers, in the unchanged architecture; all weights are then trained freely.
+From a random start a model this small does not find out in millions of tokens how to look something up. So some
+heads start as matchers, in the unchanged architecture; all weights are then trained freely.
 
-The residual stream is used in two halves. Dimension 0 is a constant, the rest of the lower half is the token itself. The upper
-half has three slots of 20 dimensions: what the tokens 1, 2 and 3 places back are, in a random projection of the lower half.
+The residual stream is used in two halves. Dimension 0 is a constant, the rest of the lower half is the token itself.
+The upper half has three slots of 20 dimensions: the tokens 1, 2 and 3 places back, in a random projection.
 
-* Layer 0: kv heads 0, 1 and 2 look softly at the places 1, 2 and 3 back, through the fastest RoPE pairs, and fill the slots.
-* Finding a record (`<|record|> a b c`) by the token in slot 1 of a question's last token, which is the key asked for:
-  F matches slot 1 (whose token is `b`), S matches slot 2 (`c`), R matches the token itself (`b`, and gives its slot 1, `a`). One
-  dimension more says whether the mark is where it should be.
-* Going on with a passage: `next` matches the last token with slot 1, `after_next` matches slot 1 with slot 2. Each alone cannot
-  tell apart passages that share a token; their sum can.
+* Layer 0: kv heads 0, 1 and 2 look softly 1, 2 and 3 places back, by the fastest RoPE pairs, and fill the slots.
+* Finding a record (`<|record|> a b c`) by the key in slot 1 of a question's last token: F matches it with slot 1 (the
+  place of `b`), S with slot 2 (the place of `c`), R with the token itself (the place of `b`, and gives slot 1, `a`).
+  One dimension more says whether the record mark is where it should be.
+* Going on with a passage: one head matches the last token with slot 1, another matches slot 1 with slot 2. Neither
+  alone can tell passages apart that share a token; their sum can.
 
 All of these match in the slowest RoPE pairs, so that the distance does not matter.
 """
@@ -23,7 +23,7 @@ import numpy as np
 from kvjax.models.config import ModelConfig
 
 Weights = dict[str, np.ndarray]
-"""Arrays by their names in the decoder, layers stacked: q [l d n h], k and v [l d k h], o [l n h d], gate and up [l d f], …"""
+"""Arrays by their names in the decoder, layers stacked: q [l d n h], k and v [l d k h], o [l n h d], gate [l d f], …"""
 
 OFFSETS = (1, 2, 3)
 CONSTANT = 0.3
@@ -34,8 +34,8 @@ FAST_PAIRS = 4
 class Matcher:
     """A kv head that starts as a matcher.
 
-    query and key: which of the token (0) and the slots (1, 2, 3) it compares. mark: the slot in which the record mark should be
-    (0: no mark is wanted). gives: the token (0) or the slot that it hands on.
+    query and key: which of the token (0) and the slots (1, 2, 3) it compares. mark: the slot in which the record mark
+    should be (0: no mark is wanted). gives: the token (0) or the slot that it hands on.
     """
 
     layer: int
@@ -91,7 +91,9 @@ def initial_weights(
             weights["q"][m.layer][:, query, compared] = _reader(m.query, view, slots)[:, : len(compared)]
         if m.mark:
             # the mark weighs less where the token itself is compared, which is larger than what is in a slot
-            weights["k"][m.layer, slots[m.mark - 1], m.head, marked] = mark * (min(mark_weight, 0.9) if m.key == 0 else mark_weight)
+            weights["k"][m.layer, slots[m.mark - 1], m.head, marked] = mark * (
+                min(mark_weight, 0.9) if m.key == 0 else mark_weight
+            )
             weights["q"][m.layer, 0, queries, marked] = 0.6
         _hand_on(config, weights, m, view, slots, rng)
     for layer in {m.layer for m in matchers}:
@@ -118,6 +120,9 @@ def _random_weights(config: ModelConfig, rng: np.random.Generator) -> Weights:
         "gate": normal(layers, d, f, inputs=d),
         "up": normal(layers, d, f, inputs=d),
         "down": normal(layers, f, d, inputs=f, scale=small),
+        "attention_norm.scale": np.ones((layers, d)),
+        "mlp_norm.scale": np.ones((layers, d)),
+        "norm.scale": np.ones(d),
         "q_norm.scale": np.ones((layers, h)),
         "k_norm.scale": np.ones((layers, h)),
     }
@@ -143,11 +148,13 @@ def _reader(place: int, view: np.ndarray, slots: list[slice]) -> np.ndarray:
     return reader
 
 
-def _look_back(config: ModelConfig, weights: Weights, head: int, offset: int, view: np.ndarray, slot: slice) -> None:
+def _look_back(
+    config: ModelConfig, weights: Weights, head: int, offset: int, view: np.ndarray, slot: slice
+) -> None:
     """Layer 0's kv head `head` fills `slot` from the token `offset` places back."""
     pairs = config.head_dim // 2
     frequencies = config.rope.theta ** -(np.arange(pairs) / pairs)
-    turned = np.arange(FAST_PAIRS) * 0 + 1 / np.sqrt(FAST_PAIRS)
+    turned = np.full(FAST_PAIRS, 1 / np.sqrt(FAST_PAIRS))
     query, key = np.zeros(config.head_dim), np.zeros(config.head_dim)
     query[:FAST_PAIRS] = turned
     # a key turned ahead by `offset` is best met by the query `offset` places on
@@ -169,7 +176,12 @@ def _look_back(config: ModelConfig, weights: Weights, head: int, offset: int, vi
 
 
 def _hand_on(
-    config: ModelConfig, weights: Weights, m: Matcher, view: np.ndarray, slots: list[slice], rng: np.random.Generator
+    config: ModelConfig,
+    weights: Weights,
+    m: Matcher,
+    view: np.ndarray,
+    slots: list[slice],
+    rng: np.random.Generator,
 ) -> None:
     """The matcher's values and output: the found token, or what its slot says, goes to the lower half of the stream."""
     half, h, queries = config.width // 2, config.head_dim, _query_heads(config, m.head)

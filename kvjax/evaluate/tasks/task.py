@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from kvjax.errors import UserError
+from kvjax.evaluate.tasks.vocabulary import Vocabulary
 
 Tokens = np.ndarray
 """One-dimensional int32 array of token ids."""
@@ -43,6 +44,9 @@ class Task(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
 
     def sample(self, seed: int, length: int) -> Sample:
         """A sample whose context and any one question with its answer fit into `length` tokens.

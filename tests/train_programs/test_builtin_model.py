@@ -1,0 +1,136 @@
+"""The program that makes the built-in model, and what it made."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.evaluate.tasks import Mixture, builtin_text, builtin_vocabulary, make_task
+from kvjax.evaluate.tasks.builtin import encode_files, split_files
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.models.rope import cos_sin
+from train.builtin_model import Recipe, Stage, as_model, config, recipes, template_of, train, write_model
+from train.builtin_scores import best_single_head, score
+from train.builtin_text import VOCABULARY, hold_out, train_tokenizer
+from train.builtin_weights import initial_weights, record_matchers
+
+SMALL = {"num_layers": 2, "width": 64, "mlp_width": 32, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def small() -> Recipe:
+    return Recipe(
+        config(builtin_vocabulary(), **SMALL), record_matchers(1), (Stage(128, 2, 4), Stage(160, 1, 2))
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    with jax.set_mesh(make_mesh()):
+        yield
+
+
+def test_the_first_layers_heads_start_looking_one_two_and_three_places_back():
+    vocabulary = builtin_vocabulary()
+    recipe = recipes(vocabulary)["model"]
+    weights = initial_weights(recipe.config, recipe.matchers, vocabulary.record, seed=0)
+    model = as_model(template_of(recipe), weights)
+    tokens = jnp.asarray(builtin_text("evaluate")[None, :64])
+    angles = cos_sin(recipe.config.rope, recipe.config.head_dim, jnp.arange(64)[None])
+    layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+    _, q, k, _, _ = layer.project(model.embed_tokens(tokens), angles)
+    for head, offset in enumerate((1, 2, 3)):
+        logits = np.where(np.tri(64), np.asarray(q[0, 2 * head] @ k[0, head].T), -np.inf)
+        behind = np.arange(64) - logits.argmax(-1)
+        assert np.mean(behind[8:] == offset) > 0.5
+
+
+def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
+    stream = Mixture(builtin_vocabulary(), builtin_text("train"))
+    whole = train(small, stream, tmp_path / "whole.npz", save_every=2)
+
+    class Stopped(Exception):
+        pass
+
+    def stop(step, losses):
+        if step == 3:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        train(small, stream, tmp_path / "stopped.npz", save_every=2, report=stop)
+    resumed = []
+    again = train(
+        small,
+        stream,
+        tmp_path / "stopped.npz",
+        save_every=2,
+        report=lambda step, losses: resumed.append(step),
+    )
+    assert resumed == [2, 3, 4, 5]
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_training_and_heldout_files_are_apart_and_the_tokenizer_loses_nothing(tmp_path, small):
+    files = {f"module_{i}.py": f"def f{i}(x):\n    return x + {i}  # é\n" * 300 for i in range(80)}
+    sources, packaged = hold_out(files)
+    heldout = split_files(packaged)
+    assert heldout
+    assert sorted([*sources, *heldout.values()]) == sorted(files.values())
+    assert all(files[path] == source for path, source in heldout.items())
+    assert len(packaged.encode()) < 300_000
+
+    tokenizer = train_tokenizer(sources)
+    text = encode_files(tokenizer, heldout.values())
+    assert tokenizer.decode(text.tolist(), skip_special_tokens=True) == "".join(heldout.values())
+
+
+def test_a_made_folder_loads_with_its_card_and_replaces_the_old_one(small, tmp_path):
+    from tokenizers import Tokenizer
+
+    vocabulary = builtin_vocabulary()
+    tokenizer = Tokenizer.from_file(str(builtin_model() / "tokenizer.json"))
+    model = as_model(
+        template_of(small), initial_weights(small.config, small.matchers, vocabulary.record, seed=0)
+    )
+    folder = tmp_path / "model"
+    for card in ("old", "new"):
+        write_model(model, tokenizer, vocabulary, card, folder)
+    loaded = load_model(folder)
+    np.testing.assert_array_equal(loaded.embed[...], model.embed[...])
+    assert (folder / "MODEL_CARD.md").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(("name", "most_bytes"), [("model", 5_000_000), ("test_model", 500_000)])
+def test_packaged_folders_are_small_and_complete(name, most_bytes):
+    from transformers import AutoTokenizer
+
+    folder = builtin_model(name)
+    assert sum(file.stat().st_size for file in folder.iterdir()) <= most_bytes
+    assert (folder / "MODEL_CARD.md").read_text(encoding="utf-8").startswith("# The built-in model")
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["vocab_size"] == VOCABULARY
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token_id == settings["eos_token_id"] == builtin_vocabulary().end
+    assert tokenizer.bos_token_id == settings["bos_token_id"] == builtin_vocabulary().begin
+    source = "def f(self):\n    return 'é'\n"
+    assert tokenizer.decode(tokenizer(source)["input_ids"]) == source
+
+
+def test_the_packaged_text_is_small_and_says_whose_it_is():
+    file = Path(builtin_model()).parent / "heldout.txt"
+    assert file.stat().st_size <= 300_000
+    assert "Python Software Foundation" in file.read_text(encoding="utf-8").splitlines()[0]
+
+
+def test_the_packaged_model_recalls_with_many_heads_and_not_with_one():
+    model = load_model(builtin_model())
+    task = make_task("recall")
+    assert score(model, task, 1024, 8)["all"] >= 0.93
+    assert best_single_head(model, task, 256, 4)[1] <= 0.5

@@ -1,0 +1,76 @@
+"""The built-in model's text and tokenizer: the standard library's source, part of it held out, a BPE on the rest."""
+
+import json
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from kvjax.evaluate.tasks import SPECIAL_TOKENS, Vocabulary
+from kvjax.evaluate.tasks.builtin import FILE_HEADING
+
+VOCABULARY = 1088
+HELDOUT_BYTES = 295_000
+SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
+"""Not the standard library's own text, or tables of characters."""
+LICENCE_LINE = "Files of the Python standard library, © Python Software Foundation, PSF License Agreement.\n"
+
+
+def standard_library() -> dict[str, str]:
+    """Path -> source of this Python's standard library, in the order of the paths."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = {}
+    for file in root.rglob("*.py"):
+        path = file.relative_to(root)
+        if not SKIPPED_FOLDERS & set(path.parts):
+            source = file.read_text(encoding="utf-8", errors="ignore")
+            if source.strip():
+                files[path.as_posix()] = source
+    return dict(sorted(files.items()))
+
+
+def hold_out(files: dict[str, str], seed: int = 0) -> tuple[list[str], str]:
+    """The sources to train on, and a packaged text of files that are not among them."""
+    names, held, size = list(files), [], 0
+    for i in np.random.default_rng(seed).permutation(len(names)):
+        n_bytes = len(files[names[i]].encode())
+        if 4_000 < n_bytes < 30_000 and size + n_bytes < HELDOUT_BYTES:
+            held.append(names[i])
+            size += n_bytes
+    packaged = LICENCE_LINE + "".join(f"\n{FILE_HEADING}{name}\n{files[name]}" for name in sorted(held))
+    return [source for name, source in files.items() if name not in set(held)], packaged
+
+
+def train_tokenizer(sources: list[str]) -> Tokenizer:
+    """Byte-level BPE over the sources, with the marks of the tasks as special tokens at the end."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - len(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sources, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, vocabulary: Vocabulary, folder: Path) -> None:
+    """What transformers reads a tokenizer from, and the defaults of generation."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    marks = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "pad_token": "<|end|>"}
+    ids = {"bos_token_id": vocabulary.begin, "eos_token_id": vocabulary.end, "pad_token_id": vocabulary.end}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": 4096,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / "tokenizer_config.json", settings | marks)
+    write_json(folder / "generation_config.json", ids)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
