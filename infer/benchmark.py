@@ -18,8 +18,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from kvjax.launch import MeshShape, parse_command, run_command, start
 
 
@@ -62,8 +60,8 @@ def main(args: list[str] | None = None) -> None:
         rows = run(config)
     for row in rows:
         print(
-            f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: full {row['full_s']:.3f} s "
-            f"({row['rival']}), policy {row['policy_s']:.3f} s, {row['ratio']:.2f}×; "
+            f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: "
+            f"full {row['full_s']:.4f} s ({row['rival']}), policy {row['policy_s']:.4f} s, {row['ratio']:.2f}×; "
             f"{row['bytes'] / 2**20:.1f} MiB against {row['full_bytes'] / 2**20:.1f}"
         )
     if config.json is not None:
@@ -232,11 +230,20 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
             model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
         )
 
+    first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)
+
     def sparse_decode(cache):
         return sampling.decode_block(
-            model, policy, cache, put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH), draw, jax.random.key(0),
-            count=config.new_tokens, greedy=True,
-        )[0]  # fmt: skip
+            model,
+            policy,
+            cache,
+            first,
+            running,
+            draw,
+            jax.random.key(0),
+            count=config.new_tokens,
+            greedy=True,
+        )[0]
 
     def clock(f, *a):
         began = time.perf_counter()

@@ -4,9 +4,7 @@ import dataclasses
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.launch import MeshShape, parse_command, run_command, start
@@ -140,7 +138,8 @@ def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]
     return (
         f"{policy}: {prompt} prompt + {new} new tokens; kept {sizes.entries.mean():.0f} of {sizes.tokens.mean():.0f} "
         f"entries a kv head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} MiB against "
-        f"{sizes.full_bytes / 2**20:.2f} MiB full; prefill {prompt / blocks[0][0]:.0f} tokens/s, decode {decode} tokens/s"
+        f"{sizes.full_bytes / 2**20:.2f} MiB full; prefill {prompt / blocks[0][0]:.0f} tokens/s, "
+        f"decode {decode} tokens/s"
     )
 
 

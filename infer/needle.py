@@ -1,0 +1,89 @@
+"""Recall by depth and length as a picture: one needle in a long text, read into a small cache, then asked for.
+
+python infer/needle.py --policy wgkv --gates GATES --lengths 512 1024 --out needle.png
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.launch import MeshShape, parse_command, run_command, start
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleConfig:
+    """Hide a record at several depths of texts of several lengths, and ask for it. For the built-in model."""
+
+    policy: str = "full"
+    """What to keep: full, streaming_llm, wgkv or random."""
+    gates: Path | None = None
+    """wgkv: a folder with trained gates."""
+    window: int | None = None
+    """Last tokens that are always visible."""
+    ratio: float | None = None
+    """random: share of tokens to admit."""
+    lengths: tuple[int, ...] = (256, 512, 768, 1024)
+    """Context lengths in tokens."""
+    depths: int = 10
+    """How many depths, evenly from the start to the end."""
+    samples: int = 8
+    """Needles for each length and depth; each is asked for in three ways."""
+    out: Path = Path("needle.png")
+    """The picture."""
+    mesh: MeshShape = MeshShape()
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
+
+
+def main() -> None:
+    """The command."""
+    config = parse_command(NeedleConfig)
+    if min(config.depths, config.samples, *config.lengths) < 1:
+        raise UserError("--depths, --samples and --lengths must be at least 1")
+    mesh = start(config.mesh)
+
+    import jax
+
+    import kvjax
+    from kvjax.evaluate.accuracy import measure
+    from kvjax.evaluate.tasks import Needle, builtin_text, builtin_vocabulary
+
+    depths = np.linspace(0, 1, config.depths)
+    task = Needle(builtin_vocabulary(), builtin_text("evaluate"), tuple(depths))
+    grid = np.zeros((len(config.lengths), config.depths))
+    sizes = []
+    with jax.set_mesh(mesh):
+        model = kvjax.load_model("builtin")
+        given = {key: getattr(config, key) for key in ("gates", "window", "ratio")}
+        policy = kvjax.make_policy(
+            config.policy, model=model, **{key: value for key, value in given.items() if value is not None}
+        )
+        for row, length in enumerate(config.lengths):
+            samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
+            found = measure(model, policy, samples)
+            grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
+            sizes.append(found.kv_ratio)
+            print(f"{length} tokens: {100 * found.accuracy:.1f}% right at {found.kv_ratio:.3f} of the cache")
+    draw(config, grid, depths, sizes)
+    print(f"picture: {config.out}")
+
+
+def draw(config: NeedleConfig, grid: np.ndarray, depths: np.ndarray, sizes: list[float]) -> None:
+    """Lengths down, depths across, green where every answer was right."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.5, 1.5 + 0.5 * len(grid)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
+    axes.set_yticks(range(len(grid)), [f"{n} ({s:.2f})" for n, s in zip(config.lengths, sizes, strict=True)])
+    axes.set(xlabel="depth of the needle", ylabel="context (share of the cache)", title=config.policy)
+    figure.colorbar(image, label="answers right")
+    figure.savefig(config.out)
+
+
+if __name__ == "__main__":
+    run_command(main)
