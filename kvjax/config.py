@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +50,8 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
         if option not in known or option == "config":
             near = difflib.get_close_matches(option, known) or sorted(known)
             raise UserError(f"{file}: unknown key {key!r}; the nearest known: {', '.join(near)}")
+        if known[option].type in (bool, "bool") and not isinstance(value, bool):
+            raise UserError(f"{file}: {key} must be true or false, got {value!r}")
         args += _as_arguments(option.replace("_", "-"), value)
     try:
         return parse_command(cls, args, default=default)
@@ -59,7 +62,7 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
 def given(args: Sequence[str], option: str) -> str | None:
     """The last value that a command line gives an option, before it is parsed; None where it gives none."""
     value = None
-    for arg, following in zip(args, [*args[1:], None], strict=True):
+    for arg, following in itertools.zip_longest(args, args[1:]):
         if arg == option:
             value = following
         elif arg.startswith(option + "="):

@@ -8,7 +8,7 @@ length.
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -21,6 +21,8 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
 
 Tokens = Int[np.ndarray, "b t"]
+SHORTEST_BUILTIN = 64
+"""Tokens that a sequence of built-in tasks needs for its questions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +81,11 @@ def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int
     whatever the processes."""
     from kvjax.evaluate.tasks import mixture
 
+    if schedule.min() < SHORTEST_BUILTIN:
+        raise UserError(
+            f"--lengths {schedule.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
+        )
+
     def step(index: int) -> Tokens:
         first = index * rows.total
         return np.stack(
@@ -89,6 +96,7 @@ def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
+@runtime_checkable
 class Reader(Protocol):
     """One pass after another over documents; `next` gives None between two passes."""
 

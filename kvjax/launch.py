@@ -13,7 +13,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax.errors import UserError
 
@@ -35,7 +35,7 @@ class MeshShape:
     tensor: int = 1
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str) -> MeshShape:
         """`8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `data=2,fsdp=2,tensor=2`."""
         try:
             if "=" in text:
@@ -99,7 +99,7 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
     program = f"python -m {module.name.removesuffix('.__main__')}" if module and args is None else None
     try:
         with registry, contextlib.redirect_stderr(complaint):
-            known = {} if default is None else {"default": default}
+            known: dict[str, Any] = {} if default is None else {"default": default}
             return tyro.cli(cls, prog=program, args=args, **known)
     except SystemExit as end:
         if not end.code:
@@ -108,18 +108,16 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
 
 
 def _one_line(box: str) -> str:
-    """The message in one of tyro's boxes, with the names it offers, without the frame."""
-    lines = [line.strip("│ ") for line in box.splitlines() if line.startswith("│")]
+    """The message in one of tyro's boxes, with the names it offers, without title and frame (drawn in either charset)."""
     parts: list[list[str]] = [[]]
-    for line in lines:
-        if line.startswith("─"):
+    for line in (line.strip("│ ") for line in box.splitlines()):
+        if line.startswith(("╭", "╰", "─", "---")):
             parts.append([])
         else:
             parts[-1].append(line)
-    message = " ".join(parts[0])
-    offered = [word for part in parts[1:] if part[0].startswith("Perhaps") for word in " ".join(part).split()]
-    names = [word for word in offered if word.startswith("--")]
-    return f"{message}; the nearest known: {', '.join(names)}" if names else message or box.strip()
+    _, message, *hints = [" ".join(part).strip() for part in parts]
+    offered = [word for hint in hints if hint.startswith("Perhaps") for word in hint.split() if word.startswith("--")]
+    return f"{message}; the nearest known: {', '.join(offered)}" if offered else message
 
 
 def start(shape: MeshShape) -> Mesh:
@@ -179,8 +177,9 @@ def _join_processes(jax: Any) -> int:
 
 
 def _virtual_devices(jax: Any, count: int) -> None:
-    """Have `count` CPU devices in this process, unless jax has already started or was told otherwise."""
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+    """Have at least `count` CPU devices in this process, unless jax has already started or was told otherwise."""
+    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if told or jax.config.jax_num_cpu_devices >= count:
         return
     with contextlib.suppress(RuntimeError):  # already started: what there is must do
         jax.config.update("jax_num_cpu_devices", count)

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 
@@ -54,7 +54,7 @@ class Metrics:
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._held: tuple[int, Any, int] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Metrics":
         if not self._quiet and sys.stderr.isatty():
             self._bar = _bar(self._total, self._first)
             self._bar.start()
@@ -141,7 +141,7 @@ def _open_log(file: Path, first: int) -> Any:
 
 def _step_of(line: str) -> float:
     try:
-        return json.loads(line)["step"]
+        return float(json.loads(line)["step"])
     except (ValueError, KeyError):  # the line that the killed run was writing
         return float("inf")
 

@@ -46,7 +46,7 @@ class TrainConfig:
     """What stands before each document in the user's turn, with an empty line, for models with a chat template."""
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Tokens of a sequence: a document of at least that many and less than twice as many is cut to it."""
-    shares: tuple[float, ...] = (4000, 2000, 1000, 500)
+    shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
     """How often each length is trained on, relative to the others."""
     batch: int | None = None
     """Sequences of a step, rounded up to a multiple of the mesh's data × fsdp; by default one for each of them."""

@@ -44,7 +44,8 @@ def check(config: TrainConfig) -> None:
     tensor = config.mesh.tensor
     if model.num_kv_heads % tensor:
         raise UserError(
-            f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the {model.num_kv_heads} kv heads of the model"
+            f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the model's "
+            f"{model.num_kv_heads} kv heads"
         )
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(

@@ -1,0 +1,193 @@
+import json
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kvjax.data import DocumentSequences, Encoder, FileReader, HubReader, Rows, open_data, open_hub, step_lengths, to_mesh
+from kvjax.documents import Documents
+from kvjax.errors import UserError
+from kvjax.evaluate.tasks import mixture
+from kvjax.mesh import make_mesh
+
+ALL = Rows(0, 4, 4)
+
+
+class Letters:
+    """A tokenizer with one token a character."""
+
+    chat_template = None
+
+    def __call__(self, text, verbose):
+        return {"input_ids": [ord(c) for c in text]}
+
+
+class Chat(Letters):
+    chat_template = "yes"
+
+    def apply_chat_template(self, turn, add_generation_prompt, return_dict):
+        assert add_generation_prompt
+        assert not return_dict
+        ((_, role), (_, content)) = turn[0].items()
+        return [ord(c) for c in f"<{role}>{content}<model>"]
+
+
+def texts(tmp_path, documents):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return str(file)
+
+
+def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
+    return open_data(
+        source, rows=rows, schedule=np.asarray(schedule), seed=seed, tokenizer=tokenizer or Letters(), instruction="Read:"
+    )
+
+
+def test_every_length_gets_its_share_of_the_steps():
+    lengths = step_lengths(7500, (4096, 8192, 16384, 32768), (4000.0, 2000.0, 1000.0, 500.0), seed=3)
+    assert Counter(lengths.tolist()) == {4096: 4000, 8192: 2000, 16384: 1000, 32768: 500}
+    assert int(lengths.sum()) == 65_536_000  # the paper's 62.5 Mi tokens
+    assert (lengths[:100] != 4096).any(), "shuffled, not sorted"
+    assert Counter(step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
+    np.testing.assert_array_equal(step_lengths(50, (1, 2), (1.0, 1.0), 5), step_lengths(50, (1, 2), (1.0, 1.0), 5))
+
+
+def test_builtin_sequences_are_the_mixture_whatever_the_processes():
+    schedule = [128, 256, 128]
+    whole = list(opened("builtin", schedule, seed=9))
+    halves = [list(opened("builtin", schedule, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
+    for step, length in enumerate(schedule):
+        assert whole[step].shape == (4, length)
+        np.testing.assert_array_equal(whole[step][1], mixture(9, 4 * step + 1, length))
+        np.testing.assert_array_equal(whole[step], np.concatenate([half[step] for half in halves]))
+
+
+@pytest.mark.parametrize("kind", ["builtin", "files"])
+def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    documents = ["".join(rng.choice(list("abcdef"), size)) for size in rng.integers(16, 80, 60)]
+    source = "builtin" if kind == "builtin" else texts(tmp_path, documents)
+    schedule = [length * (8 if kind == "builtin" else 1) for length in (16, 32, 16, 16, 32, 16, 32, 16)]
+    whole = list(opened(source, schedule))
+    half = opened(source, schedule)
+    for _ in range(3):
+        next(half)
+    position = json.loads(json.dumps(half.get_state()))
+    rest = opened(source, schedule)
+    next(rest)  # wherever it stands
+    rest.set_state(position)
+    rest = list(rest)
+    assert len(rest) == 5
+    for mine, theirs in zip(rest, whole[3:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_documents_go_to_their_length_and_are_cut_to_it(tmp_path):
+    sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 500}
+    source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
+    found = {8: set(), 16: set()}
+    for tokens in opened(source, [8, 16] * 12, Rows(0, 1, 1)):
+        letters = set(map(chr, tokens[0].tolist()))
+        assert len(letters) == 1
+        found[tokens.shape[1]] |= letters
+    # 8 … 15 and 16 … 31; from 32, twice the longest, a document serves either
+    assert found == {8: set("bcfg"), 16: set("defg")}
+
+
+def test_processes_share_the_documents_out(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(8)])
+    seen = [{bytes(t[0].tolist()) for t in opened(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)]
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert not seen[0] & seen[1]
+
+
+def test_the_seed_orders_the_documents(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(20)])
+    orders = [[bytes(t[0].tolist()) for t in opened(source, [8] * 20, Rows(0, 1, 1), seed)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+    assert set(orders[0]) == set(orders[2])
+    assert len(set(orders[0])) == 20
+
+
+def test_a_chat_model_reads_a_users_turn():
+    assert "".join(map(chr, Encoder(Chat(), "Read:", 8)("abc"))) == "<user>Read:\n\nabc<model>"
+    assert "".join(map(chr, Encoder(Letters(), "Read:", 8)("abc"))) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("documents", "parts"),
+    [
+        (["", " \n"], ["there is no text in it"]),
+        ([], ["there is no text in it"]),
+        (["abc", "abcdefg"], ["no document has 16 to 31 tokens", "about 7", "--lengths"]),
+        (["x" * 16], ["no document has 32 to 63 tokens", "about 16"]),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, documents, parts):
+    source = texts(tmp_path, documents)
+    with pytest.raises(UserError) as error:
+        opened(source, [16, 32])
+    assert all(part in str(error.value) for part in [source, *parts]), error.value
+
+
+def test_an_unknown_source_is_taken_for_a_hub_data_set():
+    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
+        open_hub("no/such-set")
+
+
+def hub(tmp_path, count):
+    datasets = pytest.importorskip("datasets")
+    file = texts(tmp_path, [f"{i:02}" * 4 for i in range(count)])
+    return datasets.load_dataset("json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+
+
+def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
+    def sequences():
+        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), Encoder(Letters(), "", 8), 1, schedule, "x"))
+
+    schedule = np.full(10, 8)  # more than one pass
+    whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
+    assert whole == [f"{i % 6:02}" * 4 for i in range(10)]
+    first = sequences()
+    for _ in range(4):
+        next(first)
+    rest = sequences()
+    rest.set_state(json.loads(json.dumps(first.get_state())))
+    assert [bytes(tokens[0].tolist()).decode() for tokens in rest] == whole[4:]
+
+
+def test_readers_tell_when_a_pass_is_over(tmp_path):
+    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
+    reader = FileReader(documents, 0, 1)
+    pass_ = [reader.next() for _ in range(4)]
+    assert pass_[3] is None
+    assert pass_[:3] == [reader.next() for _ in range(3)]
+    split = HubReader(hub(tmp_path, 4), 1, 2)
+    assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
+
+
+def tmp_path_of(folder, count):
+    for i in range(count):
+        (folder / f"{i}.txt").write_text(f"text {i}")
+    return folder
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
+def test_tokens_lie_on_the_mesh_row_by_row(shape):
+    mesh = make_mesh(**shape)
+    rows = Rows.of_this_process(mesh, 8)
+    assert rows == Rows(0, 8, 8)
+    assert (rows.group, rows.groups) == (0, 1)
+    tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
+    placed = to_mesh(mesh, rows, tokens)
+    np.testing.assert_array_equal(np.asarray(placed), tokens)
+    assert placed.sharding.spec == P(("data", "fsdp"), None)
+    assert placed.addressable_shards[0].data.shape[0] == 8 // (mesh.shape["data"] * mesh.shape["fsdp"])
+    assert isinstance(placed, jax.Array)
+
+
+def test_a_part_of_the_rows_knows_its_group():
+    assert (Rows(4, 6, 8).group, Rows(4, 6, 8).groups, Rows(4, 6, 8).count) == (2, 4, 2)

@@ -1,0 +1,132 @@
+"""What a run may be told: packaged values, refusals in one line before anything starts, and going on with a run."""
+
+import dataclasses
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvjax.config import packaged_configs
+from kvjax.errors import UserError
+from kvjax.launch import MeshShape, run_command
+from kvjax.train import config as module
+from kvjax.train.config import SAVED, TrainConfig, parse, prepare_folder
+from kvjax.train.loop import train
+
+PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def runs_in_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RUNS", tmp_path / "runs")
+
+
+def refusal(capsys, args):
+    """The line that the command prints for `args`, which must be all it prints."""
+    with pytest.raises(SystemExit) as leaving:
+        run_command(lambda: train(parse(args)))
+    assert leaving.value.code == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    return shown.err
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--mesh", "0"], ["mesh '0'", "at least 1"]),
+        (["--lambda", "-0.1"], ["--lambda must be at least 0, got -0.1"]),
+        (["--lambda", "nan"], ["lambda", "a number"]),
+        (["--window", "0"], ["--window must be at least 1, got 0"]),
+        (["--tau", "2"], ["--tau must be between 0 and 1, got 2"]),
+        (["--steps", "0"], ["--steps"]),
+        (["--batch", "0"], ["--batch"]),
+        (["--lengths", "16"], ["--lengths 16 is not above --window 16"]),
+        (["--lengths", "512", "256"], ["--lengths", "rising", "[512, 256]"]),
+        (["--lengths", "64", "128", "--shares", "1"], ["--shares", "2 lengths"]),
+        (["--lengths", "32", "--shares", "1"], ["--lengths 32", "at least 64"]),
+        (["--dtype", "int8"], ["--dtype", "bfloat16"]),
+        (["--config", "no-such"], ["--config no-such", "builtin"]),
+        (["--model", "no-such-folder"], ["no-such-folder"]),
+        (["--mesh", "1x3"], ["tensor axis of 3", "4 kv heads"]),
+        (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
+        (["--stepz", "3"], ["--stepz", "--steps"]),
+        (["--resume"], ["--resume", "no run"]),
+    ],
+)
+def test_refused_in_one_line(args, parts, capsys):
+    line = refusal(capsys, args)
+    assert all(part in line for part in parts), line
+
+
+def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text("windw: 8\n")
+    line = refusal(capsys, ["--config", str(file)])
+    assert all(part in line for part in (str(file), "'windw'", "nearest known: window")), line
+
+
+def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
+    empty, folder, taken = tmp_path / "empty.txt", tmp_path / "empty-folder", tmp_path / "taken"
+    empty.write_text(" \n")
+    folder.mkdir()
+    taken.write_text("a file where a folder should be")
+    assert "there is no text in it" in refusal(capsys, ["--data", str(empty)])
+    assert "config.json" in refusal(capsys, ["--model", str(folder), "--window", "8"])
+    assert f"--out {taken / 'run'} cannot be written" in refusal(capsys, ["--out", str(taken / "run")])
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").write_text((packaged_configs().parent / "kvjax/builtin/model/config.json").read_text())
+    assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_every_packaged_config_can_be_trained_with(name):
+    config = parse(["--config", name])
+    assert config.model == "builtin" or "/" in config.model
+    assert sum(config.shares) > 0
+    assert config.rows == (config.batch or 1)
+
+
+def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_paper():
+    assert parse([]).window == 16
+    other = parse(["--model", "some/folder", "--data", "some/data"])
+    assert (other.window, other.lambda_, other.tau, other.steps, other.lr) == (256, 0.04, 0.1, 7500, 1e-3)
+    assert parse(["--config", "builtin", "--window", "9"]).window == 9
+
+
+def test_rows_fill_every_data_shard():
+    config = TrainConfig(mesh=MeshShape(2, 4, 2))
+    assert config.rows == 8
+    assert dataclasses.replace(config, batch=9).rows == 16
+
+
+def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
+    first = parse(["--mesh", "4x2", "--lambda", "0.7"])
+    assert first.out == tmp_path / "runs/train-1"
+    prepare_folder(first)
+    assert parse([]).out == tmp_path / "runs/train-2"
+    resumed = parse(["--resume", "--mesh", "2"])
+    assert resumed == dataclasses.replace(first, resume=True, mesh=MeshShape(1, 2, 1), config=None, batch=8)
+    with pytest.raises(UserError, match=r"--resume goes on with the run's own --lambda 0.7, got 0.5"):
+        parse(["--resume", "--lambda", "0.5"])
+    with pytest.raises(UserError, match="already holds a run: pass --resume"):
+        parse(["--out", str(first.out)])
+    with pytest.raises(UserError, match="other holds no run"):
+        parse(["--resume", "--out", str(tmp_path / "other")])
+    assert (first.out / SAVED).is_file()
+
+
+def test_help_is_quick_and_names_every_option():
+    began = time.monotonic()
+    shown = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "kvjax.train", "--help"], capture_output=True, text=True, check=True
+    )
+    assert time.monotonic() - began < 3
+    assert shown.stdout.startswith("usage: python -m kvjax.train")
+    for option in ("mesh", "config", "model", "data", "lambda", "window", "steps", "seed", "out", "resume"):
+        assert f"--{option}" in shown.stdout
+    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
+    assert not imported & {"jax", "flax", "numpy", "transformers", "orbax", "grain"}
