@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import P, axis_size, gather, mesh_of, use_mesh
+from kvjax.mesh import AXES, P, axis_size, gather, mesh_of, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_folder
@@ -62,8 +62,10 @@ def load_model(
             # waiting keeps one layer at a time in host memory
             placed = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
         for path in (path for path in wanted if path in TOP):
-            pieces = _read(stored[TOP[path]], mesh, axes[path], wanted[path].shape[0], layer_bytes)
-            placed[path] = _place_top(pieces, axes[path], dtype)
+            rows = wanted[path].shape[0]
+            placed[path] = _place_top(
+                _read(stored[TOP[path]], mesh, axes[path], rows, layer_bytes), axes[path], dtype
+            )
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
@@ -110,15 +112,18 @@ def _read(
 ) -> list[Array]:
     """A stored tensor in equal pieces that `_join` puts together: [parts, rows of a part, ...].
 
-    Each part goes to the devices along one mesh axis, which share its rows out, so that a row is read once, by one
-    process. `rows` pads the tensor with zeros; `most` is about how many bytes of it may be in host memory at a time.
+    The parts are those of the mesh axis that will split the rows; all other devices share out a part's rows, so that
+    each is read once, by one process. `rows` pads the tensor with zeros; `most` is about how many bytes of it may be in
+    host memory at a time.
     """
     rows_axis, columns_axis = axes
     parts = axis_size(rows_axis) if rows_axis else 1
     part = (rows or tensor.shape[0]) // parts
     shared: tuple[str, ...] = ()
-    for axis in (columns_axis, "data"):
-        if axis and part % axis_size(*shared, axis) == 0:
+    # the columns' axis first: then only neighbours exchange what they read
+    others = [axis for axis in AXES if axis != rows_axis]
+    for axis in sorted(others, key=lambda axis: axis != columns_axis):
+        if part % axis_size(*shared, axis) == 0:
             shared = (*shared, axis)
     count, row_bytes = 1, tensor.dtype.itemsize * math.prod(tensor.shape[1:])
     while most and parts * part // count * row_bytes > most and part % (2 * count * axis_size(*shared)) == 0:
@@ -130,9 +135,10 @@ def _read(
     def read(start, index):
         first, last, _ = index[0].indices(parts)
         low, high, _ = index[1].indices(piece)
-        return np.stack(
-            [tensor.rows(p * part + start + low, p * part + start + high) for p in range(first, last)]
-        )
+        out = np.zeros((last - first, high - low, *columns), tensor.dtype)
+        for number in range(first, last):
+            tensor.fill(out[number - first], number * part + start + low)
+        return out
 
     arrays = []
     for start in range(0, part, piece):
@@ -147,7 +153,8 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
     """The whole tensor, its rows and columns split over the two axes of `axes`."""
     rows_axis, columns_axis = axes
     columns = () if pieces[0].ndim == 2 else (columns_axis,)
-    pieces = [reshard(gather(piece, "data"), P(rows_axis, None, *columns)) for piece in pieces]
+    others = [axis for axis in AXES if axis not in axes]
+    pieces = [reshard(gather(piece, *others), P(rows_axis, None, *columns)) for piece in pieces]
     x = jnp.concatenate(pieces, axis=1)
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))
 

@@ -28,12 +28,12 @@ class Stored:
     def dtype(self) -> np.dtype:
         return DTYPES[self.kind]
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the first axis; no other byte is read. Those past the end are zero."""
-        with _open(self.file) as file:
-            have = file.get_slice(self.name)[min(start, self.shape[0]) : min(stop, self.shape[0])]
-        missing = stop - start - have.shape[0]
-        return np.pad(have, ((0, missing), *[(0, 0)] * (have.ndim - 1))) if missing else have
+    def fill(self, out: np.ndarray, start: int) -> None:
+        """Read rows from `start` on into `out`; no other byte is read. Rows past the end are left alone."""
+        stop = min(start + out.shape[0], self.shape[0])
+        if start < stop:
+            with _open(self.file) as file:
+                out[: stop - start] = file.get_slice(self.name)[start:stop]
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:

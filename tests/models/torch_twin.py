@@ -9,10 +9,11 @@ import transformers
 
 
 def stages(folder: Path, tokens: np.ndarray, layer: int = 1) -> dict[str, np.ndarray]:
-    """Every piece of one layer, and the model's ends, for `tokens` [1 t], each in kvjax's layout without the batch axis.
+    """Every piece of one layer, and the model's ends, for `tokens` [1 t], in kvjax's layout less the batch axis.
 
-    x: the layer's input. norm: after its attention norm. cos, sin: half of them, the other half being the same. q, k: after RoPE; k_pre before.
-    v. attention: what it adds to x. mlp_in, mlp. layer: its output. hidden: after the final norm. logits.
+    x: the layer's input. norm: after its attention norm. cos, sin: half of them, the other half being the same. q, k:
+    after RoPE; k_pre: before. v. attention: what it adds to x. mlp_in, mlp. layer: its output. hidden: after the final
+    norm. logits.
     """
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
