@@ -1,4 +1,9 @@
-"""Sizes of blocks, from shapes."""
+"""Cutting attention into blocks, in XLA."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
 
 
 def even(length: int, largest: int) -> tuple[int, int]:
@@ -10,3 +15,73 @@ def even(length: int, largest: int) -> tuple[int, int]:
 def divisor(length: int, largest: int) -> int:
     """The largest divisor of `length` that is at most `largest`, and at least 1."""
     return next(d for d in range(max(1, min(length, largest)), 0, -1) if length % d == 0)
+
+
+class Blocks:
+    """Groups of `bb` sequences and `kk` kv heads; blocks of `bq` of the `t` queries; tiles of `bk` of the `s` keys.
+
+    A block of queries is `[bb kk g·bq …]`: the group's query heads are stacked. Groups take sequences before heads, since
+    one head keeps about equally much of all sequences. The queries are the last of the `s` indices. Where blocks do not
+    fit exactly, the last one is moved back over the one before.
+    """
+
+    def __init__(self, q, k, *, queries: int, keys: int, logits: int):
+        b, heads, self.g, self.t, _ = q.shape
+        self.s = k.shape[2]
+        self.blocks, self.bq = even(self.t, queries)
+        self.tiles, self.bk = even(self.s, keys)
+        rows = logits // (self.g * self.bq * self.bk)
+        self.bb = divisor(b, rows)
+        self.kk = divisor(heads, rows // self.bb)
+        self.columns = heads // self.kk
+        self.groups = b // self.bb * self.columns
+        # Tables, as arithmetic on a loop's counter would keep XLA from vectorising the comparisons that read them.
+        first = np.arange(self.blocks)[:, None] * self.bq
+        place = np.minimum(first, self.t - self.bq) + np.arange(self.bq)
+        self.query_index = jnp.asarray(np.tile(place + self.s - self.t, self.g), jnp.int32)
+        """`[block g·bq]`"""
+        self.query_owned = jnp.asarray(np.tile(place >= first, self.g))
+        """`[block g·bq]`: False for the queries that the block before holds too."""
+        first = np.arange(self.tiles)[:, None] * self.bk
+        place = np.minimum(first, self.s - self.bk) + np.arange(self.bk)
+        self.key_index = jnp.asarray(np.where(place >= first, place, self.s), jnp.int32)
+        """`[tile bk]`; after every query for the keys that the tile before holds too."""
+
+    def _corner(self, group):
+        return group // self.columns * self.bb, group % self.columns * self.kk
+
+    def _query_corner(self, x, group, i):
+        start = jnp.minimum(i * self.bq, self.t - self.bq)
+        return *self._corner(group), 0, start, *(0 for _ in x.shape[4:])
+
+    def queries(self, x: Shaped[Array, "b k g t ..."], group, i) -> Shaped[Array, "bb kk g*bq ..."]:
+        sizes = (self.bb, self.kk, self.g, self.bq, *x.shape[4:])
+        block = lax.dynamic_slice(x, self._query_corner(x, group, i), sizes)
+        return block.reshape(self.bb, self.kk, self.g * self.bq, *x.shape[4:])
+
+    def set_queries(self, x: Shaped[Array, "b k g t ..."], group, i, block):
+        block = block.reshape(self.bb, self.kk, self.g, self.bq, *x.shape[4:]).astype(x.dtype)
+        return lax.dynamic_update_slice(x, block, self._query_corner(x, group, i))
+
+    def slice_keys(self, x: Shaped[Array, "b k s ..."], group, start, size) -> Shaped[Array, "bb kk size ..."]:
+        rest = x.shape[3:]
+        return lax.dynamic_slice(
+            x, (*self._corner(group), start, *(0 for _ in rest)), (self.bb, self.kk, size, *rest)
+        )
+
+    def keys(self, x: Shaped[Array, "b k s ..."], group, j) -> Shaped[Array, "bb kk bk ..."]:
+        return self.slice_keys(x, group, jnp.minimum(j * self.bk, x.shape[2] - self.bk), self.bk)
+
+    def add_keys(self, x: Shaped[Array, "b k s ..."], group, j, tile):
+        start = jnp.minimum(j * self.bk, x.shape[2] - self.bk)
+        return lax.dynamic_update_slice(
+            x, self.keys(x, group, j) + tile, (*self._corner(group), start, *(0 for _ in x.shape[3:]))
+        )
+
+    def loop(self, step, carry):
+        """`step(group, i, carry)` over all groups and all blocks of queries."""
+
+        def blocks(group, carry):
+            return lax.fori_loop(0, self.blocks, lambda i, carry: step(group, i, carry), carry)
+
+        return lax.fori_loop(0, self.groups, blocks, carry)

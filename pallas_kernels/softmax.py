@@ -11,36 +11,36 @@ MASKED = -1e30
 """The logit of a key that a query may not see: finite, so that no difference of two of them is NaN."""
 
 State = tuple[jax.Array, jax.Array, jax.Array]
-"""Maximum `[r q]`, sum of exponentials `[r q]` and unnormalised output `[r q h]`, all float32."""
+"""Maximum `[… q]`, sum of exponentials `[… q]` and unnormalised output `[… q h]`, all float32."""
 
 
-def logits(q: Float[Array, "r q h"], k: Float[Array, "r s h"]) -> Float[Array, "r q s"]:
+def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array, "*r q s"]:
     """q · k / sqrt(h) in float32; scaled after the product, since scaling a bfloat16 q first costs three digits."""
-    product = jnp.einsum("rqh,rsh->rqs", q, k, preferred_element_type=jnp.float32)
+    product = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
     return product * (q.shape[-1] ** -0.5)
 
 
-def start(r: int, q: int, h: int) -> State:
+def start(q: Float[Array, "*r q h"]) -> State:
     """The state before any key."""
-    return jnp.full((r, q), MASKED), jnp.zeros((r, q)), jnp.zeros((r, q, h))
+    return jnp.full_like(q[..., 0], MASKED, jnp.float32), *(jnp.zeros_like(x, jnp.float32) for x in (q[..., 0], q))
 
 
-def update(state: State, x: Float[Array, "r q s"], v: Float[Array, "r s h"]) -> State:
+def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -> State:
     """The state after the keys with logits `x` (MASKED where unseen) and values `v`."""
     m, l, o = state
     m_new = jnp.maximum(m, x.max(-1))
     p = jnp.exp(x - m_new[..., None])
     kept = jnp.exp(m - m_new)
-    pv = jnp.einsum("rqs,rsh->rqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    pv = jnp.einsum("...qs,...sh->...qh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return m_new, l * kept + p.sum(-1), o * kept[..., None] + pv
 
 
-def finish(state: State) -> tuple[Float[Array, "r q h"], Float[Array, "r q"]]:
+def finish(state: State) -> tuple[Float[Array, "*r q h"], Float[Array, "*r q"]]:
     """Output and log-sum-exp in float32; 0 and -inf for a query that saw no key."""
     m, l, o = state
     seen = m > MASKED / 2
-    o = jnp.where(seen[..., None], o / jnp.where(seen, l, 1)[..., None], 0)
-    return o, jnp.where(seen, m + jnp.log(jnp.where(seen, l, 1)), -jnp.inf)
+    l = jnp.where(seen, l, 1)
+    return jnp.where(seen[..., None], o / l[..., None], 0), jnp.where(seen, m + jnp.log(l), -jnp.inf)
 
 
 def merge(
@@ -56,8 +56,7 @@ def merge(
     m = jnp.maximum(lse1, lse2)
     m = jnp.where(jnp.isfinite(m), m, 0)
     w1, w2 = jnp.exp(lse1 - m), jnp.exp(lse2 - m)
-    total = w1 + w2
-    seen = total > 0
-    scale = 1 / jnp.where(seen, total, 1)
-    o = (w1 * scale)[..., None] * o1.astype(jnp.float32) + (w2 * scale)[..., None] * o2.astype(jnp.float32)
-    return o.astype(o1.dtype), jnp.where(seen, m + jnp.log(jnp.where(seen, total, 1)), -jnp.inf)
+    seen = w1 + w2 > 0
+    total = jnp.where(seen, w1 + w2, 1)
+    o = (w1 / total)[..., None] * o1.astype(jnp.float32) + (w2 / total)[..., None] * o2.astype(jnp.float32)
+    return o.astype(o1.dtype), jnp.where(seen, m + jnp.log(total), -jnp.inf)

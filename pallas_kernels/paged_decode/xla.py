@@ -10,7 +10,6 @@ from jax import lax
 
 from pallas_kernels import softmax
 from pallas_kernels.blocks import divisor, even
-from pallas_kernels.varying import alike
 
 QUERIES = 128
 ENTRIES = 512
@@ -28,7 +27,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
 
     def block(x):
         tile = lax.dynamic_slice_in_dim(q, x * bq, bq, 2).reshape(r, g * bq, h)
-        state, _ = alike(softmax.start(*tile.shape), (q, pool, page_table, length, ring_length, new))
+        state = softmax.start(tile)
         if new is not None:
             k, v = (a.reshape(r, t, h) for a in new)
             i = jnp.tile(x * bq + jnp.arange(bq), g)[:, None]

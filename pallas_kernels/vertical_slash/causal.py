@@ -1,7 +1,7 @@
 """Blockwise causal attention with WG-KV's log-gate, and its gradient: what training runs where there is no kernel.
 
 FlashAttention's recomputation (Dao et al., 2022): only o and the log-sum-exp are kept, and the backward pass makes each
-tile's probabilities again. A row is one (sequence, kv head), and its `g` query heads are stacked in a tile's queries.
+tile's probabilities again.
 """
 
 import functools
@@ -12,7 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import divisor, even
+from pallas_kernels.blocks import Blocks
 from pallas_kernels.varying import alike
 
 QUERIES = 64
@@ -27,89 +27,48 @@ run the forward pass twice."""
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
-class Walk:
-    """The loops' geometry for q `[r g t h]` and k `[r s h]`: groups of rows, blocks of queries, tiles of keys.
+class _Walk(Blocks):
+    """Blocks of queries, each with the tiles of keys up to its diagonal."""
 
-    Blocks are copied to be contiguous, since slices out of the middle keep XLA from vectorising what reads them.
-    """
-
-    def __init__(self, q, k):
-        self.r, self.g, self.t, _ = q.shape
-        self.s = k.shape[1]
-        self.blocks, self.bq = even(self.t, QUERIES)
-        self.tiles, self.bk = even(self.s, KEYS)
-        self.br = divisor(self.r, LOGITS // (self.g * self.bq * self.bk))
-        self.groups = self.r // self.br
-        index = jnp.arange(self.blocks * self.bq) + self.s - self.t
-        self.query_index = jnp.tile(index.reshape(self.blocks, self.bq), self.g)
-        """`[block g·bq]`; padding comes after the last query."""
-        self.key_index = jnp.arange(self.tiles * self.bk).reshape(self.tiles, self.bk)
-        """`[tile bk]`; padding comes after the last key, so that no query sees it."""
-
-    def queries(self, x):
-        """`[r g t …]` -> `[group block br g·bq …]`, padded with zeros."""
-        rest = x.shape[3:]
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, self.blocks * self.bq - self.t), *((0, 0) for _ in rest)))
-        x = x.reshape(self.groups, self.br, self.g, self.blocks, self.bq, *rest)
-        return jnp.moveaxis(x, 3, 1).reshape(self.groups, self.blocks, self.br, self.g * self.bq, *rest)
-
-    def from_queries(self, x):
-        rest = x.shape[4:]
-        x = jnp.moveaxis(x.reshape(self.groups, self.blocks, self.br, self.g, self.bq, *rest), 1, 3)
-        return x.reshape(self.r, self.g, self.blocks * self.bq, *rest)[:, :, : self.t]
-
-    def keys(self, x):
-        """`[r s …]` -> `[group tile br bk …]`, padded with zeros."""
-        rest = x.shape[2:]
-        x = jnp.pad(x, ((0, 0), (0, self.tiles * self.bk - self.s), *((0, 0) for _ in rest)))
-        return jnp.moveaxis(x.reshape(self.groups, self.br, self.tiles, self.bk, *rest), 2, 1)
-
-    def from_keys(self, x):
-        return jnp.moveaxis(x, 1, 2).reshape(self.r, self.tiles * self.bk, *x.shape[4:])[:, : self.s]
+    def __init__(self, q, k, log_gate, window):
+        super().__init__(q, k, queries=QUERIES, keys=KEYS, logits=LOGITS)
+        self.k, self.log_gate, self.window = k, log_gate, window
 
     def tiles_seen(self, i):
-        """How many tiles of keys block `i` of queries sees any of."""
-        return jnp.minimum((i * self.bq + self.bq + self.s - self.t - 1) // self.bk + 1, self.tiles)
+        last = jnp.minimum((i + 1) * self.bq, self.t) + self.s - self.t - 1
+        return last // self.bk + 1
 
-    def first_seer(self, j):
-        """The first block of queries that sees any of tile `j` of keys."""
-        return jnp.maximum(j * self.bk - (self.s - self.t), 0) // self.bq
+    def logits(self, q_block, group, i, j):
+        """With the gate beyond the window, and MASKED above the diagonal."""
+        x = softmax.logits(q_block, self.keys(self.k, group, j))
+        query, key = self.query_index[i][:, None], self.key_index[j]
+        if self.log_gate is not None:
+            gate = jnp.maximum(self.keys(self.log_gate, group, j), softmax.MASKED)
+            x += jnp.where(self.beyond(i, j), gate[:, :, None], 0)
+        return jnp.where(query >= key, x, softmax.MASKED)
 
-
-def _mask(logits, gate, query, key, window):
-    """Logits with the gate beyond the window, MASKED above the diagonal. The arguments broadcast."""
-    if gate is not None:
-        logits += jnp.where(query - key >= window, jnp.maximum(gate, softmax.MASKED), 0)
-    return jnp.where(query >= key, logits, softmax.MASKED)
+    def beyond(self, i, j):
+        return self.query_index[i][:, None] >= self.key_index[j] + self.window
 
 
 def _forward(window, q, k, v, log_gate):
-    walk = Walk(q, k)
-    q_blocks = walk.queries(q)
-    k, v, log_gate = jax.tree.map(walk.keys, (k, v, log_gate))
+    walk = _Walk(q, k, log_gate, window)
 
-    def block(row, i, out):
-        tile, index = q_blocks[row, i], walk.query_index[i][:, None]
+    def block(group, i, out):
+        q_block = walk.queries(q, group, i)
 
-        def keys(j, state):
-            gate = None if log_gate is None else log_gate[row, j][:, None]
-            logits = _mask(softmax.logits(tile, k[row, j]), gate, index, walk.key_index[j], window)
-            return softmax.update(state, logits, v[row, j])
+        def tile(j, state):
+            return softmax.update(state, walk.logits(q_block, group, i, j), walk.keys(v, group, j))
 
-        start, _ = alike(softmax.start(*tile.shape), tile)
-        o, lse = softmax.finish(lax.fori_loop(0, walk.tiles_seen(i), keys, start))
-        return out[0].at[row, i].set(o.astype(q.dtype)), out[1].at[row, i].set(lse)
+        o, lse = softmax.finish(lax.fori_loop(0, walk.tiles_seen(i), tile, softmax.start(q_block)))
+        return walk.set_queries(out[0], group, i, o), walk.set_queries(out[1], group, i, lse)
 
-    out, _ = alike((jnp.zeros_like(q_blocks), jnp.zeros(q_blocks.shape[:-1])), q)
-    out = lax.fori_loop(
-        0, walk.groups, lambda row, out: lax.fori_loop(0, walk.blocks, functools.partial(block, row), out), out
-    )
-    return jax.tree.map(walk.from_queries, out)
+    return walk.loop(block, (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def causal(window, q, k, v, log_gate):
-    """q `[r g t h]`, k and v `[r s h]`, log_gate `[r s]` float32 or None -> o `[r g t h]`, lse `[r g t]` float32."""
+    """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]`, lse `[b k g t]`."""
     return _forward(window, q, k, v, log_gate)
 
 
@@ -119,46 +78,38 @@ def _save(window, q, k, v, log_gate):
 
 
 def _backward(window, saved, cotangents):
-    """Key-major, since the queries that see a key are contiguous. A tile is `[r s q]`: then only one of the five
-    products contracts over its rows, which is slow on CPUs."""
     q, k, v, log_gate, o, lse = saved
     do, dlse = cotangents
-    walk = Walk(q, k)
+    walk = _Walk(q, k, log_gate, window)
     scale = q.shape[-1] ** -0.5
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta.
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
-    q, do, lse, delta = map(walk.queries, (q, do, lse, delta))
-    k, v, log_gate = jax.tree.map(walk.keys, (k, v, log_gate))
 
-    def tile(row, j, grads):
-        key = walk.key_index[j][:, None]
-        gate = None if log_gate is None else log_gate[row, j][..., None]
+    def block(group, i, grads):
+        q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
+        lse_block = jnp.where(walk.query_owned[i], lse_block, jnp.inf)  # p = 0: these queries are counted elsewhere
 
-        def queries(i, carry):
+        def tile(j, carry):
             dq, dk, dv, dg = carry
-            index = walk.query_index[i]
-            logits = _dot("rsh,rqh->rsq", k[row, j], q[row, i]) * scale
-            p = jnp.exp(_mask(logits, gate, index, key, window) - lse[row, i][:, None])
-            dx = p * (_dot("rsh,rqh->rsq", v[row, j], do[row, i]) - delta[row, i][:, None])
-            if gate is not None:
-                dg += jnp.where(index - key >= window, dx, 0).sum(-1)
+            p = jnp.exp(walk.logits(q_block, group, i, j) - lse_block[..., None])
+            dp = _dot("bkqh,bksh->bkqs", do_block, walk.keys(v, group, j))
+            dx = p * (dp - delta_block[..., None])
+            if dg is not None:
+                dg = walk.add_keys(dg, group, j, jnp.where(walk.beyond(i, j), dx, 0).sum(2))
             dx = (dx * scale).astype(q.dtype)
-            dq = dq.at[row, i].add(_dot("rsq,rsh->rqh", dx, k[row, j]))
-            dk += _dot("rsq,rqh->rsh", dx, q[row, i])
-            dv += _dot("rsq,rqh->rsh", p.astype(do.dtype), do[row, i])
+            dq += _dot("bkqs,bksh->bkqh", dx, walk.keys(k, group, j))
+            dk = walk.add_keys(dk, group, j, _dot("bkqs,bkqh->bksh", dx, q_block))
+            dv = walk.add_keys(dv, group, j, _dot("bkqs,bkqh->bksh", p.astype(do.dtype), do_block))
             return dq, dk, dv, dg
 
-        dq, *sums = grads
-        start = jax.tree.map(lambda a: jnp.zeros_like(a[row, j]), sums)
-        dq, *tiles = lax.fori_loop(walk.first_seer(j), walk.blocks, queries, (dq, *start))
-        return dq, *jax.tree.map(lambda a, x: a.at[row, j].set(x), sums, tiles)
+        dq, *rest = grads
+        start, _ = alike(walk.queries(dq, group, i), do_block)
+        dq_block, *rest = lax.fori_loop(0, walk.tiles_seen(i), tile, (start, *rest))
+        return walk.set_queries(dq, group, i, dq_block), *rest
 
-    zeros, _ = alike(jax.tree.map(lambda a: jnp.zeros(a.shape), (q, k, v, log_gate)), (q, do))
-    dq, dk, dv, dg = lax.fori_loop(
-        0, walk.groups, lambda row, g: lax.fori_loop(0, walk.tiles, functools.partial(tile, row), g), zeros
-    )
-    dk, dv, dg = jax.tree.map(walk.from_keys, (dk, dv, dg))
-    return walk.from_queries(dq).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (q, k, v, log_gate))
+    dq, dk, dv, dg = walk.loop(block, zeros)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dg
 
 
 causal.defvjp(_save, _backward)

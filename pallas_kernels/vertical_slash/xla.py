@@ -1,96 +1,89 @@
 """`vertical_slash` in XLA: compacts, does not mask. What a CPU runs, and today every accelerator.
 
 A block of queries walks the local band of the original keys, then the visible prefix of the head's kept keys, which are
-listed in order so that causality is a count. Nothing of size t × s exists, and the loops' work is what is visible.
+gathered in order so that causality is a count. Nothing of size t × s exists, and the work is what is visible.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import divisor, even
-from pallas_kernels.varying import alike
+from pallas_kernels.blocks import Blocks, even
 from pallas_kernels.vertical_slash.causal import causal
 
-QUERIES = 256
-KEYS = 512
-ELEMENTS = 1 << 19
+QUERIES = 64
+KEYS = 64
+LOGITS = 1 << 15
+"""Largest block of queries, tile of keys, and number of logits at once."""
+
+NEVER = jnp.iinfo(jnp.int32).max // 2
+"""The index of a key that no query sees; half the largest, so that adding a window does not overflow."""
 
 
 def xla(q, k, v, end, log_gate, window):
     b, n, t, h = q.shape
-    heads, s = k.shape[1:3]
-    q = q.reshape(b * heads, n // heads, t, h)
-    k, v = k.reshape(-1, s, h), v.reshape(-1, s, h)
-    log_gate = None if log_gate is None else log_gate.reshape(-1, s)
-    if end is None:
-        o, lse = causal(window, q, k, v, log_gate)
-    else:
-        o, lse = _sparse(q, k, v, end.reshape(-1, s), log_gate, window)
+    heads = k.shape[1]
+    q = q.reshape(b, heads, n // heads, t, h)
+    o, lse = causal(window, q, k, v, log_gate) if end is None else _sparse(q, k, v, end, log_gate, window)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
-def _kept(far, size):
-    """The indices of the True entries of `far` `[r s]` in order, padded with `s` to `[r size]`, and their running count."""
-    r, s = far.shape
+def _compact(far, size):
+    """The indices of the True entries of `far` `[b k s]`, in order and padded with `s` to `[b k size]`; and their
+    running count `[b k s]`."""
+    b, heads, s = far.shape
     count = jnp.cumsum(far, -1, dtype=jnp.int32)
     slot = jnp.where(far, count - 1, size)
-    index = jnp.full((r, size), s, jnp.int32)
-    position = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), far.shape)
-    return index.at[jnp.arange(r)[:, None], slot].set(position, mode="drop"), count
+    index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), far.shape)
+    empty = jnp.full_like(far, s, jnp.int32, shape=(b, heads, size))
+    return empty.at[(*jnp.ogrid[:b, :heads, :1][:2], slot)].set(index, mode="drop"), count
 
 
 def _sparse(q, k, v, end, log_gate, window):
-    r, g, t, h = q.shape
-    s = k.shape[1]
-    blocks, bq = even(t, QUERIES)
-    band = min(s, bq + window - 1)
-    tiles, bk = even(s, KEYS)
-    br = divisor(r, ELEMENTS // (g * bq * max(bk, band)))
-    far = end > jnp.arange(s) + window
-    index, count = _kept(far, tiles * bk)
+    b, heads, _, t, _ = q.shape
+    s = k.shape[2]
+    walk = Blocks(q, k, queries=QUERIES, keys=KEYS, logits=LOGITS)
+    bands, bw = even(min(s, walk.bq + window - 1), 2 * KEYS)
+    kept_index, count = _compact(end > jnp.arange(s) + window, walk.tiles * walk.bk)
 
-    def block(x, out):
-        row, first = x // blocks * br, jnp.minimum(x % blocks * bq, t - bq)
-        tile = lax.dynamic_slice(q, (row, 0, first, 0), (br, g, bq, h)).reshape(br, g * bq, h)
-        first_index = first + s - t
-        i = jnp.tile(first_index + jnp.arange(bq), g)[:, None]
+    def gather(x):
+        at = (*jnp.ogrid[:b, :heads, :1][:2], kept_index)
+        return x.at[at].get(mode="fill", fill_value=0)
 
-        def rows(array, start, size):
-            return lax.dynamic_slice(
-                array, (row, start, *(0 for _ in array.shape[2:])), (br, size, *array.shape[2:])
+    k_kept, v_kept, end_kept = gather(k), gather(v), gather(end)
+    gate_kept = None if log_gate is None else jnp.maximum(gather(log_gate), softmax.MASKED)
+    key_index = jnp.where(end > jnp.arange(s), jnp.arange(s), NEVER)
+
+    def block(group, i, out):
+        q_block, query = walk.queries(q, group, i), walk.query_index[i]
+        last = jnp.minimum((i + 1) * walk.bq, t) + s - t - 1
+
+        def band(j, state):
+            """The `bw` keys before `stop`, or the first `bw`."""
+            stop = last + 1 - j * bw
+            k_tile, v_tile, key = (
+                walk.slice_keys(x, group, jnp.maximum(stop - bw, 0), bw) for x in (k, v, key_index)
             )
-
-        start = jnp.maximum(first_index + bq - band, 0)
-        key = start + jnp.arange(band)
-        alive = rows(end, start, band) > key
-        x_band = softmax.logits(tile, rows(k, start, band))
-        x_band = jnp.where((i >= key) & (i - key < window) & alive[:, None], x_band, softmax.MASKED)
-        v_band = jnp.where(alive[..., None], rows(v, start, band), 0)
-        state, _ = alike(softmax.start(*tile.shape), x_band)
-        state = softmax.update(state, x_band, v_band)
+            v_tile = jnp.where((key < NEVER)[..., None], v_tile, 0)
+            seen = (key[:, :, None] <= jnp.minimum(query, stop - 1)[:, None]) & (
+                key[:, :, None] > (query - window)[:, None]
+            )
+            return softmax.update(state, jnp.where(seen, softmax.logits(q_block, k_tile), softmax.MASKED), v_tile)
 
         def kept(j, state):
-            key = rows(index, j * bk, bk)
-            at = (row + jnp.arange(br)[:, None], key)
-            x_kept = softmax.logits(tile, k.at[at].get(mode="fill", fill_value=0))
-            if log_gate is not None:
-                gate = log_gate.at[at].get(mode="fill", fill_value=0)
-                x_kept += jnp.maximum(gate, softmax.MASKED)[:, None]
-            last = end.at[at].get(mode="fill", fill_value=0)
-            visible = (i - key[:, None] >= window) & (i < last[:, None])
-            return softmax.update(
-                state, jnp.where(visible, x_kept, softmax.MASKED), v.at[at].get(mode="fill", fill_value=0)
-            )
+            x = softmax.logits(q_block, walk.keys(k_kept, group, j))
+            if gate_kept is not None:
+                x += walk.keys(gate_kept, group, j)[:, :, None]
+            key, stop = (walk.keys(a, group, j)[:, :, None] for a in (kept_index, end_kept))
+            seen = (key <= (query - window)[:, None]) & (query[:, None] < stop)
+            return softmax.update(state, jnp.where(seen, x, softmax.MASKED), walk.keys(v_kept, group, j))
 
-        reach = first_index + bq - 1 - window
-        visible = jnp.where(reach >= 0, rows(count, jnp.maximum(reach, 0), 1).max(), 0)
-        o, lse = softmax.finish(lax.fori_loop(0, (visible + bk - 1) // bk, kept, state))
-        o = o.reshape(br, g, bq, h).astype(q.dtype)
-        return (
-            lax.dynamic_update_slice(out[0], o, (row, 0, first, 0)),
-            lax.dynamic_update_slice(out[1], lse.reshape(br, g, bq), (row, 0, first)),
-        )
+        reach = jnp.minimum(last + 1, walk.bq + window - 1)
+        state = lax.fori_loop(0, jnp.minimum((reach + bw - 1) // bw, bands), band, softmax.start(q_block))
+        left = walk.slice_keys(count, group, jnp.maximum(last - window, 0), 1).max()
+        left = jnp.where(last >= window, left, 0)
+        state = lax.fori_loop(0, (left + walk.bk - 1) // walk.bk, kept, state)
+        o, lse = softmax.finish(state)
+        return walk.set_queries(out[0], group, i, o), walk.set_queries(out[1], group, i, lse)
 
-    out, _ = alike((jnp.zeros_like(q), jnp.zeros(q.shape[:3])), (q, k, v, end, log_gate))
-    return lax.fori_loop(0, r // br * blocks, block, out)
+    return walk.loop(block, (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)))
