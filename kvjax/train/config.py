@@ -174,13 +174,15 @@ def _newest_run() -> int:
     return max((int(match[1]) for match in found if match), default=0)
 
 
-def prepare_folder(config: TrainConfig) -> Path:
-    """Make the run's folder and keep the configuration in it. Raises UserError if it cannot be written."""
+def prepare_folder(config: TrainConfig, *, write: bool = True) -> Path:
+    """Make the run's folder and, in the process that may `write`, keep the configuration in it. Raises UserError if it
+    cannot be written."""
     assert config.out is not None, "parse chose it"
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         told = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
-        write_values(config.out / SAVED, told, omit=("config", "out", "resume"))
+        if write:
+            write_values(config.out / SAVED, told, omit=("config", "out", "resume"))
     except OSError as error:
         raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
     return config.out

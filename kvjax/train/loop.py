@@ -67,8 +67,8 @@ def train(config: TrainConfig) -> Trained:
         UserError: whatever is wrong with the model, the data, the folder or the devices, before anything compiles.
     """
     check(config)
-    folder = prepare_folder(config)
     mesh = start(config.mesh)
+    folder = prepare_folder(config, write=jax.process_index() == 0)
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.lengths))
         rows = Rows.of_this_process(mesh, config.rows)

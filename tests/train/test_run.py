@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvjax.policies import make_policy
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 
+ROOT = Path(__file__).parents[2]
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
     *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--steps", "6"),
@@ -63,9 +65,8 @@ def killed(tmp_path_factory):
     """The folder of a run that was killed in the middle of its second save."""
     folder = tmp_path_factory.mktemp("killed") / "run"
     command = [sys.executable, "-c", KILLED, *ARGS, "--mesh", "8", "--out", str(folder)]
-    root = Path(__file__).parents[2]
     ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(root)}, cwd=folder.parent, capture_output=True, text=True
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder.parent, capture_output=True, text=True
     )
     assert ended.returncode == -signal.SIGKILL, ended.stderr
     assert "killed in a save" in ended.stdout
@@ -111,3 +112,30 @@ def test_a_finished_run_is_left_as_it_is(whole):
     again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", str(MeshShape(fsdp=8))]))
     assert (whole.folder / "metrics.jsonl").read_text() == before
     np.testing.assert_array_equal(again.gates.w1[...], whole.gates.w1[...])
+
+
+def test_two_processes_train_like_one(whole, tmp_path):
+    """Four devices each, rows and all-reduces shared between them."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    args = [*ARGS, "--mesh", "4x2", "--out", str(tmp_path / "run")]
+    env = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_NUM_CPU_DEVICES": "4",
+        "JAX_COORDINATOR_ADDRESS": address,
+        "JAX_NUM_PROCESSES": "2",
+    }
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "kvjax.train", *args],
+            env=env | {"JAX_PROCESS_ID": str(index)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+    assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
