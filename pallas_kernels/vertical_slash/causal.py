@@ -83,7 +83,7 @@ def _backward(window, saved, cotangents):
     walk = _Walk(q, k, log_gate, window)
     scale = q.shape[-1] ** -0.5
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta.
-    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
+    delta = _dot("bkgth,bkgth->bkgt", o, do) - dlse
 
     def block(group, i, grads):
         q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
