@@ -9,9 +9,23 @@ def main() -> None:
     config = parse()
 
     # jax and the rest come only once the command line is known to be good
-    from kvjax.train.loop import train
+    import jax
 
-    train(config)
+    from kvjax.models.folder import find_folder
+    from kvjax.train.loop import speaks_builtin, train
+
+    trained = train(config)
+    if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(find_folder(config.model)):
+        return
+
+    from kvjax.train import report
+
+    with jax.set_mesh(trained.mesh):
+        print("the report: each method's cache is filled before the questions come")
+        rows = report.report(trained.model, trained.gates, config, trained.folder, print)
+    print(
+        f"\n{report.table(rows)}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}"
+    )
 
 
 if __name__ == "__main__":

@@ -6,20 +6,30 @@ are the cache's own.
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate.accuracy import Accuracy, measure
+from kvjax.evaluate.tasks import make_task
 from kvjax.evaluate.tasks.task import Sample
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.train.config import TrainConfig
 
+CONTEXT = 1024
+"""Tokens of the report's contexts."""
+SAMPLES = {"default": {"recall": 16}, "full": {"recall": 32, "needle": 176, "copy": 64}}
+"""Contexts of each task, by --report: at least 192 answers by default, at least 500 in full."""
 SINK = 4
 """Sinks of the static rivals."""
+FIRST_SEED = 1_000_000
+"""Seeds of the report's contexts start here, whatever the run's seed: every run is asked the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +113,27 @@ def compare(
             row(method, policy)
     assert first_rates is not None
     return rows, first_rates
+
+
+def report(
+    model: Decoder, gates: WriteGate, config: TrainConfig, folder: Path, say: Callable[[str], None]
+) -> list[Row]:
+    """Measure, write the report's files into `folder`, and return the rows. For models with the built-in vocabulary."""
+    began = time.perf_counter()
+    tasks = {}
+    for name, count in SAMPLES[config.report].items():
+        task = make_task(name)
+        tasks[name] = [task.sample(FIRST_SEED + index, CONTEXT) for index in range(count)]
+    rows, rates = compare(
+        model, gates, tasks, context=CONTEXT, window=config.window, tau=config.tau, seed=config.seed, say=say
+    )
+    described = {
+        "model": config.model, "lambda": config.lambda_, "tau": config.tau, "window": config.window,
+        "steps": config.steps, "seed": config.seed, "mesh": str(config.mesh), "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind, "report seconds": round(time.perf_counter() - began),
+    }  # fmt: skip
+    write(folder, rows, rates, described)
+    return rows
 
 
 def table(rows: list[Row]) -> str:
