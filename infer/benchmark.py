@@ -34,8 +34,8 @@ class BenchmarkConfig:
     page_size: int = 64
     """Tokens per page."""
     layers: int = 2
-    width: int = 512
-    mlp_width: int = 512
+    width: int = 256
+    mlp_width: int = 256
     heads: int = 16
     kv_heads: int = 4
     head_dim: int = 64
