@@ -1,6 +1,7 @@
 """Checkpoints of a run (Orbax): written beside the computation, whole or not at all, restored onto any mesh."""
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int):
-        # Orbax reports every save on the way to the log, at a level that absl prints
-        logging.getLogger("absl").setLevel(logging.ERROR)
+        # what fails in its threads Orbax raises here again, after logging it in every one of them
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=True
         )
@@ -33,13 +34,14 @@ class Checkpoints:
 
     def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
         """Start to save a pytree of arrays and a JSON value. Returns once the arrays have left the device; an error of
-        the save before is raised here."""
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                **{STATE: ocp.args.StandardSave(_named(state)), NOTES: ocp.args.JsonSave(notes)}
-            ),
-        )
+        the save before is raised here.
+
+        Raises:
+            UserError: the disk has not enough room for it.
+        """
+        check_room(self._folder, state)
+        items = {STATE: ocp.args.StandardSave(_named(state)), NOTES: ocp.args.JsonSave(notes)}
+        self._manager.save(step, args=ocp.args.Composite(**items))
 
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, if there is one."""
@@ -91,8 +93,24 @@ def abstract(make: Any, mesh: Mesh) -> Any:
         return jax.tree.map(concrete, jax.eval_shape(make))
 
 
+def check_room(folder: Path, tree: Any) -> None:
+    """UserError if the disk that `folder` is on has no room for the arrays of `tree`: found out while writing, it takes
+    Orbax's threads down one after another."""
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: the disk is full: {needed / 2**20:.1f} MiB to write, {free / 2**20:.1f} MiB left"
+        )
+
+
 def export(folder: Path, tree: Any) -> None:
-    """Write a pytree as one Orbax checkpoint, a mapping from its arrays' names; replaces what was there."""
+    """Write a pytree as one Orbax checkpoint, a mapping from its arrays' names; replaces what was there.
+
+    Raises:
+        UserError: the disk has not enough room for it.
+    """
+    check_room(folder.parent, tree)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), _named(tree), force=True)
 

@@ -1,3 +1,6 @@
+import shutil
+from collections import namedtuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +32,10 @@ def made(mesh, **changes):
 
 
 def same(a, b):
-    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+    return all(
+        np.array_equal(np.asarray(x), np.asarray(y))
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
 
 
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {}])
@@ -78,7 +84,9 @@ def test_another_runs_checkpoint_is_refused_with_both_shapes(tmp_path):
         checkpoints.save(1, made(mesh), {})
         checkpoints.close()
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
-        with pytest.raises(UserError, match=r"step 1 .*moments.mu has shape \(16, 8\), this run needs \(32, 8\)"):
+        with pytest.raises(
+            UserError, match=r"step 1 .*moments.mu has shape \(16, 8\), this run needs \(32, 8\)"
+        ):
             checkpoints.restore(1, abstract(lambda: make(32), mesh))
         checkpoints.close()
 
@@ -98,3 +106,16 @@ def test_an_export_is_a_mapping_of_names(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         names = checkpointer.metadata(tmp_path / "exported").item_metadata.tree.keys()
     assert set(names) == {"weights", "moments.mu", "moments.nu", "count"}
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_saved(tmp_path, monkeypatch):
+    state = made(make_mesh(fsdp=8))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.save(1, state, {})
+    nearly_full = namedtuple("Usage", "free")(100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: nearly_full)
+    for write in (lambda: checkpoints.save(2, state, {}), lambda: export(tmp_path / "exported", state)):
+        with pytest.raises(UserError, match=r"the disk is full: 0\.0 MiB to write, 0\.0 MiB left"):
+            write()
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "checkpoints", keep=2).latest() == 1
