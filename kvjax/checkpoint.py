@@ -1,5 +1,6 @@
 """Checkpoints of a run (Orbax): written beside the computation, whole or not at all, restored onto any mesh."""
 
+import contextlib
 import logging
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ STATE, NOTES = "state", "notes"
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run, in numbered folders.
+    """The last `keep` checkpoints of a run, in numbered folders. A context, which ends when all is on disk.
 
     A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
     latest.
@@ -78,8 +79,15 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until what was saved is on disk."""
-        self._manager.wait_until_finished()
         self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the save under way end, also when the run has failed; then the run's own error matters more than its."""
+        with contextlib.suppress(Exception) if any(error) else contextlib.nullcontext():
+            self.close()
 
 
 def abstract(make: Any, mesh: Mesh) -> Any:

@@ -80,12 +80,10 @@ def train(config: TrainConfig) -> Trained:
             tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
             instruction=config.instruction,
         )
-        run = Run(
-            config, folder, mesh, model, rows, sequences, Checkpoints(folder / "checkpoints", config.keep)
-        )
         beginning = sequences.get_state()
-        state = run.steps(*run.begin())
-        run.checkpoints.close()
+        with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+            run = Run(config, folder, mesh, model, rows, sequences, checkpoints)
+            state = run.steps(*run.begin())
         sequences.set_state(beginning)
         tokens = to_mesh(mesh, rows, next(sequences))
         rates = np.asarray(admission_rates(model, state.gates, tokens, jnp.float32(config.tau)))
