@@ -12,13 +12,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import Blocks
+from pallas_kernels.blocks import Blocks, block_size
 from pallas_kernels.varying import alike
-
-QUERIES = 64
-KEYS = 64
-LOGITS = 1 << 15
-"""Largest block of queries, tile of keys, and number of logits at once: a core's cache holds them (128 KB)."""
 
 SAVED = "vertical_slash"
 """The name of o and lse for `jax.checkpoint_policies.save_only_these_names`: rematerialisation that saves them need not
@@ -31,7 +26,8 @@ class _Walk(Blocks):
     """Blocks of queries, each with the tiles of keys up to its diagonal."""
 
     def __init__(self, q, k, log_gate, window):
-        super().__init__(q, k, queries=QUERIES, keys=KEYS, logits=LOGITS)
+        size = block_size(k.shape[2], 64)
+        super().__init__(q, k, queries=size, keys=size)
         self.k, self.log_gate, self.window = k, log_gate, window
 
     def tiles_seen(self, i):

@@ -8,13 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import Blocks, even
+from pallas_kernels.blocks import Blocks, block_size, even
 from pallas_kernels.vertical_slash.causal import causal
-
-QUERIES = 64
-KEYS = 64
-LOGITS = 1 << 15
-"""Largest block of queries, tile of keys, and number of logits at once."""
 
 NEVER = jnp.iinfo(jnp.int32).max // 2
 """The index of a key that no query sees; half the largest, so that adding a window does not overflow."""
@@ -42,8 +37,8 @@ def _compact(far, size):
 def _sparse(q, k, v, end, log_gate, window):
     b, heads, _, t, _ = q.shape
     s = k.shape[2]
-    walk = Blocks(q, k, queries=QUERIES, keys=KEYS, logits=LOGITS)
-    bands, bw = even(min(s, walk.bq + window - 1), 2 * KEYS)
+    walk = Blocks(q, k, queries=block_size(s, 32), keys=block_size(s, 64))
+    bands, bw = even(min(s, walk.bq + window - 1), 2 * walk.bk)
     kept_index, count = _compact(end > jnp.arange(s) + window, walk.tiles * walk.bk)
 
     def gather(x):
