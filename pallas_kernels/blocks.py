@@ -68,7 +68,7 @@ class Blocks:
         start = jnp.minimum(i * self.bq, self.t - self.bq)
         return *self._corner(group), 0, start, *(0 for _ in x.shape[4:])
 
-    def queries(self, x: Shaped[Array, "b k g t ..."], group, i) -> Shaped[Array, "bb kk g*bq ..."]:
+    def queries(self, x: Shaped[Array, "b k g t ..."], group, i) -> Shaped[Array, "bb kk rows ..."]:
         sizes = (self.bb, self.kk, self.g, self.bq, *x.shape[4:])
         block = lax.dynamic_slice(x, self._query_corner(x, group, i), sizes)
         return block.reshape(self.bb, self.kk, self.g * self.bq, *x.shape[4:])
