@@ -108,7 +108,7 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
 
 
 def _one_line(box: str) -> str:
-    """The message in one of tyro's boxes, with the names it offers, without title and frame (drawn in either charset)."""
+    """The message in one of tyro's boxes, with the names it offers, without title and frame (of either charset)."""
     parts: list[list[str]] = [[]]
     for line in (line.strip("│ ") for line in box.splitlines()):
         if line.startswith(("╭", "╰", "─", "---")):
@@ -116,7 +116,9 @@ def _one_line(box: str) -> str:
         else:
             parts[-1].append(line)
     _, message, *hints = [" ".join(part).strip() for part in parts]
-    offered = [word for hint in hints if hint.startswith("Perhaps") for word in hint.split() if word.startswith("--")]
+    offered = [
+        word for hint in hints if hint.startswith("Perhaps") for word in hint.split() if word.startswith("--")
+    ]
     return f"{message}; the nearest known: {', '.join(offered)}" if offered else message
 
 

@@ -27,7 +27,9 @@ def write(tmp_path, text):
 
 
 def test_values_over_the_defaults(tmp_path):
-    file = write(tmp_path, "mesh: 4x2\nlengths: [4, 5, 6]\nlearning-rate: 1e-3\nfolder: some/where\nfast: true\n")
+    file = write(
+        tmp_path, "mesh: 4x2\nlengths: [4, 5, 6]\nlearning-rate: 1e-3\nfolder: some/where\nfast: true\n"
+    )
     assert load_config(Options, file) == Options(
         MeshShape(1, 4, 2), (4, 5, 6), 1e-3, Path("some/where"), True, "plain"
     )
@@ -69,4 +71,9 @@ def test_packaged_configs_are_found_by_name_and_by_file_name():
 
 def test_given_takes_the_last():
     args = ["--a", "1", "--b=2", "--a=3", "--c"]
-    assert (given(args, "--a"), given(args, "--b"), given(args, "--c"), given(args, "--d")) == ("3", "2", None, None)
+    assert (given(args, "--a"), given(args, "--b"), given(args, "--c"), given(args, "--d")) == (
+        "3",
+        "2",
+        None,
+        None,
+    )

@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kvjax.data import DocumentSequences, Encoder, FileReader, HubReader, Rows, open_data, open_hub, step_lengths, to_mesh
+from kvjax.data import (
+    DocumentSequences,
+    Encoder,
+    FileReader,
+    HubReader,
+    Rows,
+    open_data,
+    open_hub,
+    step_lengths,
+    to_mesh,
+)
 from kvjax.documents import Documents
 from kvjax.errors import UserError
 from kvjax.evaluate.tasks import mixture
@@ -42,7 +52,12 @@ def texts(tmp_path, documents):
 
 def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
     return open_data(
-        source, rows=rows, schedule=np.asarray(schedule), seed=seed, tokenizer=tokenizer or Letters(), instruction="Read:"
+        source,
+        rows=rows,
+        schedule=np.asarray(schedule),
+        seed=seed,
+        tokenizer=tokenizer or Letters(),
+        instruction="Read:",
     )
 
 
@@ -52,7 +67,9 @@ def test_every_length_gets_its_share_of_the_steps():
     assert int(lengths.sum()) == 65_536_000  # the paper's 62.5 Mi tokens
     assert (lengths[:100] != 4096).any(), "shuffled, not sorted"
     assert Counter(step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
-    np.testing.assert_array_equal(step_lengths(50, (1, 2), (1.0, 1.0), 5), step_lengths(50, (1, 2), (1.0, 1.0), 5))
+    np.testing.assert_array_equal(
+        step_lengths(50, (1, 2), (1.0, 1.0), 5), step_lengths(50, (1, 2), (1.0, 1.0), 5)
+    )
 
 
 def test_builtin_sequences_are_the_mixture_whatever_the_processes():
@@ -106,7 +123,9 @@ def test_processes_share_the_documents_out(tmp_path):
 
 def test_the_seed_orders_the_documents(tmp_path):
     source = texts(tmp_path, [f"{i:02}" * 4 for i in range(20)])
-    orders = [[bytes(t[0].tolist()) for t in opened(source, [8] * 20, Rows(0, 1, 1), seed)] for seed in (0, 0, 1)]
+    orders = [
+        [bytes(t[0].tolist()) for t in opened(source, [8] * 20, Rows(0, 1, 1), seed)] for seed in (0, 0, 1)
+    ]
     assert orders[0] == orders[1] != orders[2]
     assert set(orders[0]) == set(orders[2])
     assert len(set(orders[0])) == 20
@@ -141,12 +160,18 @@ def test_an_unknown_source_is_taken_for_a_hub_data_set():
 def hub(tmp_path, count):
     datasets = pytest.importorskip("datasets")
     file = texts(tmp_path, [f"{i:02}" * 4 for i in range(count)])
-    return datasets.load_dataset("json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache"))
+    return datasets.load_dataset(
+        "json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
+    )
 
 
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
-        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), Encoder(Letters(), "", 8), 1, schedule, "x"))
+        return iter(
+            DocumentSequences(
+                lambda: HubReader(hub(tmp_path, 6), 0, 1), Encoder(Letters(), "", 8), 1, schedule, "x"
+            )
+        )
 
     schedule = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]

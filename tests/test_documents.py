@@ -19,7 +19,9 @@ def test_a_folder_of_all_kinds(tmp_path):
     (tmp_path / "deep" / "one.txt").write_text("a text")
     (tmp_path / "two.jsonl").write_text('{"text": "line 1", "id": 1}\r\n\n{"text": "line 2"}')
     pyarrow.parquet.write_table(
-        pyarrow.table({"id": [1, 2, 3], "text": ["row 1", None, "row 3"]}), tmp_path / "three.parquet", row_group_size=2
+        pyarrow.table({"id": [1, 2, 3], "text": ["row 1", None, "row 3"]}),
+        tmp_path / "three.parquet",
+        row_group_size=2,
     )
     (tmp_path / "notes.md").write_text("not data")
     found = everything(tmp_path)

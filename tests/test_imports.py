@@ -22,7 +22,14 @@ LAYERS = (
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.attention"},
     {"kvjax.models"},
-    {"kvjax.sampling", "kvjax.checkpoint", "kvjax.data", "kvjax.documents", "kvjax.metrics", "kvjax.evaluate.tasks"},
+    {
+        "kvjax.sampling",
+        "kvjax.checkpoint",
+        "kvjax.data",
+        "kvjax.documents",
+        "kvjax.metrics",
+        "kvjax.evaluate.tasks",
+    },
     {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.compile"},
 )
 """Lowest first. A module imports its own layer and those below it."""

@@ -36,7 +36,9 @@ def test_mesh_shape_is_read_and_written(text, shape):
     assert MeshShape.parse(str(parsed)) == parsed
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "4x0", "4x2x1", "x", "", "fsdp=0", "fsdp=2,fsdp=2", "pods=2", "1.5"])
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "4x0", "4x2x1", "x", "", "fsdp=0", "fsdp=2,fsdp=2", "pods=2", "1.5"]
+)
 def test_a_wrong_mesh_is_named_with_what_is_expected(text):
     with pytest.raises(UserError, match="expected 8 .*4x2 .*at least 1") as error:
         MeshShape.parse(text)
@@ -78,7 +80,11 @@ def test_help_leaves_quietly_with_the_defaults(capsys):
     ("raised", "code", "line"),
     [
         (UserError("no such\nfolder"), 2, "error: no such folder\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 2, "error: out/x: No space left on device\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/x"),
+            2,
+            "error: out/x: No space left on device\n",
+        ),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "error: out: Permission denied\n"),
         (ValueError("write failed [No space left on device]"), 2, "error: the disk is full"),
         (KeyboardInterrupt(), 130, "stopped by the keyboard\n"),

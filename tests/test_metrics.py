@@ -20,7 +20,11 @@ def lines(folder):
 
 def test_every_step_is_kept_and_the_first_and_last_are_shown(tmp_path, capsys):
     run(tmp_path)
-    assert [(line["step"], line["loss"], line["other"]) for line in lines(tmp_path)] == [(0, 0, 1), (1, 0.5, 1), (2, 1, 1)]
+    assert [(line["step"], line["loss"], line["other"]) for line in lines(tmp_path)] == [
+        (0, 0, 1),
+        (1, 0.5, 1),
+        (2, 1, 1),
+    ]
     shown = capsys.readouterr().err.splitlines()
     assert [line.split("  ")[:2] for line in shown] == [["step 1/3", "loss 0.00"], ["step 3/3", "loss 1.00"]]
     assert "\x1b" not in "".join(shown)

@@ -78,7 +78,9 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
     assert "config.json" in refusal(capsys, ["--model", str(folder), "--window", "8"])
     assert f"--out {taken / 'run'} cannot be written" in refusal(capsys, ["--out", str(taken / "run")])
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "config.json").write_text((packaged_configs().parent / "kvjax/builtin/model/config.json").read_text())
+    (folder / "config.json").write_text(
+        (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
+    )
     assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
 
 
@@ -122,7 +124,10 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
 def test_help_is_quick_and_names_every_option():
     began = time.monotonic()
     shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "kvjax.train", "--help"], capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "kvjax.train", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert time.monotonic() - began < 3
     assert shown.stdout.startswith("usage: python -m kvjax.train")

@@ -80,7 +80,9 @@ def resumed(killed, tmp_path, mesh):
 
 def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
-    assert len((killed / "metrics.jsonl").read_text().splitlines()) >= 3, "it was further than its last checkpoint"
+    assert len((killed / "metrics.jsonl").read_text().splitlines()) >= 3, (
+        "it was further than its last checkpoint"
+    )
     again = resumed(killed, tmp_path, "8")
     assert losses(again.folder) == losses(whole.folder)
     for mine, theirs in zip(jax.tree.leaves(again.gates), jax.tree.leaves(whole.gates), strict=True):
@@ -99,7 +101,9 @@ def test_a_run_leaves_gates_that_make_policy_loads(whole):
         model = load_model(builtin_model("test_model"))
         policy = make_policy("wgkv", model=model, gates=whole.folder / "gates")
     assert policy.window == 8
-    for mine, theirs in zip(jax.tree.leaves(policy.admission.gates), jax.tree.leaves(whole.gates), strict=True):
+    for mine, theirs in zip(
+        jax.tree.leaves(policy.admission.gates), jax.tree.leaves(whole.gates), strict=True
+    ):
         np.testing.assert_array_equal(mine, theirs)
     described = json.loads((whole.folder / "gates" / "config.json").read_text())
     assert (described["lambda"], described["tau"], described["window"]) == (0.3, 0.1, 8)
