@@ -197,6 +197,7 @@ class Decoder(nnx.Module):
 
     def hidden(self, tokens: Int[Array, "b t"], *, remat: bool = False) -> Float[Array, "b t d"]:
         """Hidden states after the final norm, under plain causal attention from position 0."""
+        x = self.embed_tokens(tokens)
         position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
 
         def local(q, k, v):
@@ -205,7 +206,7 @@ class Decoder(nnx.Module):
         def attend(step, carry, xs):
             return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v), carry, None
 
-        x, _, _ = scan_layers(self, self.embed_tokens(tokens), position, attend, remat=remat)
+        x, _, _ = scan_layers(self, x, position, attend, remat=remat)
         return self.norm(x)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import AXES, P, axis_size, gather, mesh_of, use_mesh
+from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_folder
@@ -55,7 +55,7 @@ def load_model(
         layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
         layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
         placed = _zeros(tuple(layers.items()))
-        mesh = mesh_of(placed)
+        mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
         for index in range(config.num_layers):
             raw = {path: _read(stored[layer_name(path, index)], mesh, axes[path]) for path in layers}

@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from kvjax.errors import UserError
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig
 
-_NUMBERS = {
+_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -56,7 +57,10 @@ def _read_numbers(keys: JsonObject, inner: JsonObject, theta: float, max_length:
     if rope_type == "dynamic":
         numbers |= {"original_length": context, "length": max(max_length or context, context)}
     numbers = {name: value for name, value in numbers.items() if value is not None}
-    return RopeConfig(type=rope_type, theta=theta, **numbers)
+    try:
+        return RopeConfig(type=rope_type, theta=theta, **numbers)
+    except UserError as error:
+        raise inner.error(str(error)) from None
 
 
 def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:

@@ -1,0 +1,206 @@
+"""Reading `config.json`: both spellings of everything, and one line for everything else."""
+
+import dataclasses
+import json
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models import ModelConfig, read_config
+from kvjax.models.config import config_json
+from kvjax.models.rope import RopeConfig
+from tests.models.cases import CASES, LLAMA, LLAMA3_ROPE, QWEN3
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(config, max_length=None, **generation):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if generation:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_config(tmp_path, max_length)
+
+    return read
+
+
+@pytest.fixture
+def refused(read):
+    def refused(config) -> str:
+        with pytest.raises(UserError) as caught:
+            read(config)
+        message = str(caught.value)
+        assert "\n" not in message
+        assert "config.json: " in message
+        return message.split("config.json: ", 1)[1]
+
+    return refused
+
+
+def test_the_flags_of_each_family(read):
+    def flags(case):
+        config = read(case)
+        return (config.qk_norm, config.attention_bias, config.attention_out_bias, config.mlp_bias)
+
+    assert flags(CASES["llama3"]) == (False, False, False, False)
+    assert flags(CASES["biases"]) == (False, True, True, True)
+    assert flags(CASES["mistral"] | {"attention_bias": True}) == (False, False, False, False)
+    assert flags(CASES["qwen2"] | {"mlp_bias": True}) == (False, True, False, False)
+    assert flags(CASES["qwen3_biases"]) == (True, True, True, False)
+
+
+def test_sizes_that_are_derived(read):
+    config = read(CASES["llama2"])
+    assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 12, 10000.0)
+    assert read(QWEN3).head_dim == 16
+
+
+LLAMA3 = RopeConfig(
+    type="llama3",
+    theta=500000.0,
+    factor=8.0,
+    original_length=128,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE | {"type": "llama3"}},
+        {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}},
+        {"rope_parameters": LLAMA3_ROPE, "rope_theta": 500000},
+        {
+            "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
+            "rope_scaling": LLAMA3_ROPE,
+            "rope_theta": 500000.0,
+        },
+        {
+            "rope_theta": 500000.0,
+            "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"},
+            "original_max_position_embeddings": 128,
+        },
+    ],
+)
+def test_every_spelling_of_a_rope(rope, read):
+    assert read(LLAMA | rope).rope == LLAMA3
+
+
+def test_the_plain_rope_in_both_spellings(read):
+    plain = RopeConfig(theta=75000.0)
+    for rope in (
+        {"rope_theta": 75000.0},
+        {"rope_theta": 75000.0, "rope_scaling": None},
+        {"rope_parameters": {"rope_theta": 75000.0, "rope_type": "default"}},
+        {"rope_parameters": {"rope_theta": 75000.0}},
+    ):
+        assert read(LLAMA | rope).rope == plain
+
+
+def test_dynamic_rope_is_fixed_at_the_declared_length(read):
+    case = CASES["dynamic"]
+    assert read(case).rope.length == 128
+    assert read(case, max_length=64).rope.length == 128
+    assert read(case, max_length=512).rope.length == 512
+
+
+def test_a_yarn_factor_left_out_is_the_ratio_of_the_lengths(read):
+    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
+    assert read(LLAMA | {"rope_scaling": scaling}).rope.factor == 4.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "gemma"}, "model_type 'gemma' is not supported, only llama, mistral, qwen2, qwen3"),
+        ({"hidden_act": "swish2"}, "activation 'swish2' is not supported, only silu, relu, gelu,"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            "rope_scaling: rope type 'longrope' is not supported, only default",
+        ),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters: rope type 'mrope' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling: factor must be float, got '4'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "rope_scaling: rope theta and factor must be positive, got 10000 and 0",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
+            "rope_theta is given as 10000 and as 1e+06",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling and rope_parameters contradict each other",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters: rotary embeddings that differ by layer are not supported",
+        ),
+        ({"partial_rotary_factor": 0.5}, "a partial_rotary_factor other than 1 is not supported"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_hidden_layers": "three"}, "num_hidden_layers must be int, got 'three'"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool, got 1"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be int, got True"),
+        ({"num_attention_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_key_value_heads": 3}, "3 kv heads do not divide 4 query heads"),
+        ({"head_dim": 7}, "head_dim is 7, but rotary embeddings need an even one"),
+        ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got ['</s>']"),
+        ({"quantization_config": {"bits": 4}}, "quantized weights (quantization_config) are not supported"),
+        (
+            {"model_type": "mistral", "sliding_window": 512},
+            "sliding_window is 512, but sliding-window attention",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512},
+            "sliding_window is 512, but",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention; only"),
+    ],
+)
+def test_what_is_refused(change, message, refused):
+    assert refused(LLAMA | change).startswith(message)
+
+
+def test_a_sliding_window_is_refused_only_where_it_would_hide_something(read, refused):
+    mistral = LLAMA | {"model_type": "mistral"}
+    read(mistral | {"sliding_window": None})
+    read(mistral | {"sliding_window": 1024})
+    missing = mistral | {"max_position_embeddings": 8192}
+    assert refused(missing).startswith("sliding_window is 4096 (its default), but")
+    # Qwen files name a window that is switched off
+    read(LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512})
+
+
+def test_eos_ids_of_both_files(read):
+    assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
+    assert read(LLAMA | {"eos_token_id": [5, 2]}).eos_ids == (2, 5)
+    assert read(LLAMA | {"eos_token_id": 2}, eos_token_id=[2, 9]).eos_ids == (2, 9)
+    assert read(LLAMA, eos_token_id=None).eos_ids == ()
+
+
+def test_files_that_are_no_config(tmp_path):
+    for text, message in (("{", "cannot be read as JSON"), ("[]", "expected a JSON object, got list")):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_config(tmp_path)
+
+
+def test_a_model_that_no_family_matches_is_not_written(read):
+    config = read(CASES["llama3"])
+    for change, message in (
+        ({"qk_norm": True}, "a llama model cannot have qk_norm=True"),
+        ({"attention_bias": True}, "a llama model cannot have attention_out_bias=False"),
+        ({"model_type": "qwen2"}, "a qwen2 model cannot have attention_bias=False"),
+        ({"model_type": "other"}, "model_type 'other' has no Hugging Face class"),
+    ):
+        with pytest.raises(UserError, match=message):
+            config_json(dataclasses.replace(config, **change), "float32")
+
+
+def test_sizes_are_checked_without_a_file(read):
+    config = read(LLAMA)
+    assert isinstance(config, ModelConfig)
+    with pytest.raises(UserError, match="num_kv_heads must be at least 1, got 0"):
+        dataclasses.replace(config, num_kv_heads=0)

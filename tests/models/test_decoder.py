@@ -1,0 +1,203 @@
+"""The decoder as JAX sees it: one scanned layer, its shardings, its pytree. Its numbers: `test_goldens.py`."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
+from kvjax.models import Decoder, ModelConfig, scan_layers
+from kvjax.models.rope import RopeConfig, cos_sin, rotate
+from tests.models.pieces import dense_attention
+
+
+def config(layers: int = 3, **changes: Any) -> ModelConfig:
+    sizes = ModelConfig(
+        vocab_size=61, num_layers=layers, width=32, mlp_width=48, num_heads=4, num_kv_heads=2, head_dim=8
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def make(config: ModelConfig, dtype=jnp.float32) -> Decoder:
+    """A decoder on the current mesh whose attention is uneven, filled by numpy: nothing to compile."""
+    random = np.random.default_rng(0)
+
+    def fill(leaf):
+        norm = leaf.ndim < 3 and leaf.shape[0] != 128
+        x = np.ones(leaf.shape) if norm else 0.2 * random.standard_normal(leaf.shape)
+        return jax.device_put(x.astype(dtype), leaf.sharding.spec)
+
+    return jax.tree.map(fill, jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
+
+
+@pytest.fixture(scope="module")
+def model():
+    with use_mesh():
+        return make(config(qk_norm=True))
+
+
+def ids(batch: int, t: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 61, (batch, t), dtype=np.int32)
+
+
+def logits(model, tokens):
+    return model.logits(model.hidden(tokens))
+
+
+def test_the_program_does_not_grow_with_depth():
+    """So compile time does not either."""
+
+    def lines(layers, dtype=jnp.float32):
+        def program(tokens):
+            return logits(Decoder(config(layers), rngs=nnx.Rngs(0), dtype=dtype), tokens)
+
+        return str(jax.jit(program).trace(put(ids(2, 8))).lower().as_text()).count("\n")
+
+    with use_mesh():
+        assert lines(2) == lines(32)
+
+
+def test_random_weights_are_those_of_one_device_with_the_shapes_that_eval_shape_gives():
+    def build():
+        return Decoder(config(1, attention_bias=True, tied=True), rngs=nnx.Rngs(0))
+
+    with use_mesh():
+        alone = jax.jit(build)()
+    with jax.set_mesh(make_mesh(data=2, fsdp=2, tensor=2)):
+        abstract, arrays = jax.eval_shape(build), jax.jit(build)()
+    assert jax.tree.structure(abstract) == jax.tree.structure(arrays)
+    for shape, array, other in zip(*map(jax.tree.leaves, (abstract, arrays, alone)), strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+        assert shape.sharding.spec == array.sharding.spec
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(other))
+
+
+def test_layers_are_gathered_one_at_a_time():
+    layers = 5
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        built = make(config(layers))
+        text = jax.jit(logits).lower(built, put(ids(8, 16), BATCH, None)).compile().as_text()
+    assert text is not None
+    gathered = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather", text)
+    assert gathered
+    # a stack would have the layer axis in front
+    assert not [shape for shape in gathered if shape.startswith(f"{layers},")], gathered
+
+
+def test_tensor_parallel_layers_only_reduce():
+    with jax.set_mesh(make_mesh(tensor=2)):
+        built = make(config())
+        tokens = put(ids(2, 16))
+        hidden = jax.jit(lambda model, tokens: model.hidden(tokens))
+        text = hidden.lower(built, tokens).compile().as_text()
+    assert text is not None
+    found = re.findall(r" (all-\w+|reduce-scatter|collective-permute)(?:-start)?\(", text)
+    # the embedding, and the two projections of the scanned layer
+    assert found == ["all-reduce"] * 3
+
+
+def test_no_token_sees_a_later_one(model):
+    with use_mesh(model):
+        x = model.embed_tokens(put(ids(1, 12)))
+
+        @jax.jit
+        def hidden_at(x, t):
+            def attend(step, carry, xs):
+                return dense_attention(step.q, step.k, step.v), carry, None
+
+            y, _, _ = scan_layers(model, x, jnp.arange(12)[None], attend)
+            hidden = model.norm(y)
+            return (hidden.sum((0, 2)) * (jnp.arange(12) == t)).sum(), hidden
+
+        for t in (0, 5, 11):
+            gradient, y = jax.grad(hidden_at, has_aux=True)(x, t)
+            reached = np.abs(np.asarray(gradient)).sum((0, 2)) > 0
+            np.testing.assert_array_equal(reached, np.arange(12) <= t)
+        np.testing.assert_allclose(y, model.hidden(put(ids(1, 12))), atol=1e-5)
+
+
+def test_what_a_layer_shows_and_what_it_carries(model):
+    position = np.array([[4, 5, 6, -1], [0, 1, 2, 3]], np.int32)
+
+    def attend(step, carry, xs):
+        assert step.head.shape == (2,)
+        return step.q * xs, carry + step.layer, (step, xs)
+
+    with use_mesh(model):
+        x = model.embed_tokens(put(ids(2, 4)))
+        own = jnp.array([1.0, 2.0, 3.0])
+        y, carry, (step, xs) = jax.jit(
+            lambda model, x: scan_layers(model, x, put(position), attend, jnp.int32(10), own)
+        )(model, x)
+        assert carry == 10 + 0 + 1 + 2
+        np.testing.assert_array_equal(xs, own)
+        np.testing.assert_array_equal(step.layer, [0, 1, 2])
+        np.testing.assert_array_equal(step.position, np.stack([position] * 3))
+        assert y.shape == x.shape
+        # the first layer's input is x; its key is the key before RoPE, rotated by the true position
+        np.testing.assert_allclose(
+            step.hidden[0], x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-6), rtol=1e-5
+        )
+        angles = cos_sin(RopeConfig(), 8, put(position))
+        for layer in range(3):
+            np.testing.assert_allclose(rotate(step.k_pre[layer], angles), step.k[layer], atol=1e-6)
+        # QK-norm: every key has a mean square of one, before and after the rotation
+        np.testing.assert_allclose((step.k**2).mean(-1), 1, rtol=1e-3)
+
+
+def test_recomputing_layers_changes_no_gradient(model):
+    with use_mesh(model):
+        tokens = put(ids(2, 16))
+
+        def gradient(remat):
+            return jax.jit(jax.grad(lambda model: model.hidden(tokens, remat=remat).std()))(model)
+
+        for a, b in zip(jax.tree.leaves(gradient(True)), jax.tree.leaves(gradient(False)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_a_bfloat16_model_accumulates_in_float32():
+    with use_mesh():
+        built = make(config(), jnp.bfloat16)
+        hidden = built.hidden(put(ids(1, 8)))
+        out = built.logits(hidden)
+    assert hidden.dtype == jnp.bfloat16
+    assert out.dtype == jnp.float32
+    assert built.head is not None
+    table = np.asarray(built.head[...], np.float64)[:61]
+    np.testing.assert_allclose(out, np.asarray(hidden, np.float64) @ table.T, atol=1e-5)
+
+
+def test_the_vocabulary_is_padded_in_storage_only(model):
+    assert model.embed.shape == (128, 32)
+    with use_mesh(model):
+        assert logits(model, put(ids(1, 4))).shape == (1, 4, 61)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"tensor": 4}, "tensor axis has size 4, which does not divide the model's kv heads (2)"),
+        ({"tensor": 2}, "tensor axis has size 2, which does not divide the model's mlp width (45)"),
+        ({"fsdp": 8}, "fsdp axis has size 8, which does not divide the model's width (28)"),
+    ],
+)
+def test_a_mesh_that_does_not_divide_is_refused(shape, message):
+    with jax.set_mesh(make_mesh(**shape)), pytest.raises(UserError) as caught:
+        jax.eval_shape(lambda: Decoder(config(mlp_width=45, width=28), rngs=nnx.Rngs(0)))
+    assert message in str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_is_refused(model):
+    with jax.set_mesh(make_mesh(data=2, fsdp=2)):
+        built = jax.eval_shape(lambda: Decoder(config(), rngs=nnx.Rngs(0)))
+        with pytest.raises(
+            UserError, match=r"a batch of 3 does not divide over the mesh's data × fsdp = 4 shards"
+        ):
+            jax.eval_shape(logits, built, jax.ShapeDtypeStruct((3, 4), jnp.int32, sharding=P(None, None)))
