@@ -5,6 +5,7 @@ about equally long; a tile gathers one block of columns of the page table for ea
 be slower than dense attention (kernels.md).
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,8 +13,11 @@ from pallas_kernels import softmax
 from pallas_kernels.blocks import divisor, even
 
 QUERIES = 128
-ENTRIES = 512
-ELEMENTS = 1 << 17
+ENTRIES = 256
+"""Largest block of queries and of entries."""
+
+TILE = 1 << 18
+"""Numbers of keys and values that a tile gathers (1 MB of float32), and twice the logits that it makes."""
 
 
 def xla(q, pool, page_table, length, ring_length, ring_pages, new):
@@ -23,7 +27,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
     blocks, bq = even(t, QUERIES)
     q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
     ring_length = None if ring_length is None else jnp.repeat(ring_length, heads)
-    walk = _walk(pool, page_table.reshape(r, -1), length.reshape(r), ring_length, ring_pages)
+    walk = _walk(pool, page_table.reshape(r, -1), length.reshape(r), ring_length, ring_pages, g * bq)
 
     def block(x):
         tile = lax.dynamic_slice_in_dim(q, x * bq, bq, 2).reshape(r, g * bq, h)
@@ -41,8 +45,8 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
     return o, jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
 
 
-def _walk(pool, page_table, length, ring_length, ring_pages):
-    """A function of (query tile `[r q h]`, state) that returns the state after all stored entries."""
+def _walk(pool, page_table, length, ring_length, ring_pages, queries):
+    """A function of (block of queries `[r queries h]`, state) that returns the state after all stored entries."""
     r, columns = page_table.shape
     pages, page, width = pool.shape
     h = width // 2
@@ -54,7 +58,7 @@ def _walk(pool, page_table, length, ring_length, ring_pages):
     entries = jnp.where(length > 0, ring + length, ring_length)
     chunks, bc = even(columns, max(1, ENTRIES // page))
     bs = bc * page
-    br = divisor(r, ELEMENTS // (bs * width))
+    br = divisor(r, TILE // (bs * max(width, 2 * queries)))
     page_table = jnp.pad(page_table, ((0, 0), (0, chunks * bc - columns)))
     order = jnp.argsort(-entries)
     sizes = (entries[order].reshape(-1, br)[:, 0] + bs - 1) // bs
@@ -74,9 +78,14 @@ def _walk(pool, page_table, length, ring_length, ring_pages):
             place = chunk * bs + jnp.arange(bs)
             stored = jnp.where(place < ring, place < rows(ring_length)[:, None], place - ring < rows(length)[:, None])
             table = lax.dynamic_slice(page_table, (row, chunk * bc), (br, bc))
-            kv = pool.at[table].get(mode="clip").reshape(br, bs, width)
-            v = jnp.where(stored[..., None], kv[..., h:], 0)
-            logits = jnp.where(stored[:, None], softmax.logits(rows(q), kv[..., :h]), softmax.MASKED)
+
+            def side(start):
+                """Keys or values alone: cutting them from gathered pages would be another pass over memory."""
+                pages = jax.vmap(lambda p: lax.dynamic_slice(pool, (p, 0, start), (1, page, h)))(table.reshape(-1))
+                return pages.reshape(br, bs, h)
+
+            logits = jnp.where(stored[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)
+            v = jnp.where(stored[..., None], side(h), 0)
             tile = softmax.update(tuple(rows(a) for a in state), logits, v)
             return tuple(lax.dynamic_update_slice_in_dim(a, x, row, 0) for a, x in zip(state, tile, strict=True))
 
