@@ -9,7 +9,7 @@ from jaxtyping import Array, Shaped
 def even(length: int, largest: int) -> tuple[int, int]:
     """The number and the size of equal blocks, none above `largest`, that cover `length` with little excess.
 
-    Sizes are multiples of 16 (of the lanes of a CPU's vectors), or all of `length`.
+    Sizes are multiples of 16 (of the lanes of a CPU's vectors), as `largest` is, or all of `length`.
     """
     count = -(-length // largest)
     size = min(length, -(-length // (16 * count)) * 16)
@@ -33,7 +33,7 @@ def divisor(length: int, largest: int) -> int:
 class Blocks:
     """Groups of `bb` sequences and `kk` kv heads; blocks of `bq` of the `t` queries; tiles of `bk` of the `s` keys.
 
-    A block of queries is `[bb kk g·bq …]`: the group's query heads are stacked. Groups take sequences before heads, since
+    A block of queries is `[bb kk g·bq …]`: a kv head's query heads are stacked. Groups take sequences before heads, since
     one head keeps about equally much of all sequences. The queries are the last of the `s` indices. Where blocks do not
     fit exactly, the last one is moved back over the one before.
     """

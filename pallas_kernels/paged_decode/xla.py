@@ -1,8 +1,8 @@
 """`paged_decode` in XLA: a work list over rows and blocks of pages, as long as what is stored.
 
-A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that neighbours in a tile are
-about equally long; a tile gathers one block of columns of the page table for each. A padded gather of whole tables would
-be slower than dense attention (kernels.md).
+A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that those of a tile are about
+equally long; a tile gathers one block of the page table's columns for each of them. (Gathering whole tables, padded to the
+longest, is slower than dense attention.)
 """
 
 import jax
@@ -14,7 +14,7 @@ from pallas_kernels.blocks import divisor, even
 
 QUERIES = 128
 ENTRIES = 256
-"""Largest block of queries and of entries."""
+"""Largest block of queries and of entries (one page, where pages are larger)."""
 
 TILE = 1 << 18
 """Numbers of keys and values that a tile gathers (1 MB of float32), and twice the logits that it makes."""
@@ -26,18 +26,18 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
     r, g = b * heads, n // heads
     blocks, bq = even(t, QUERIES)
     q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
-    ring_length = None if ring_length is None else jnp.repeat(ring_length, heads)
-    walk = _walk(pool, page_table.reshape(r, -1), length.reshape(r), ring_length, ring_pages, g * bq)
+    ring_length = jnp.zeros_like(length) if ring_length is None else jnp.broadcast_to(ring_length[:, None], length.shape)
+    stored = _Stored(pool, page_table, length, ring_length, ring_pages, g * bq)
 
-    def block(x):
-        tile = lax.dynamic_slice_in_dim(q, x * bq, bq, 2).reshape(r, g * bq, h)
-        state = softmax.start(tile)
+    def block(i):
+        q_block = lax.dynamic_slice_in_dim(q, i * bq, bq, 2).reshape(r, g * bq, h)
+        state = softmax.start(q_block)
         if new is not None:
-            k, v = (a.reshape(r, t, h) for a in new)
-            i = jnp.tile(x * bq + jnp.arange(bq), g)[:, None]
-            logits = jnp.where(i >= jnp.arange(t), softmax.logits(tile, k), softmax.MASKED)
+            k, v = (x.reshape(r, t, h) for x in new)
+            index = jnp.tile(i * bq + jnp.arange(bq), g)[:, None]
+            logits = jnp.where(index >= jnp.arange(t), softmax.logits(q_block, k), softmax.MASKED)
             state = softmax.update(state, logits, v)
-        o, lse = softmax.finish(walk(tile, state))
+        o, lse = softmax.finish(stored.attend(q_block, state))
         return o.reshape(r, g, bq, h).astype(q.dtype), lse.reshape(r, g, bq)
 
     o, lse = lax.map(block, jnp.arange(blocks))
@@ -45,52 +45,62 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
     return o, jnp.moveaxis(lse, 0, 2).reshape(b, n, blocks * bq)[:, :, :t]
 
 
-def _walk(pool, page_table, length, ring_length, ring_pages, queries):
-    """A function of (block of queries `[r queries h]`, state) that returns the state after all stored entries."""
-    r, columns = page_table.shape
-    pages, page, width = pool.shape
-    h = width // 2
-    ring = ring_pages * page
-    if ring_length is None:
-        page_table, ring, ring_length = page_table[:, ring_pages:], 0, jnp.zeros_like(length)
-        columns -= ring_pages
-    # Ring and global columns are neighbours: one list of entries, of which a partly filled ring leaves some out.
-    entries = jnp.where(length > 0, ring + length, ring_length)
-    chunks, bc = even(columns, max(1, ENTRIES // page))
-    bs = bc * page
-    br = divisor(r, TILE // (bs * max(width, 2 * queries)))
-    page_table = jnp.pad(page_table, ((0, 0), (0, chunks * bc - columns)))
-    order = jnp.argsort(-entries)
-    sizes = (entries[order].reshape(-1, br)[:, 0] + bs - 1) // bs
-    ends = jnp.cumsum(sizes)
-    page_table, length, ring_length = page_table[order], length[order], ring_length[order]
+class _Stored:
+    """What the pages hold, as a list of tiles: `br` rows (sorted by length) and `bs` entries of each.
 
-    def walk(q, state):
-        q, state = q[order], tuple(a[order] for a in state)
+    A row's ring and global columns are neighbours, so its entries are one list, of which a partly filled ring leaves some
+    out.
+    """
 
-        def item(x, state):
-            group = jnp.sum(x >= ends)
-            row, chunk = group * br, x - ends[group] + sizes[group]
+    def __init__(self, pool, page_table, length, ring_length, ring_pages, queries):
+        r, columns = length.size, page_table.shape[2]
+        self.pool, (_, self.page, width) = pool, pool.shape
+        self.ring = ring_pages * self.page
+        length, ring_length = length.reshape(r), ring_length.reshape(r)
+        self.bc = max(1, min(columns, ENTRIES // self.page))
+        self.bs = self.bc * self.page
+        self.br = divisor(r, TILE // (self.bs * max(width, 2 * queries)))
 
-            def rows(a):
-                return lax.dynamic_slice_in_dim(a, row, br)
+        start = jnp.where(ring_length > 0, 0, self.ring // self.bs)
+        stop = jnp.where(length > 0, self.ring + length, ring_length)
+        stop = (stop + self.bs - 1) // self.bs
+        self.order = jnp.argsort(start - stop)
+        self.length, self.ring_length = length[self.order], ring_length[self.order]
+        table = jnp.pad(page_table.reshape(r, columns), ((0, 0), (0, -columns % self.bc)))
+        self.page_table = table[self.order]
+        self.first = start[self.order].reshape(-1, self.br).min(1)
+        tiles = jnp.maximum(stop[self.order].reshape(-1, self.br).max(1) - self.first, 0)
+        self.ends = jnp.cumsum(tiles)
+        self.starts = self.ends - tiles
 
-            place = chunk * bs + jnp.arange(bs)
-            stored = jnp.where(place < ring, place < rows(ring_length)[:, None], place - ring < rows(length)[:, None])
-            table = lax.dynamic_slice(page_table, (row, chunk * bc), (br, bc))
+    def _tile(self, x, q, state):
+        group = jnp.sum(x >= self.ends)
+        column = self.first[group] + x - self.starts[group]
 
-            def side(start):
-                """Keys or values alone: cutting them from gathered pages would be another pass over memory."""
-                pages = jax.vmap(lambda p: lax.dynamic_slice(pool, (p, 0, start), (1, page, h)))(table.reshape(-1))
-                return pages.reshape(br, bs, h)
+        def rows(a):
+            return lax.dynamic_slice_in_dim(a, group * self.br, self.br)
 
-            logits = jnp.where(stored[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)
-            v = jnp.where(stored[..., None], side(h), 0)
-            tile = softmax.update(tuple(rows(a) for a in state), logits, v)
-            return tuple(lax.dynamic_update_slice_in_dim(a, x, row, 0) for a, x in zip(state, tile, strict=True))
+        place = column * self.bs + jnp.arange(self.bs)
+        in_ring = place < jnp.minimum(rows(self.ring_length), self.ring)[:, None]
+        in_global = (place >= self.ring) & (place < self.ring + rows(self.length)[:, None])
+        table = lax.dynamic_slice_in_dim(rows(self.page_table), column * self.bc, self.bc, 1)
+        h = q.shape[-1]
 
-        state = lax.fori_loop(0, ends[-1], item, state)
-        back = jnp.argsort(order)
+        def side(start):
+            """Keys or values alone: cutting them out of gathered pages would be another pass over memory."""
+            size = (1, self.page, h)
+            pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
+            return pages.reshape(self.br, self.bs, h)
+
+        seen = in_ring | in_global
+        logits = jnp.where(seen[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)
+        values = jnp.where(seen[..., None], side(h), 0)
+        tile = softmax.update(tuple(map(rows, state)), logits, values)
+        return jax.tree.map(lambda a, x: lax.dynamic_update_slice_in_dim(a, x, group * self.br, 0), state, tile)
+
+    def attend(self, q, state):
+        """The state of queries `[r queries h]` after all stored entries."""
+        q, state = q[self.order], tuple(a[self.order] for a in state)
+        state = lax.fori_loop(0, self.ends[-1], lambda x, state: self._tile(x, q, state), state)
+        back = jnp.argsort(self.order)
         return tuple(a[back] for a in state)
-
-    return walk

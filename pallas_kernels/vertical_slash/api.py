@@ -47,7 +47,7 @@ def vertical_slash(
     if log_gate is not None:
         log_gate = log_gate.astype(jnp.float32)
     q, k, v, end, log_gate = alike(q, k, v, end, log_gate)
-    return call(q, k, v, end, log_gate, window)
+    return call(q, k, v, end, log_gate, min(window, k.shape[2]))
 
 
 def _check(q, k, v, end, log_gate, window):
