@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import reshard
 from jaxtyping import Array
 
 from kvjax.mesh import P
@@ -93,8 +92,9 @@ def from_hf(path: str, x: Array, shape: tuple[int, ...], spec: tuple[Any, ...]) 
 
 
 def to_hf(path: str, x: Array) -> Array:
-    """The file's tensor from one layer's parameter, whole on every device."""
-    inputs, shape = LAYER[path].inputs, x.shape
-    x = reshard(x, P(*[None] * x.ndim))
+    """The file's tensor from one layer's parameter; the inverse of `from_hf`."""
+    inputs, shape, spec = LAYER[path].inputs, x.shape, jax.typeof(x).sharding.spec
     order = range(len(shape))
-    return jnp.transpose(x, (*order[inputs:], *order[:inputs])).reshape(hf_shape(path, shape))
+    x = jnp.transpose(x, (*order[inputs:], *order[:inputs]))
+    axes = (spec[inputs], spec[0]) if inputs else (spec[0],)
+    return jnp.reshape(x, hf_shape(path, shape), out_sharding=P(*axes))

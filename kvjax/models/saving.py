@@ -1,8 +1,8 @@
 """Models to Hugging Face folders."""
 
-import functools
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -23,7 +23,7 @@ from kvjax.models.names import TOP, by_path, layer_name, to_hf
 from kvjax.models.tensor_files import INDEX, SINGLE
 
 FILE_BYTES = 2 << 30
-"""A saved file is closed when it has reached this size."""
+"""A saved file has at most this size, unless one layer or the embedding is larger."""
 
 Arrays = dict[str, Array]
 
@@ -68,50 +68,60 @@ def save_model(
 
 @jax.jit
 def _take_layer(layers: Arrays, index: Int[Array, ""]) -> Arrays:
-    """One layer as the files hold it, whole on every device."""
+    """One layer as the files hold it."""
     return {path: to_hf(path, stack[index]) for path, stack in layers.items()}
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _take_top(top: Arrays, vocab_size: int) -> Arrays:
-    whole = {path: reshard(x, P(*[None] * x.ndim)) for path, x in top.items()}
-    return {path: x[:vocab_size] if x.ndim == 2 else x for path, x in whole.items()}
+@jax.jit
+def _gather(x: Array) -> Array:
+    return reshard(x, P(*[None] * x.ndim))
+
+
+def _host(x: Array) -> np.ndarray:
+    """The whole array; parts that other processes hold are gathered first."""
+    return np.asarray(x if x.is_fully_addressable else _gather(x))
+
+
+def _parts(model: Decoder) -> Iterator[dict[str, np.ndarray]]:
+    """The file's tensors: those that are no layer's, then each layer's. Every process must take part."""
+    leaves, _ = by_path(model)
+    top = {TOP[path]: _host(x) for path, x in leaves.items() if path in TOP}
+    yield {name: x[: model.config.vocab_size] if x.ndim == 2 else x for name, x in top.items()}
+    layers = {path: x for path, x in leaves.items() if path not in TOP}
+    for index in range(model.config.num_layers):
+        layer = _take_layer(layers, np.int32(index))
+        yield {layer_name(path, index): _host(x) for path, x in layer.items()}
+
+
+def _bytes(tensors: dict[str, np.ndarray]) -> int:
+    return sum(x.nbytes for x in tensors.values())
 
 
 def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
-    """The weights in files of about `FILE_BYTES`, a whole number of layers in each, with an index if they are several.
+    """The weights in files of at most `FILE_BYTES`, with an index if they are several."""
+    files: list[list[str]] = []
+    total, pending = 0, {}
 
-    Processes that do not write take part: taking a tensor off the mesh needs them all.
-    """
-    leaves, _ = by_path(model)
-    layers = {path: x for path, x in leaves.items() if path not in TOP}
-    top = {path: x for path, x in leaves.items() if path in TOP}
-    layer_bytes = sum(x.nbytes for x in layers.values()) // model.config.num_layers
-    per_file = max(FILE_BYTES // max(layer_bytes, 1), 1)
-    starts = range(0, model.config.num_layers, per_file)
-    small = len(starts) == 1 and sum(x.nbytes for x in leaves.values()) <= FILE_BYTES
-    count = 1 if small else len(starts) + 1
-    weight_map, total = {}, 0
-
-    def write(number, tensors):
-        nonlocal total
-        name = SINGLE if small else f"model-{number:05}-of-{count:05}.safetensors"
-        weight_map.update(dict.fromkeys(tensors, name))
-        total += sum(x.nbytes for x in tensors.values())
+    def write():
         if writes:
-            _write_file(folder / name, tensors)
+            _write_file(folder / f"{len(files)}.safetensors", pending)
+        files.append(list(pending))
 
-    tensors = {TOP[path]: np.asarray(x) for path, x in _take_top(top, model.config.vocab_size).items()}
-    if not small:
-        write(1, tensors)
-        tensors = {}
-    for number, start in enumerate(starts, 2):
-        for index in range(start, min(start + per_file, model.config.num_layers)):
-            layer = _take_layer(layers, np.int32(index))
-            tensors |= {layer_name(path, index): np.asarray(x) for path, x in layer.items()}
-        write(number, tensors)
-        tensors = {}
-    if writes and not small:
+    for part in _parts(model):
+        if pending and _bytes(pending) + _bytes(part) > FILE_BYTES:
+            write()
+            pending = {}
+        pending |= part
+        total += _bytes(part)
+    write()
+    if not writes:
+        return
+    names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    names = names if len(files) > 1 else [SINGLE]
+    for number, name in enumerate(names):
+        (folder / f"{number}.safetensors").rename(folder / name)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
