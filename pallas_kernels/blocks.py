@@ -1,5 +1,8 @@
 """Cutting attention into blocks, in XLA."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,7 +22,7 @@ def even(length: int, largest: int) -> tuple[int, int]:
 def block_size(length: int, smallest: int) -> int:
     """The largest block for a sequence of `length`: a 32nd of it, within [`smallest`, 256].
 
-    Large blocks lose fewer instructions between products and occupy more threads; small ones waste less beyond the mask's
+    Large blocks lose less time between products and occupy more threads; small ones compute less beyond the mask's
     edges and stay in cache. Measured on two CPU cores at lengths from 256 to 16K.
     """
     return min(max(length // 32 // 16 * 16, smallest), 256)
@@ -33,9 +36,9 @@ def divisor(length: int, largest: int) -> int:
 class Blocks:
     """Groups of `bb` sequences and `kk` kv heads; blocks of `bq` of the `t` queries; tiles of `bk` of the `s` keys.
 
-    A block of queries is `[bb kk g·bq …]`: a kv head's query heads are stacked. Groups take sequences before heads, since
-    one head keeps about equally much of all sequences. The queries are the last of the `s` indices. Where blocks do not
-    fit exactly, the last one is moved back over the one before.
+    A block of queries is `[bb kk g·bq …]`: a kv head's query heads are stacked. Groups take sequences before heads,
+    since a head keeps about as much of one sequence as of another. The queries are the last of the `s` indices. Where
+    blocks do not fit exactly, the last one is moved back over the one before.
     """
 
     def __init__(self, q, k, *, queries: int, keys: int):
@@ -77,7 +80,9 @@ class Blocks:
         block = block.reshape(self.bb, self.kk, self.g, self.bq, *x.shape[4:]).astype(x.dtype)
         return lax.dynamic_update_slice(x, block, self._query_corner(x, group, i))
 
-    def slice_keys(self, x: Shaped[Array, "b k s ..."], group, start, size) -> Shaped[Array, "bb kk size ..."]:
+    def slice_keys(
+        self, x: Shaped[Array, "b k s ..."], group, start, size
+    ) -> Shaped[Array, "bb kk size ..."]:
         rest = x.shape[3:]
         return lax.dynamic_slice(
             x, (*self._corner(group), start, *(0 for _ in rest)), (self.bb, self.kk, size, *rest)
@@ -92,7 +97,7 @@ class Blocks:
             x, self.keys(x, group, j) + tile, (*self._corner(group), start, *(0 for _ in x.shape[3:]))
         )
 
-    def loop(self, step, carry):
+    def loop(self, step: Callable[[Any, Any, Any], Any], carry: Any) -> Any:
         """`step(group, i, carry)` over all groups and all blocks of queries."""
 
         def blocks(group, carry):

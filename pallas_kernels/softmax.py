@@ -22,7 +22,8 @@ def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array,
 
 def start(q: Float[Array, "*r q h"]) -> State:
     """The state before any key."""
-    return jnp.full_like(q[..., 0], MASKED, jnp.float32), *(jnp.zeros_like(x, jnp.float32) for x in (q[..., 0], q))
+    row = jnp.zeros_like(q[..., 0], jnp.float32)
+    return row + MASKED, row, jnp.zeros_like(q, jnp.float32)
 
 
 def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -> State:

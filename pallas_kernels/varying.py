@@ -1,17 +1,15 @@
 """Loop carries inside `shard_map`: what they start from must vary over the same mesh axes as what replaces them."""
 
-from typing import TypeVar
+from typing import Any
 
 import jax
-
-T = TypeVar("T")
 
 
 def _axes(x: jax.Array) -> frozenset:
     return jax.typeof(x).manual_axis_type.varying
 
 
-def alike(*arrays: T) -> tuple[T, ...]:
+def alike(*arrays: Any) -> Any:
     """The given pytrees, every array marked as varying over the union of the mesh axes that any of them varies over.
 
     Nothing is computed or moved, and outside `shard_map` nothing happens at all.

@@ -65,4 +65,6 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new):
     if ring_length is not None and ring_length.shape != (b,):
         raise ValueError(f"paged_decode: ring_length is {ring_length.shape}, but there are {b} sequences")
     if new is not None and any(x.shape != (b, heads, t, h) for x in new):
-        raise ValueError(f"paged_decode: new is {[x.shape for x in new]}, but q {q.shape} needs {(b, heads, t, h)}")
+        raise ValueError(
+            f"paged_decode: new is {[x.shape for x in new]}, but q {q.shape} needs {(b, heads, t, h)}"
+        )

@@ -1,8 +1,8 @@
 """`paged_decode` in XLA: a work list over rows and blocks of pages, as long as what is stored.
 
-A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that those of a tile are about
-equally long; a tile gathers one block of the page table's columns for each of them. (Gathering whole tables, padded to the
-longest, is slower than dense attention.)
+A row is one (sequence, kv head). Rows are sorted by length and taken a few at a time, so that those of a tile are
+about equally long; a tile gathers one block of the page table's columns for each of them. (Gathering whole tables,
+padded to the longest, is slower than dense attention.)
 """
 
 import jax
@@ -26,7 +26,8 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
     r, g = b * heads, n // heads
     blocks, bq = even(t, QUERIES)
     q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
-    ring_length = jnp.zeros_like(length) if ring_length is None else jnp.broadcast_to(ring_length[:, None], length.shape)
+    ring_length = jnp.zeros(b, int) if ring_length is None else ring_length
+    ring_length = jnp.broadcast_to(ring_length[:, None], length.shape)
     stored = _Stored(pool, page_table, length, ring_length, ring_pages, g * bq)
 
     def block(i):
@@ -48,8 +49,8 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
 class _Stored:
     """What the pages hold, as a list of tiles: `br` rows (sorted by length) and `bs` entries of each.
 
-    A row's ring and global columns are neighbours, so its entries are one list, of which a partly filled ring leaves some
-    out.
+    A row's ring and global columns are neighbours, so its entries are one list, of which a partly filled ring leaves
+    some out.
     """
 
     def __init__(self, pool, page_table, length, ring_length, ring_pages, queries):
@@ -95,8 +96,11 @@ class _Stored:
         seen = in_ring | in_global
         logits = jnp.where(seen[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)
         values = jnp.where(seen[..., None], side(h), 0)
-        tile = softmax.update(tuple(map(rows, state)), logits, values)
-        return jax.tree.map(lambda a, x: lax.dynamic_update_slice_in_dim(a, x, group * self.br, 0), state, tile)
+        m, l, o = map(rows, state)
+        tile = softmax.update((m, l, o), logits, values)
+        return jax.tree.map(
+            lambda a, x: lax.dynamic_update_slice_in_dim(a, x, group * self.br, 0), state, tile
+        )
 
     def attend(self, q, state):
         """The state of queries `[r queries h]` after all stored entries."""

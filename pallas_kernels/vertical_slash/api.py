@@ -55,12 +55,16 @@ def _check(q, k, v, end, log_gate, window):
         raise ValueError(f"vertical_slash: window is {window}, but a query always sees itself: at least 1")
     b, n, t, h = q.shape
     if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (b, h):
-        raise ValueError(f"vertical_slash: k {k.shape} and v {v.shape} must both be [b={b} k s h={h}], as q {q.shape}")
+        raise ValueError(
+            f"vertical_slash: k {k.shape} and v {v.shape} must both be [b={b} k s h={h}], as q {q.shape}"
+        )
     heads, s = k.shape[1:3]
     if n % heads:
         raise ValueError(f"vertical_slash: {n} query heads are not a multiple of {heads} kv heads")
     if t > s:
-        raise ValueError(f"vertical_slash: {t} queries for {s} keys; the queries are the last of the same indices")
+        raise ValueError(
+            f"vertical_slash: {t} queries for {s} keys; the queries are the last of the keys' indices"
+        )
     for name, x in (("end", end), ("log_gate", log_gate)):
         if x is not None and x.shape != (b, heads, s):
             raise ValueError(f"vertical_slash: {name} is {x.shape}, but k {k.shape} needs {(b, heads, s)}")

@@ -63,7 +63,7 @@ def _forward(window, q, k, v, log_gate):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def causal(window, q, k, v, log_gate):
+def causal(window, q, k, v, log_gate) -> tuple[jax.Array, jax.Array]:
     """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]`, lse `[b k g t]`."""
     return _forward(window, q, k, v, log_gate)
 
@@ -83,7 +83,8 @@ def _backward(window, saved, cotangents):
 
     def block(group, i, grads):
         q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
-        lse_block = jnp.where(walk.query_owned[i], lse_block, jnp.inf)  # p = 0: these queries are counted elsewhere
+        # An infinite log-sum-exp makes p = 0, so that no query counts twice.
+        lse_block = jnp.where(walk.query_owned[i], lse_block, jnp.inf)
 
         def tile(j, carry):
             dq, dk, dv, dg = carry

@@ -63,7 +63,9 @@ def _sparse(q, k, v, end, log_gate, window):
             seen = (key[:, :, None] <= jnp.minimum(query, stop - 1)[:, None]) & (
                 key[:, :, None] > (query - window)[:, None]
             )
-            return softmax.update(state, jnp.where(seen, softmax.logits(q_block, k_tile), softmax.MASKED), v_tile)
+            return softmax.update(
+                state, jnp.where(seen, softmax.logits(q_block, k_tile), softmax.MASKED), v_tile
+            )
 
         def kept(j, state):
             x = softmax.logits(q_block, walk.keys(k_kept, group, j))
