@@ -12,13 +12,12 @@ from kvjax.errors import UserError
 BUILTIN = "builtin"
 """The name of the small model that comes with the package."""
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
+    *_VOCABULARIES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
@@ -72,9 +71,13 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     Raises:
         UserError: no such folder, or one without a tokenizer that can be read.
     """
+    folder = find_folder(path_or_hub_id)
+    # without a vocabulary transformers may make an empty tokenizer up
+    if not any((folder / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"{folder}: no tokenizer, expected {' or '.join(_VOCABULARIES)}")
+
     from transformers import AutoTokenizer
 
-    folder = find_folder(path_or_hub_id)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:

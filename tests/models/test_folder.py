@@ -1,0 +1,46 @@
+"""Finding a model's folder, and its tokenizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models import load_tokenizer
+from kvjax.models.folder import find_folder
+from tests.models.cases import QWEN3
+
+BUILTIN = Path(__file__).parents[2] / "kvjax" / "builtin" / "model"
+
+
+def test_a_folder_is_itself(tmp_path, monkeypatch):
+    assert find_folder(tmp_path) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    # a folder wins over a hub id that is spelled alike
+    assert find_folder("owner/model") == Path("owner/model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert find_folder("~/owner") == tmp_path / "owner"
+
+
+@pytest.mark.parametrize("name", ["missing", "./a/b", "/a/b", "a/b/c", Path("a/b")])
+def test_what_is_no_hub_id_is_a_missing_folder(name):
+    with pytest.raises(UserError, match="no such folder$"):
+        find_folder(name)
+
+
+def test_the_tokenizer_of_a_model():
+    tokenizer = load_tokenizer(BUILTIN)
+    text = "def f(x):\n    return x"
+    assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_folders_without_a_tokenizer(tmp_path):
+    # for Qwen transformers would make an empty one up
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    with pytest.raises(UserError, match=r"no tokenizer, expected tokenizer\.json or"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
