@@ -33,7 +33,7 @@ def score(
     task: Task,
     length: int,
     samples: int,
-    judge: Callable[[Decoder, np.ndarray], Judged] | None = None,
+    judge: Callable[..., Judged] | None = None,
 ) -> dict[str, float]:
     """Share of answer tokens that are the likeliest, by kind of question and in all; for text bits per byte.
 
@@ -63,7 +63,7 @@ def score(
 
 
 def one_full_head(
-    model: Decoder, tokens: np.ndarray, full: np.ndarray, sink: int = 4, window: int = 16
+    model: Decoder, tokens: jax.Array, full: jax.Array, sink: int = 4, window: int = 16
 ) -> Judged:
     """`cross_entropy` when only the kv heads that are True in `full` [l k] see more than first and last tokens."""
 
@@ -86,7 +86,7 @@ def one_full_head(
         model.embed_tokens(tokens),
         reshard(position, P(BATCH, None)),
         attend,
-        xs=reshard(jnp.asarray(full), P(None, "tensor")),
+        xs=reshard(full, P(None, "tensor")),
     )
     return judged(model, model.norm(x), tokens)
 
