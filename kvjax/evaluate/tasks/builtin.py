@@ -43,7 +43,7 @@ def split_files(packaged: str) -> dict[str, str]:
 
 def encode_files(tokenizer: "Tokenizer", sources: Iterable[str]) -> Tokens:
     """Token ids of the sources, one after another, each ended by `<|end|>`."""
-    end = as_tokens([tokenizer.token_to_id("<|end|>")])
+    end = as_tokens([tokenizer.get_vocab()["<|end|>"]])
     encodings = tokenizer.encode_batch(list(sources), add_special_tokens=False)
     return np.concatenate([piece for e in encodings for piece in (as_tokens(e.ids), end)])
 

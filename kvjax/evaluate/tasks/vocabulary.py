@@ -47,15 +47,19 @@ class Vocabulary:
 
         Raises `UserError` naming those that are missing.
         """
-        ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-        missing = [token for token, i in ids.items() if i is None]
+        known = tokenizer.get_vocab()
+        missing = [token for token in SPECIAL_TOKENS if token not in known]
         if missing:
             raise UserError(
                 f"the built-in tasks need the built-in tokenizer; this one has no {', '.join(missing)}"
             )
+        ids = {token: known[token] for token in SPECIAL_TOKENS}
         ordinary = min(ids.values())
         # In a byte-level vocabulary every character of a token stands for one byte.
-        pieces = [tokenizer.id_to_token(i) for i in range(ordinary)]
+        token_bytes = np.zeros(ordinary, np.int32)
+        for token, i in known.items():
+            if i < ordinary:
+                token_bytes[i] = len(token)
         return cls(
             ordinary=ordinary,
             begin=ids["<|begin|>"],
@@ -65,7 +69,7 @@ class Vocabulary:
             question=ids["<|question|>"],
             types=(ids["<|F|>"], ids["<|S|>"], ids["<|R|>"]),
             copy=ids["<|copy|>"],
-            token_bytes=np.array([len(piece) for piece in pieces], np.int32),
+            token_bytes=token_bytes,
         )
 
     def bytes_of(self, tokens: np.ndarray) -> int:
