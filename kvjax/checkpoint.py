@@ -118,6 +118,7 @@ def export(folder: Path, tree: Any) -> None:
     Raises:
         UserError: the disk has not enough room for it.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     check_room(folder.parent, tree)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), _named(tree), force=True)

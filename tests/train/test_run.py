@@ -139,7 +139,12 @@ def test_two_processes_train_like_one(whole, tmp_path):
         )
         for index in range(2)
     ]
-    said = [process.communicate(timeout=300)[1] for process in both]
+    try:
+        said = [process.communicate(timeout=200)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
     assert [process.returncode for process in both] == [0, 0], said
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
