@@ -63,7 +63,7 @@ def _forward(window, q, k, v, log_gate):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def causal(window, q, k, v, log_gate) -> tuple[jax.Array, jax.Array]:
+def causal(window, q, k, v, log_gate):
     """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]`, lse `[b k g t]`."""
     return _forward(window, q, k, v, log_gate)
 

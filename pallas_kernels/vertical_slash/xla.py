@@ -4,6 +4,8 @@ A block of queries walks the local band of the original keys, then the visible p
 gathered in order so that causality is a count. Nothing of size t × s exists, and the work is what is visible.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,7 +21,8 @@ def xla(q, k, v, end, log_gate, window):
     b, n, t, h = q.shape
     heads = k.shape[1]
     q = q.reshape(b, heads, n // heads, t, h)
-    o, lse = causal(window, q, k, v, log_gate) if end is None else _sparse(q, k, v, end, log_gate, window)
+    out: Any = causal(window, q, k, v, log_gate) if end is None else _sparse(q, k, v, end, log_gate, window)
+    o, lse = out
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 

@@ -1,0 +1,260 @@
+"""`paged_decode`: what it means, that every implementation means it, and bugs that must be noticed."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from jaxtyping import config as jaxtyping_config
+
+from pallas_kernels.ordering import after
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
+from tests.pallas_kernels.closeness import assert_attention_close
+
+OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
+few = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+
+SHAPES = {  # b, n, k, t, h, page, columns, ring pages
+    "one": (3, 4, 2, 1, 8, 16, 9, 2),
+    "several tiles": (2, 4, 4, 1, 8, 4, 150, 3),
+    "page of one": (2, 2, 1, 3, 8, 1, 40, 5),
+    "no ring": (1, 4, 2, 2, 8, 16, 7, 0),
+    "chunk": (1, 2, 1, 130, 8, 16, 20, 1),
+}
+
+
+@functools.cache
+def compiled(implementation, ring_pages, ring, new):
+    """Of q, pool, page_table, length, ring_length, new; the last two left out unless `ring` and `new`."""
+
+    def call(q, pool, page_table, length, ring_length, pair):
+        return paged_decode(
+            q,
+            pool,
+            page_table,
+            length,
+            ring_length if ring else None,
+            ring_pages=ring_pages,
+            new=pair if new else None,
+            implementation=implementation,
+        )
+
+    return jax.jit(call)
+
+
+def cache(shape, ring_length, length, seed, dtype=jnp.float32):
+    """Arguments whose pages stand in the pool in any order; whatever is not stored is NaN, and whatever is no page of a
+    row lies beyond the pool."""
+    b, n, k, t, h, page, columns, ring_pages = shape
+    rng = np.random.default_rng(seed)
+    stored = np.zeros((b, k, columns * page), bool)
+    stored[:, :, : ring_pages * page] = np.arange(ring_pages * page) < np.reshape(ring_length, (b, 1, 1))
+    stored[:, :, ring_pages * page :] = np.arange((columns - ring_pages) * page) < np.reshape(
+        length, (b, k, 1)
+    )
+    used = stored.reshape(b, k, columns, page).any(-1)
+    pages = used.sum() + 5
+    page_table = np.full((b, k, columns), pages + 3)
+    page_table[used] = rng.permutation(pages)[: used.sum()]
+    pool = np.full((pages, page, 2 * h), np.nan)
+    pool[page_table[used]] = np.where(
+        stored.reshape(b, k, columns, page)[used][..., None],
+        rng.normal(size=(used.sum(), page, 2 * h)),
+        np.nan,
+    )
+    spare = b * k * columns + 5 - pages  # one shape of pool for all lengths, so that one program serves them
+    pool = np.concatenate([pool, np.full((spare, page, 2 * h), np.nan)])
+    page_table[~used] = len(pool) + 3
+    q, *new = (rng.normal(size=x) for x in ((b, n, t, h), (b, k, t, h), (b, k, t, h)))
+    return (
+        jnp.asarray(q, dtype),
+        jnp.asarray(pool, dtype),
+        jnp.asarray(page_table, jnp.int32),
+        jnp.asarray(np.reshape(length, (b, k)), jnp.int32),
+        jnp.asarray(ring_length, jnp.int32),
+        tuple(jnp.asarray(x, dtype) for x in new),
+    )
+
+
+def draw_lengths(data, shape):
+    """Of the rings and of the global regions: nothing, one, a page and its neighbours, everything, or any number."""
+    b, _, k, _, _, page, columns, ring_pages = shape
+
+    def length(largest):
+        named = {0, 1, page - 1, page, page + 1, largest}
+        return st.sampled_from(sorted(x for x in named if x <= largest)) | st.integers(0, largest)
+
+    ring = data.draw(st.lists(length(ring_pages * page), min_size=b, max_size=b))
+    return ring, data.draw(st.lists(length((columns - ring_pages) * page), min_size=b * k, max_size=b * k))
+
+
+def check(implementation, shape, ring_length, length, seed, ring=True, new=True, dtype=jnp.float32):
+    arguments = cache(shape, ring_length, length, seed, dtype)
+    expected = compiled("reference", shape[-1], ring, new)(*arguments)
+    assert_attention_close(compiled(implementation, shape[-1], ring, new)(*arguments), expected)
+
+
+def test_reference_means_the_formula():
+    b, n, k, t, h, page, _, ring_pages = shape = (2, 4, 2, 2, 3, 2, 4, 2)
+    q, pool, page_table, length, ring_length, new = cache(shape, [3, 0], [0, 3, 0, 4], 0)
+    for ring, with_new in ((True, True), (False, False)):
+        o, lse = compiled("reference", ring_pages, ring, with_new)(
+            q, pool, page_table, length, ring_length, new
+        )
+        for row, head, i in np.ndindex(b, n, t):
+            kv = head // (n // k)
+            places = [*range(int(ring_length[row]) if ring else 0)]
+            places += [ring_pages * page + x for x in range(int(length[row, kv]))]
+            entries = [pool[page_table[row, kv, x // page], x % page] for x in places]
+            if with_new:
+                entries += [jnp.concatenate([x[row, kv, j] for x in new]) for j in range(i + 1)]
+            logits = [float(jnp.dot(q[row, head, i], x[:h])) / math.sqrt(h) for x in entries]
+            total = np.exp(logits).sum()
+            expected = sum(
+                (np.exp(x) * np.asarray(e[h:]) for x, e in zip(logits, entries, strict=True)), np.zeros(h)
+            )
+            np.testing.assert_allclose(o[row, head, i], expected / (total or 1), atol=1e-6)
+            np.testing.assert_allclose(lse[row, head, i], np.log(total) if total else -np.inf, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("ring", "new"), [(True, True), (False, False)])
+@few
+@given(data=st.data(), seed=st.integers(0, 2**16))
+def test_any_lengths(implementation, shape, ring, new, data, seed):
+    check(implementation, SHAPES[shape], *draw_lengths(data, SHAPES[shape]), seed, ring, new)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_bfloat16(implementation):
+    check(implementation, SHAPES["one"], [0, 5, 32], [0, 112, 3, 0, 17, 16], 0, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
+    """Each step writes one entry and attends; the pool is never copied."""
+    b, n, k, h, page, columns, ring_pages, steps = 4, 8, 4, 16, 8, 6, 1, 5
+    shards, spec, pools = 8, P(("data", "fsdp"), "tensor"), P(("data", "fsdp", "tensor"))
+    rng = np.random.default_rng(0)
+    per_shard = 512
+    pool = jnp.asarray(rng.normal(size=(shards * per_shard, page, 2 * h)), jnp.float32)
+    # Rows of shard (i, j): sequence i, kv heads 2j and 2j + 1.
+    table = [
+        [rng.permutation(per_shard)[: 2 * columns].reshape(2, columns) for _ in range(2)] for _ in range(4)
+    ]
+    table = jnp.asarray(np.array(table).reshape(b, k, columns), jnp.int32)
+    length = jnp.asarray(rng.integers(0, (columns - ring_pages) * page - steps, (b, k)), jnp.int32)
+    ring_length = jnp.asarray([0, 3, 7, 8], jnp.int32)
+    q, *new = (jnp.asarray(rng.normal(size=(b, x, 1, h)), jnp.float32) for x in (n, k, k))
+
+    def local(implementation, q, pool, table, length, ring_length, k, v):
+        def step(carry, _):
+            q, pool, length = carry
+            out = paged_decode(
+                q,
+                pool,
+                table,
+                length,
+                ring_length,
+                ring_pages=ring_pages,
+                new=(k, v),
+                implementation=implementation,
+            )
+            place = after(length, out[1])
+            pages = jnp.take_along_axis(table, ring_pages + place[..., None] // page, 2)[..., 0]
+            pool = pool.at[pages, place % page].set(jnp.concatenate([k, v], -1)[:, :, 0])
+            return (q + out[0], pool, length + 1), out
+
+        (_, pool, _), out = jax.lax.scan(step, (q, pool, length), None, length=steps)
+        return pool, out
+
+    def run(implementation):
+        sharded = jax.shard_map(functools.partial(local, implementation), out_specs=(pools, P(None, *spec)))
+        return jax.jit(sharded, donate_argnums=1).lower(*arguments()).compile()
+
+    def arguments():
+        specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec)
+        # Copies, since the pool is given away.
+        return [
+            jax.device_put(np.array(x), s)
+            for x, s in zip((q, pool, table, length, ring_length, *new), specs, strict=True)
+        ]
+
+    mesh = jax.make_mesh(
+        (1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 3
+    )
+    with jax.set_mesh(mesh):
+        program = run(implementation)
+        actual_pool, actual = jax.device_get(program(*arguments()))
+        expected_pool, expected = jax.device_get(run("reference")(*arguments()))
+    np.testing.assert_array_equal(actual_pool, expected_pool)
+    for i in range(steps):
+        assert_attention_close(*jax.tree.map(lambda x: jnp.asarray(x[i]), (actual, expected)))  # noqa: B023
+    memory = program.memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < pool.nbytes / shards / 2
+
+
+def wrong_page(q, pool, page_table, *rest):
+    return IMPLEMENTATIONS["xla"](q, pool, page_table.at[0, 0, 2].set(page_table[0, 1, 2]), *rest)
+
+
+def one_entry_more(q, pool, page_table, length, *rest):
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length + 1, *rest)
+
+
+def ring_taken_for_full(q, pool, page_table, length, ring_length, ring_pages, new):
+    full = jnp.full_like(ring_length, ring_pages * pool.shape[1])
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, full, ring_pages, new)
+
+
+def new_not_seen(q, pool, page_table, length, ring_length, ring_pages, new):
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, ring_length, ring_pages, None)
+
+
+@pytest.mark.parametrize("bug", [wrong_page, one_entry_more, ring_taken_for_full, new_not_seen])
+def test_planted_bugs_are_noticed(monkeypatch, bug):
+    monkeypatch.setitem(IMPLEMENTATIONS, bug.__name__, bug)
+    with pytest.raises(AssertionError):
+        check(bug.__name__, SHAPES["one"], [0, 5, 32], [40, 111, 3, 0, 17, 16], 0)
+
+
+@pytest.fixture
+def shapes_unchecked():
+    """Lets the op's own messages be seen, which jaxtyping's would forestall."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"implementation": "triton"}, "'triton', only xla, reference"),
+        ({"q": jnp.zeros((1, 3, 1, 8))}, "3 query heads are not a multiple of 2"),
+        ({"pool": jnp.zeros((6, 4, 8))}, "pool is (6, 4, 8), but head_dim 8 needs [pages, page, 16]"),
+        ({"ring_pages": 4}, "4 ring pages in a page table of 3 columns"),
+        ({"length": jnp.zeros((2, 2), int)}, "length (2, 2)"),
+        ({"ring_length": jnp.zeros(2, int)}, "ring_length is (2,), but there are 1 sequences"),
+        ({"new": (jnp.zeros((1, 2, 2, 8)), jnp.zeros((1, 2, 1, 8)))}, "new is [(1, 2, 2, 8), (1, 2, 1, 8)]"),
+    ],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_are_one_line(change, message):
+    good = {
+        "q": jnp.zeros((1, 4, 1, 8)),
+        "pool": jnp.zeros((6, 4, 16)),
+        "page_table": jnp.zeros((1, 2, 3), int),
+        "length": jnp.zeros((1, 2), int),
+    }
+    with pytest.raises(ValueError, match="^paged_decode: ") as error:
+        paged_decode(**good | change)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

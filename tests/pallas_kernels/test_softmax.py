@@ -1,0 +1,35 @@
+"""Merging attention over disjoint sets of keys."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import softmax
+from pallas_kernels.softmax import merge
+from tests.pallas_kernels.closeness import assert_attention_close
+
+
+def attention(q, k, v):
+    o, lse = softmax.finish(softmax.update(softmax.start(q), softmax.logits(q, k), v))
+    return o.astype(q.dtype), lse
+
+
+def test_merge_of_two_parts_is_the_whole():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, 3, x, 8)), jnp.float32) for x in (4, 9, 9))
+    # Far apart, so that the parts' weights differ by many orders of magnitude in some rows.
+    k = k.at[0, :, :5].multiply(30)
+    parts = attention(q, k[:, :, :5], v[:, :, :5]), attention(q, k[:, :, 5:], v[:, :, 5:])
+    assert_attention_close(merge(*parts[0], *parts[1]), attention(q, k, v))
+
+
+def test_merge_with_nothing_changes_nothing():
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(1, 2, 3, 4)), jnp.bfloat16) for _ in range(3))
+    o, lse = attention(q, k, v)
+    nothing = jnp.zeros_like(o), jnp.full_like(lse, -jnp.inf)
+    for both in (merge(o, lse, *nothing), merge(*nothing, o, lse)):
+        np.testing.assert_array_equal(both[0], o)
+        np.testing.assert_array_equal(both[1], lse)
+    o, lse = merge(*nothing, *nothing)
+    assert not o.any()
+    assert bool(jnp.isneginf(lse).all())

@@ -1,0 +1,297 @@
+"""`vertical_slash`: what it means, that every implementation means it, its gradient, and bugs that must be noticed."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from jaxtyping import config as jaxtyping_config
+
+from pallas_kernels.vertical_slash import SAVED, vertical_slash
+from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
+from tests.pallas_kernels.closeness import assert_attention_close, assert_gradients_close
+
+FOREVER = jnp.iinfo(jnp.int32).max
+OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
+few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
+
+SHAPES = {  # b, n, k, t, s, h: whole prompts, a chunk after a ring, one query; lengths that no block divides
+    "square": (2, 4, 2, 96, 96, 16),
+    "long": (1, 2, 2, 300, 300, 8),
+    "chunk": (1, 8, 4, 40, 150, 16),
+    "one": (2, 2, 1, 1, 130, 8),
+}
+SPARSE = [
+    (shape, w)
+    for shape, ws in {"square": (1, 32), "long": (7, 64), "chunk": (1, 7, 1000), "one": (7,)}.items()
+    for w in ws
+]
+GATED = [("square", 7), ("square", 1000), ("long", 64), ("chunk", 1)]
+
+
+@functools.cache
+def compiled(implementation, window, gated):
+    """Of q, k, v, end, log_gate (left out unless `gated`)."""
+
+    def call(q, k, v, end, log_gate):
+        return vertical_slash(
+            q, k, v, end, window=window, log_gate=log_gate if gated else None, implementation=implementation
+        )
+
+    return jax.jit(call)
+
+
+def tensors(shape, seed, dtype=jnp.float32):
+    """q, k, v and a log_gate, of which a tenth is -inf."""
+    b, n, k, t, s, h = shape
+    rng = np.random.default_rng(seed)
+    q, key, value = (
+        jnp.asarray(rng.normal(size=x), dtype) for x in ((b, n, t, h), (b, k, s, h), (b, k, s, h))
+    )
+    gate = np.where(rng.random((b, k, s)) < 0.1, -np.inf, np.log(rng.random((b, k, s)) + 1e-3))
+    return q, key, value, jnp.asarray(gate, jnp.float32)
+
+
+KEPT = {
+    "none": lambda rng, shape: np.zeros(shape, bool),
+    "one": lambda rng, shape: np.arange(shape[-1]) == rng.integers(shape[-1]),
+    "all": lambda rng, shape: np.ones(shape, bool),
+    "uneven": lambda rng, shape: rng.random(shape) < rng.random((*shape[:2], 1)) ** 3,
+}
+
+
+def ends(shape, window, kept, seed):
+    """Keys kept as `kept` says, half of them for ever and half until a later index; and some that nobody sees."""
+    b, _, k, _, s, _ = shape
+    rng = np.random.default_rng(seed)
+    later = np.where(
+        rng.random((b, k, s)) < 0.5, FOREVER, np.arange(s) + window + rng.integers(0, s, (b, k, s))
+    )
+    end = np.where(KEPT[kept](rng, (b, k, s)), later, np.arange(s) + window)
+    padding = (np.arange(s) < rng.integers(0, s, (b, 1, 1)) // 2) | (rng.random((b, k, s)) < 0.05)
+    return jnp.asarray(np.where(padding, rng.integers(0, np.arange(s) + 1), end), jnp.int32)
+
+
+def test_reference_means_the_formula():
+    b, n, k, t, s, h, window = 1, 4, 2, 4, 7, 3, 2
+    q, key, value, gate = tensors((b, n, k, t, s, h), 0)
+    end = ends((b, n, k, t, s, h), window, "uneven", 0).at[0, 0, 3:].set(0)
+    o, lse = vertical_slash(q, key, value, end, window=window, log_gate=gate, implementation="reference")
+    empty = 0
+    for head in range(n):
+        for i in range(t):
+            index, kv = i + s - t, head // (n // k)
+            logits, values = [], []
+            for j in range(s):
+                if j <= index < int(end[0, kv, j]):
+                    bias = float(gate[0, kv, j]) if index >= j + window else 0.0
+                    logits.append(float(jnp.dot(q[0, head, i], key[0, kv, j])) / math.sqrt(h) + bias)
+                    values.append(np.asarray(value[0, kv, j], np.float64))
+            weights = np.exp(logits)
+            total = weights.sum()
+            empty += total == 0
+            expected = sum((w * x for w, x in zip(weights, values, strict=True)), np.zeros(h)) / (total or 1)
+            np.testing.assert_allclose(o[0, head, i], expected, atol=1e-6)
+            np.testing.assert_allclose(lse[0, head, i], np.log(total) if total else -np.inf, atol=1e-6)
+    assert empty  # the case of a query that sees nothing is among them
+
+
+def check_sparse(implementation, shape, window, kept, seed, gated=False, dtype=jnp.float32):
+    q, k, v, gate = tensors(shape, seed, dtype)
+    end = ends(shape, window, kept, seed)
+    never = (end <= jnp.arange(end.shape[-1]))[..., None]
+    expected = compiled("reference", window, gated)(q, k, v, end, gate)
+    k, v = (jnp.where(never, jnp.nan, x) for x in (k, v))
+    assert_attention_close(compiled(implementation, window, gated)(q, k, v, end, gate), expected)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(("shape", "window"), SPARSE)
+@few
+@given(kept=st.sampled_from(list(KEPT)), seed=st.integers(0, 2**16))
+def test_keys_with_an_end(implementation, shape, window, kept, seed):
+    check_sparse(implementation, SHAPES[shape], window, kept, seed)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@few
+@given(kept=st.sampled_from(list(KEPT)), seed=st.integers(0, 2**16))
+def test_keys_with_an_end_and_a_gate(implementation, kept, seed):
+    check_sparse(implementation, SHAPES["square"], 7, kept, seed, gated=True)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_bfloat16(implementation):
+    check_sparse(implementation, SHAPES["long"], 16, "uneven", 0, dtype=jnp.bfloat16)
+    q, k, v, gate = tensors(SHAPES["square"], 1, jnp.bfloat16)
+    arguments = (q, k, v, None, gate)
+    assert_attention_close(
+        compiled(implementation, 16, True)(*arguments), compiled("reference", 16, True)(*arguments)
+    )
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(("shape", "window"), GATED)
+@pytest.mark.parametrize("gated", [True, False])
+def test_causal(implementation, shape, window, gated):
+    if window == 1000 and not gated:
+        return  # without gates the window means nothing, and one is enough
+    for seed in range(3):
+        q, k, v, gate = tensors(SHAPES[shape], seed)
+        arguments = (q, k, v, None, gate)
+        assert_attention_close(
+            compiled(implementation, window, gated)(*arguments),
+            compiled("reference", window, gated)(*arguments),
+        )
+
+
+def gradients(implementation, window, arguments, weight):
+    """Of a weighted sum of o and lse, with respect to every argument that is there."""
+
+    def loss(arguments):
+        q, k, v, gate = arguments
+        o, lse = vertical_slash(q, k, v, window=window, log_gate=gate, implementation=implementation)
+        return jnp.sum(o * weight[0]) + jnp.sum(lse * weight[1])
+
+    return jax.jit(jax.grad(jax.checkpoint(loss)))(arguments)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(
+    ("shape", "window", "gated"),
+    [("long", 7, True), ("square", 1, True), ("chunk", 16, True), ("square", 7, False)],
+)
+def test_gradient_against_float64(implementation, shape, window, gated):
+    b, n, _, t, _, h = SHAPES[shape]
+    rng = np.random.default_rng(1)
+    *qkv, gate = tensors(SHAPES[shape], 2)
+    arguments = (*qkv, gate if gated else None)
+    weight = rng.normal(size=(b, n, t, h)), rng.normal(size=(b, n, t))
+    actual = gradients(implementation, window, arguments, jax.tree.map(jnp.float32, weight))
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
+        expected = jax.tree.map(np.asarray, gradients("reference", window, exact, weight))
+    assert_gradients_close(actual, expected)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_gradient_in_bfloat16(implementation):
+    """Its products take probabilities of 8 bits: 2% of the largest gradient. The gate's own gradient is float32."""
+    b, n, _, t, _, h = SHAPES["square"]
+    arguments = tensors(SHAPES["square"], 3, jnp.bfloat16)
+    weight = jnp.ones((b, n, t, h)), jnp.zeros((b, n, t))
+    actual = gradients(implementation, 7, arguments, weight)
+    expected = gradients("reference", 7, jax.tree.map(jnp.float32, arguments), weight)
+    assert [x.dtype for x in actual] == [x.dtype for x in arguments]
+    for x, y in zip(actual, expected, strict=True):
+        assert float(jnp.abs(x.astype(jnp.float32) - y).max()) <= 2e-2 * max(1, float(jnp.abs(y).max()))
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_on_a_mesh(implementation):
+    """Forward with ends, and the gradient through rematerialisation that saves o and lse by name."""
+    spec = P(("data", "fsdp"), "tensor")
+    *arguments, end = *tensors((4, 8, 4, 70, 70, 8), 0), ends((4, 8, 4, 70, 70, 8), 5, "uneven", 0)
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
+
+    def forward(q, k, v, gate, end):
+        return vertical_slash(q, k, v, end, window=5, log_gate=gate, implementation=implementation)
+
+    def loss(q, k, v, gate):
+        o, lse = vertical_slash(q, k, v, window=5, log_gate=gate, implementation=implementation)
+        return jnp.sin(o).sum(-1) + lse
+
+    def total(*x):
+        return jnp.sum(jax.shard_map(jax.checkpoint(loss, policy=policy), out_specs=spec)(*x))
+
+    mesh = jax.make_mesh(
+        (1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 3
+    )
+    with jax.set_mesh(mesh):
+        sharded = [jax.device_put(x, spec) for x in (*arguments, end)]
+        out = jax.jit(jax.shard_map(forward, out_specs=spec))(*sharded)
+        grads = jax.jit(jax.grad(total, (0, 1, 2, 3)))(*sharded[:4])
+    assert_attention_close(
+        jax.device_get(out), compiled("reference", 5, True)(*arguments[:3], end, arguments[3])
+    )
+    expected = jax.grad(lambda *x: jnp.sum(loss(*x)), (0, 1, 2, 3))(*arguments)
+    assert_gradients_close(jax.device_get(grads), expected)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_memory_stays_far_below_all_logits(implementation):
+    """At 2048 × 2048 one head's logits are 16 MB."""
+    shape = (1, 1, 1, 2048, 2048, 8)
+    q, k, v, gate = tensors(shape, 0)
+
+    def temporary(f, *x):
+        memory = jax.jit(f).lower(*x).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    call = functools.partial(vertical_slash, window=64, implementation=implementation)
+    assert temporary(call, q, k, v, ends(shape, 64, "all", 0)) < 4 << 20
+    assert (
+        temporary(jax.grad(lambda q, gate: call(q, k, v, log_gate=gate)[0].sum(), (0, 1)), q, gate) < 4 << 20
+    )
+
+
+def off_by_one_window(q, k, v, end, log_gate, window):
+    return IMPLEMENTATIONS["xla"](q, k, v, end, log_gate, window + 1)
+
+
+def kept_too_long(q, k, v, end, log_gate, window):
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.where(end < FOREVER, end + 1, end), log_gate, window)
+
+
+def padding_shown(q, k, v, end, log_gate, window):
+    k, v = (jnp.nan_to_num(x) for x in (k, v))
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.maximum(end, jnp.arange(end.shape[-1]) + 1), log_gate, window)
+
+
+def heads_shifted(q, k, v, end, log_gate, window):
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.roll(end, 1, 1), log_gate, window)
+
+
+@pytest.mark.parametrize("bug", [off_by_one_window, kept_too_long, padding_shown, heads_shifted])
+def test_planted_bugs_are_noticed(monkeypatch, bug):
+    monkeypatch.setitem(IMPLEMENTATIONS, bug.__name__, bug)
+    with pytest.raises(AssertionError):
+        check_sparse(bug.__name__, SHAPES["square"], 7, "uneven", 0)
+
+
+@pytest.fixture
+def shapes_unchecked():
+    """Lets the op's own messages be seen, which jaxtyping's would forestall."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 0}, "window is 0"),
+        ({"implementation": "cuda"}, "'cuda', only xla, reference"),
+        (
+            {"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8))},
+            "4 query heads are not a multiple of 3",
+        ),
+        ({"q": jnp.zeros((1, 4, 6, 8))}, "6 queries for 5 keys"),
+        ({"v": jnp.zeros((1, 2, 4, 8))}, "v (1, 2, 4, 8)"),
+        ({"end": jnp.zeros((1, 2, 4), int)}, "end is (1, 2, 4)"),
+        ({"log_gate": jnp.zeros((1, 4, 5))}, "log_gate is (1, 4, 5)"),
+    ],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_arguments_are_one_line(change, message):
+    kv = jnp.zeros((1, 2, 5, 8))
+    with pytest.raises(ValueError, match="^vertical_slash: ") as error:
+        vertical_slash(**{"q": jnp.zeros((1, 4, 5, 8)), "k": kv, "v": kv, "window": 3} | change)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
