@@ -124,5 +124,7 @@ def _prefill(
         implementation=implementation,
     )
     table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
+    if table.shape[-1] == 0:  # nothing can have left the ring
+        return near[0]
     far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
     return merge(*near, *far)[0]

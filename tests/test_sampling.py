@@ -128,7 +128,7 @@ def test_every_mesh_gives_the_same(model, tokens, fsdp, tensor):
     assert caches.stats(cache).pages == caches.stats(alone).pages
 
 
-def test_decode_holds_one_all_reduce_a_layer_and_no_other_collective_on_the_cache(model, tokens):
+def test_attention_over_the_cache_needs_no_collective():
     """Attention and the cache's bookkeeping are local to a shard (design.md §5)."""
     with jax.set_mesh(make_mesh(tensor=4)):
         split = tiny_model()
@@ -137,11 +137,10 @@ def test_decode_holds_one_all_reduce_a_layer_and_no_other_collective_on_the_cach
             policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=64, dtype=jnp.float32, capacity=64
         )
         one = jnp.zeros((1, 1), jnp.int32)
-        run = jax.jit(lambda p, pages, layers, step: attend_only(p, pages, layers, step))
+        first = jax.tree.map(lambda a: a[0], (policy.admission, cache.layers))
         step = jax.eval_shape(lambda: fake_step(one))
-        text = run.lower(
-            jax.tree.map(lambda a: a[0], policy.admission), cache.pages, jax.tree.map(lambda a: a[0], cache.layers), step
-        ).compile().as_text()  # fmt: skip
+        lowered = jax.jit(attend_only).lower(first[0], cache.pages, first[1], step)
+        text = lowered.compile().as_text()
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
         assert f" {collective}(" not in text
 

@@ -15,6 +15,7 @@ from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.models import Decoder, ModelConfig, scan_layers
 from kvjax.models.rope import RopeConfig, cos_sin, rotate
 from tests.models.pieces import dense_attention
+from tests.tiny_models import filled
 
 
 def config(layers: int = 3, **changes: Any) -> ModelConfig:
@@ -24,22 +25,10 @@ def config(layers: int = 3, **changes: Any) -> ModelConfig:
     return dataclasses.replace(sizes, **changes)
 
 
-def make(config: ModelConfig, dtype=jnp.float32) -> Decoder:
-    """A decoder on the current mesh whose attention is uneven, filled by numpy: nothing to compile."""
-    random = np.random.default_rng(0)
-
-    def fill(leaf):
-        norm = leaf.ndim < 3 and leaf.shape[0] != 128
-        x = np.ones(leaf.shape) if norm else 0.2 * random.standard_normal(leaf.shape)
-        return jax.device_put(x.astype(dtype), leaf.sharding.spec)
-
-    return jax.tree.map(fill, jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype)))
-
-
 @pytest.fixture(scope="module")
 def model():
     with use_mesh():
-        return make(config(qk_norm=True))
+        return filled(config(qk_norm=True))
 
 
 def ids(batch: int, t: int) -> np.ndarray:
@@ -81,7 +70,7 @@ def test_random_weights_are_those_of_one_device_with_the_shapes_that_eval_shape_
 def test_layers_are_gathered_one_at_a_time():
     layers = 5
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        built = make(config(layers))
+        built = filled(config(layers))
         text = jax.jit(logits).lower(built, put(ids(8, 16), BATCH, None)).compile().as_text()
     assert text is not None
     gathered = re.findall(r"= \(?\w+\[([\d,]*)\]\S* all-gather", text)
@@ -92,7 +81,7 @@ def test_layers_are_gathered_one_at_a_time():
 
 def test_tensor_parallel_layers_only_reduce():
     with jax.set_mesh(make_mesh(tensor=2)):
-        built = make(config())
+        built = filled(config())
         tokens = put(ids(2, 16))
         hidden = jax.jit(lambda model, tokens: model.hidden(tokens))
         text = hidden.lower(built, tokens).compile().as_text()
@@ -164,7 +153,7 @@ def test_recomputing_layers_changes_no_gradient(model):
 
 def test_a_bfloat16_model_accumulates_in_float32():
     with use_mesh():
-        built = make(config(), jnp.bfloat16)
+        built = filled(config(), jnp.bfloat16)
         hidden = built.hidden(put(ids(1, 8)))
         out = built.logits(hidden)
     assert hidden.dtype == jnp.bfloat16

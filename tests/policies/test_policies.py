@@ -94,7 +94,8 @@ def test_random_admits_its_rate_by_a_hash_that_knows_place_only(model):
     for other in (base | {"seed": 1}, base | {"layer": 1}, base | {"head": [1, 0]}):
         assert abs(np.corrcoef(draws[0, 0], place(**other)[0, 0])[0, 1]) < 0.1
     assert abs(np.corrcoef(draws[0, 0], draws[0, 1])[0, 1]) < 0.1
-    assert (draws >= 0).all() and (draws < 1).all()
+    assert (draws >= 0).all()
+    assert (draws < 1).all()
 
 
 def test_random_of_rate_zero_and_one(model):
