@@ -108,7 +108,7 @@ def random_gated(model: Any, config: BenchmarkConfig):
 
     shape = (config.layers, config.kv_heads, config.head_dim)
     gates = jax.jit(lambda: WriteGate(*shape, expand=config.expand, rngs=nnx.Rngs(1)))()
-    random = make_policy("random", model=model, ratio=1 - config.sparsity, window=config.window)
+    random: Any = make_policy("random", model=model, ratio=1 - config.sparsity, window=config.window)
     assert np.isfinite(jnp.sum(gates.b2[...]))
     return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
 

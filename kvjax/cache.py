@@ -88,7 +88,7 @@ def _device_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-def parse_capacity(text: str) -> int | float | str:
+def parse_capacity(text: str) -> int | str:
     """A capacity as written on a command line: `4096` entries per kv head, `2GiB`, or `30%` of a device's memory."""
     return int(text) if text.isdigit() else text
 

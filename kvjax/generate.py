@@ -153,9 +153,9 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
         self.last = time.perf_counter(), 0.0
 
-    def _compiled(self, event: str, seconds: float, **_: Any) -> None:
+    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
         if event.startswith("/jax/core/compile/"):
-            self.compiling += seconds
+            self.compiling += duration_secs
 
     def lap(self) -> float:
         """Seconds since the last lap."""

@@ -21,7 +21,7 @@ SHARDS = AXES
 
 
 def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them)."""
     count = data * fsdp * tensor
@@ -42,7 +42,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def use_mesh(tree: Any = None) -> contextlib.AbstractContextManager:
-    """A context in which a mesh is set: the one already set, else that of `tree`'s arrays, else a mesh of one device."""
+    """A context with a mesh: the one that is set, else that of `tree`'s arrays, else a mesh of one device."""
     if not jax.sharding.get_abstract_mesh().empty:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh_of(tree) or make_mesh())

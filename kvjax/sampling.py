@@ -159,6 +159,11 @@ def bucket(tokens: int) -> int:
     return size
 
 
+def _on_mesh(policy: Policy | None) -> Policy:
+    """The policy on the current mesh; the full cache where none is given."""
+    return adopt(make_policy("full") if policy is None else policy)
+
+
 def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     """The prompts as arrays of token ids, checked."""
     if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
@@ -252,7 +257,7 @@ def prefill(
     """
     _check_numbers(chunk=chunk)
     with use_mesh(model):
-        policy = adopt(make_policy("full") if policy is None else policy)
+        policy = _on_mesh(policy)
         rows = _rows(model, tokens)
         longest = max(row.size for row in rows) + max_new_tokens
         cache = _new_cache(model, policy, rows, longest, page_size, capacity)
@@ -276,7 +281,7 @@ def _all_logits(model, tokens):
     return model.logits(model.hidden(tokens))
 
 
-def _with_room(cache: Cache, policy: Policy, model: Decoder, tokens: int, sequences: int) -> Cache:
+def _with_room(cache: Cache, policy: Policy, tokens: int) -> Cache:
     """A copy of `cache` that can take `tokens` more tokens a sequence; its pool grows unless its size was stated."""
     page_size = cache.page_size
     seen = int(np.asarray(cache.seen).max())
@@ -331,35 +336,39 @@ def stream(
     stop = tuple(model.config.eos_ids if eos is None else eos)
     draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
     key = jax.random.key(0) if key is None else key
+    # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
-        policy = adopt(make_policy("full") if policy is None else policy)
+        policy = _on_mesh(policy)
         rows = _rows(model, prompts)
         longest = max(row.size for row in rows)
         if cache is None:
-            cache = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
+            held = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
         else:
-            if cache.window != policy.window:
-                raise UserError(
-                    f"the cache has window {cache.window}, policy {policy.name} has {policy.window}"
-                )
-            if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
-                raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
-            cache = _with_room(cache, policy, model, longest + max_new_tokens, len(rows))
-        cache, after = _feed(model, policy, cache, rows, chunk, implementation)
+            _check_continues(cache, policy, rows)
+            held = _with_room(cache, policy, longest + max_new_tokens)
+        held, after = _feed(model, policy, held, rows, chunk, implementation)
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
-        live = put(np.arange(cache.seen.shape[0]) < len(rows), BATCH)
+        live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~_is_stop(token, draw)
-        yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), cache
-        made, blocks = 1, 0
-        while made < max_new_tokens and (before := np.asarray(running)).any():
-            count, blocks = min(block, max_new_tokens - made), blocks + 1
-            cache, drawn, token, running = decode_block(
-                model, policy, cache, token, running, draw, jax.random.fold_in(key, blocks),
+    yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
+    made, blocks = 1, 0
+    while made < max_new_tokens and (before := np.asarray(running)).any():
+        count, blocks = min(block, max_new_tokens - made), blocks + 1
+        with use_mesh(model):
+            held, drawn, token, running = decode_block(
+                model, policy, held, token, running, draw, jax.random.fold_in(key, blocks),
                 count=count, greedy=greedy, implementation=implementation,
             )  # fmt: skip
-            caches.check(cache, policy)
-            yield _tokens(np.asarray(drawn), before, draw, len(rows)), cache
-            made += count
+        caches.check(held, policy)
+        yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
+        made += count
+
+
+def _check_continues(cache: Cache, policy: Policy, rows: list[np.ndarray]) -> None:
+    if cache.window != policy.window:
+        raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+    if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
+        raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
 
 
 def _tokens(drawn, running, draw, sequences):

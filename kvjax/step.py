@@ -9,9 +9,9 @@ from kvjax.struct import struct
 class Step:
     """One layer's view of the tokens being run.
 
-    hidden: the layer's input after its attention norm. q, k: after RoPE. k_pre: the key before RoPE (after QK-norm where
-    the model has one). position: true token positions, −1 for padding. layer: the layer's index. head: the
-    index of each kv head in the whole model (on a device that holds a part of them, its part).
+    hidden: the layer's input after its attention norm. q, k: after RoPE. k_pre: the key before RoPE (after QK-norm
+    where the model has one). position: true token positions, −1 for padding. layer: the layer's index. head: the index
+    of each kv head in the whole model (on a device that holds a part of them, its part).
     """
 
     hidden: Float[Array, "b t d"]

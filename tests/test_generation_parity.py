@@ -1,5 +1,7 @@
 """Greedy generation over the full cache gives exactly the tokens of the Hugging Face torch twin."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ torch = pytest.importorskip("torch", reason="the parity extra is not installed")
 def twin_tokens(folder, prompt, count):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.tensor([prompt.tolist()])
     with torch.no_grad():
         line = model.generate(

@@ -140,7 +140,7 @@ def test_attention_over_the_cache_needs_no_collective():
         first = jax.tree.map(lambda a: a[0], (policy.admission, cache.layers))
         step = jax.eval_shape(lambda: fake_step(one))
         lowered = jax.jit(attend_only).lower(first[0], cache.pages, first[1], step)
-        text = lowered.compile().as_text()
+        text = str(lowered.compile().as_text())
     for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
         assert f" {collective}(" not in text
 

@@ -45,7 +45,7 @@ def measure(
     Contexts are read `batch` at a time and must have one length in a batch, as a task gives them.
     """
     right: dict[str, list[bool]] = defaultdict(list)
-    entries, kept, left, tokens, used, full = 0.0, 0.0, 0, 0, 0, 0
+    entries, kept, left, tokens, used, full = 0.0, np.zeros(()), 0, 0, 0, 0
     for start in range(0, len(samples), batch):
         group = samples[start : start + batch]
         cache = prefill(model, [s.context for s in group], policy=policy, capacity=capacity)

@@ -105,7 +105,7 @@ class WriteGateTraining:
     gates: WriteGate
     tau: Float[Array, "*l"]
     window: int = static()
-    sparsity: Literal["lifetime", "paper"] = static("lifetime")
+    sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
 
     def sample(self, key: jax.Array) -> "WriteGateTraining":
         return self
@@ -163,7 +163,7 @@ def load_gates(folder: str | Path) -> tuple[WriteGate, dict[str, Any]]:
         gates = jax.eval_shape(lambda: WriteGate(layers, kv_heads, head_dim, expand=expand, rngs=nnx.Rngs(0)))
         state = nnx.state(gates)
         for path, param in nnx.to_flat_state(state):
-            name, wanted = path[-1], param.get_value()
+            name, wanted = str(path[-1]), param.get_value()
             if name not in arrays or arrays[name].shape != wanted.shape:
                 found = arrays[name].shape if name in arrays else "nothing"
                 raise UserError(f"{weights}: {name} should have shape {wanted.shape}, found {found}")
@@ -201,7 +201,7 @@ def wgkv(
             raise UserError(
                 f"wgkv: these gates are for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}"
             )
-    tau = description.get("tau", 0.1) if tau is None else tau
+    tau = float(description.get("tau", 0.1) if tau is None else tau)
     if not 0 <= tau <= 1:
         raise UserError(f"wgkv: tau must be in [0, 1], got {tau}")
     window = check_window("wgkv", description.get("window") if window is None else window)
