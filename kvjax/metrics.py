@@ -7,11 +7,15 @@ import json
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
 
 from kvjax.errors import UserError
 
@@ -49,14 +53,14 @@ class Metrics:
         self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
         self._events = None if quiet or not tensorboard else _event_writer(out)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
-        self._bar: Any = None
+        self._bar: _Bar | None = None
         self._started = self._said = time.monotonic()
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._held: tuple[int, Any, int] | None = None
 
     def __enter__(self) -> "Metrics":
         if not self._quiet and sys.stderr.isatty():
-            self._bar = _bar(self._total, self._first)
+            self._bar = _Bar(self._total, self._first)
             self._bar.start()
         return self
 
@@ -112,18 +116,38 @@ class Metrics:
             print(text, file=sys.stderr, flush=True)
 
     def _show(self, step: int, values: dict[str, float], speed: float, now: float) -> None:
-        numbers = "  ".join(
-            f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values
-        )
-        numbers += f"  {speed:.0f} tokens/s" if speed else ""
+        shown = [f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values]
+        done = len(self._recent) - 1
+        left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
+        pace = [f"{speed:.0f} tokens/s", f"{_clock(left)} left"] if done else []
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step + 1, numbers=numbers)
+            self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
             self._said = now
-            done = len(self._recent) - 1
-            left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
-            remaining = f"  {_clock(left)} left" if done else ""
-            self.say(f"step {step + 1}/{self._total}  {numbers}{remaining}")
+            self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *pace]))
+
+
+class _Bar(Progress):
+    """A progress bar with a line of numbers below it, so that both fit a narrow terminal."""
+
+    def __init__(self, total: int, first: int):
+        self._numbers = "compiling"
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[pace]}"),
+        )
+        super().__init__(*columns, console=Console(stderr=True))
+        self._task = self.add_task("training", total=total, completed=first, pace="")
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self._numbers)
+
+    def show(self, completed: int, numbers: str, pace: str) -> None:
+        self._numbers = numbers
+        self.update(self._task, completed=completed, pace=pace)
 
 
 def _clock(seconds: float) -> str:
@@ -152,20 +176,3 @@ def _event_writer(out: Path) -> Any:
     except ImportError:
         raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'") from None
     return SummaryWriter(str(out / "tensorboard"))
-
-
-def _bar(total: int, first: int) -> Any:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-        TextColumn("left"),
-        console=Console(stderr=True),
-    )
-    bar.add_task("training", total=total, completed=first, numbers="compiling")
-    return bar
