@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Shaped
 
@@ -53,15 +52,15 @@ class Blocks:
         self.columns = heads // self.kk
         self.groups = b // self.bb * self.columns
         # Tables, as arithmetic on a loop's counter would keep XLA from vectorising the comparisons that read them.
-        first = np.arange(self.blocks)[:, None] * self.bq
-        place = np.minimum(first, self.t - self.bq) + np.arange(self.bq)
-        self.query_index = jnp.asarray(np.tile(place + self.s - self.t, self.g), jnp.int32)
+        first = jnp.arange(self.blocks)[:, None] * self.bq
+        place = jnp.minimum(first, self.t - self.bq) + jnp.arange(self.bq)
+        self.query_index = jnp.tile(place + self.s - self.t, self.g)
         """`[block g·bq]`"""
-        self.query_owned = jnp.asarray(np.tile(place >= first, self.g))
+        self.query_owned = jnp.tile(place >= first, self.g)
         """`[block g·bq]`: False for the queries that the block before holds too."""
-        first = np.arange(self.tiles)[:, None] * self.bk
-        place = np.minimum(first, self.s - self.bk) + np.arange(self.bk)
-        self.key_index = jnp.asarray(np.where(place >= first, place, self.s), jnp.int32)
+        first = jnp.arange(self.tiles)[:, None] * self.bk
+        place = jnp.minimum(first, self.s - self.bk) + jnp.arange(self.bk)
+        self.key_index = jnp.where(place >= first, place, self.s)
         """`[tile bk]`; after every query for the keys that the tile before holds too."""
 
     def _corner(self, group):
