@@ -20,9 +20,7 @@ SHARDS = AXES
 """The axes that split the page pool: one pool for each (batch, kv head) shard."""
 
 
-def make_mesh(
-    data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None
-) -> Mesh:
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them)."""
     count = data * fsdp * tensor
     devices = jax.devices() if devices is None else devices
