@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -64,13 +63,12 @@ def adopt(tree: Any) -> Any:
 def gather(tree: Any, *axes: str) -> Any:
     """`tree` with its arrays no longer split along the named mesh axes (an all-gather; its transpose scatters)."""
 
+    def part(names):
+        names = names if isinstance(names, tuple) else () if names is None else (names,)
+        return tuple(name for name in names if name not in axes) or None
+
     def whole(leaf):
-        spec = jax.typeof(leaf).sharding.spec
-        kept = [
-            None if part is None else tuple(a for a in np.atleast_1d(part) if a not in axes) or None
-            for part in spec
-        ]
-        return jax.sharding.reshard(leaf, P(*kept))
+        return jax.sharding.reshard(leaf, P(*map(part, jax.typeof(leaf).sharding.spec)))
 
     return jax.tree.map(whole, tree)
 

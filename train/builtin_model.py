@@ -164,18 +164,26 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
         ]
         return optax.join_schedules(parts, [recipe.warm_up, recipe.steps - falling])
 
+    pace = paces(recipe.config, recipe.matchers)
+
+    def matrices(weights: Any) -> Any:
+        """The mlp's are [layer, in, out]; Adam takes the rest."""
+        return {
+            name: optax.contrib.MuonDimensionNumbers(1, 2) if name in ("gate", "up", "down") else None
+            for name in weights
+        }
+
+    def scaled(change: Any, _: Any = None) -> Any:
+        return {name: x * pace.get(name, 1) for name, x in change.items()}
+
     muon = optax.contrib.muon(
         schedule(recipe.mlp_learning_rate),
         consistent_rms=0.2,
         adam_learning_rate=schedule(recipe.learning_rate),
         adam_b2=0.98,
-        muon_weight_dimension_numbers=lambda weights: {  # pyright: ignore[reportArgumentType]
-            name: optax.contrib.MuonDimensionNumbers(1, 2) if name in ("gate", "up", "down") else None
-            for name in weights
-        },
+        muon_weight_dimension_numbers=matrices,
     )
-    pace = paces(recipe.config, recipe.matchers)
-    slowed = optax.stateless(lambda change, _: {name: x * pace.get(name, 1) for name, x in change.items()})
+    slowed = optax.stateless(scaled)
     return optax.chain(optax.clip_by_global_norm(1.0), muon, slowed)
 
 

@@ -31,7 +31,7 @@ def gates(model):
 def layer(tree, index):
     """One layer's part of a method, whole on the device, as the layer scan hands it over."""
     with use_mesh(tree):
-        return gather(jax.tree.map(lambda leaf: leaf[index], tree), "fsdp")
+        return gather(jax.tree.map(lambda leaf: leaf[index], tree), "fsdp", "tensor")
 
 
 def step(positions, layer=0, heads=4, seed=0):
