@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
@@ -18,18 +19,27 @@ def even(length: int, largest: int) -> tuple[int, int]:
     return -(-length // size), size
 
 
-def block_size(length: int, smallest: int) -> int:
-    """The largest block for a sequence of `length`: a 32nd of it, within [`smallest`, 256].
+def block_size(length: int) -> int:
+    """The largest block for a sequence of `length`: a 32nd of it, within [64, 256].
 
     Large blocks lose less time between products and occupy more threads; small ones compute less beyond the mask's
     edges and stay in cache. Measured on two CPU cores at lengths from 256 to 16K.
     """
-    return min(max(length // 32 // 16 * 16, smallest), 256)
+    return min(max(length // 32 // 16 * 16, 64), 256)
 
 
 def divisor(length: int, largest: int) -> int:
     """The largest divisor of `length` that is at most `largest`, and at least 1."""
     return next(d for d in range(max(1, min(length, largest)), 0, -1) if length % d == 0)
+
+
+def logits_at_once() -> int:
+    """About how many logits a tile should have, if need be of several (sequence, kv head) rows together.
+
+    On a CPU those of one row: jax 0.11 spreads a batch of small products over as many threads as there are virtual
+    devices, at several times the cost.
+    """
+    return 1 if jax.default_backend() == "cpu" else 1 << 24
 
 
 class Blocks:
@@ -40,13 +50,12 @@ class Blocks:
     blocks do not fit exactly, the last one is moved back over the one before.
     """
 
-    def __init__(self, q, k, *, queries: int, keys: int):
+    def __init__(self, q, k):
         b, heads, self.g, self.t, _ = q.shape
         self.s = k.shape[2]
-        self.blocks, self.bq = even(self.t, queries)
-        self.tiles, self.bk = even(self.s, keys)
-        # 8 keys² logits at a time: 128 KB of them for the smallest tile.
-        rows = max(1, 8 * keys**2 // (self.g * self.bq * self.bk))
+        self.blocks, self.bq = even(self.t, block_size(self.s))
+        self.tiles, self.bk = even(self.s, block_size(self.s))
+        rows = max(1, logits_at_once() // (self.g * self.bq * self.bk))
         self.bb = divisor(b, rows)
         self.kk = divisor(heads, rows // self.bb)
         self.columns = heads // self.kk

@@ -13,11 +13,11 @@ from pallas_kernels import softmax
 from pallas_kernels.blocks import divisor, even
 
 QUERIES = 128
-ENTRIES = 256
+ENTRIES = 128
 """Largest block of queries and of entries (one page, where pages are larger)."""
 
-TILE = 1 << 18
-"""Numbers of keys and values that a tile gathers (1 MB of float32), and twice the logits that it makes."""
+TILE = 1 << 16
+"""Numbers of keys and values that a tile gathers (256 KB of float32), and twice the logits that it makes."""
 
 
 def xla(q, pool, page_table, length, ring_length, ring_pages, new):

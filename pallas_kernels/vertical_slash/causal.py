@@ -12,8 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import Blocks, block_size
-from pallas_kernels.varying import alike
+from pallas_kernels.blocks import Blocks
 
 SAVED = "vertical_slash"
 """The name of o and lse for `jax.checkpoint_policies.save_only_these_names`: rematerialisation that saves them need not
@@ -26,8 +25,7 @@ class _Walk(Blocks):
     """Blocks of queries, each with the tiles of keys up to its diagonal."""
 
     def __init__(self, q, k, log_gate, window):
-        size = block_size(k.shape[2], 64)
-        super().__init__(q, k, queries=size, keys=size)
+        super().__init__(q, k)
         self.k, self.log_gate, self.window = k, log_gate, window
 
     def tiles_seen(self, i):
@@ -100,8 +98,7 @@ def _backward(window, saved, cotangents):
             return dq, dk, dv, dg
 
         dq, *rest = grads
-        start, _ = alike(walk.queries(dq, group, i), do_block)
-        dq_block, *rest = lax.fori_loop(0, walk.tiles_seen(i), tile, (start, *rest))
+        dq_block, *rest = lax.fori_loop(0, walk.tiles_seen(i), tile, (walk.queries(dq, group, i), *rest))
         return walk.set_queries(dq, group, i, dq_block), *rest
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.float32), (q, k, v, log_gate))

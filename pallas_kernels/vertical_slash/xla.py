@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import softmax
-from pallas_kernels.blocks import Blocks, block_size, even
+from pallas_kernels.blocks import Blocks, even
 from pallas_kernels.vertical_slash.causal import causal
 
 NEVER = jnp.iinfo(jnp.int32).max // 2
@@ -40,7 +40,7 @@ def _compact(far, size):
 def _sparse(q, k, v, end, log_gate, window):
     b, heads, _, t, _ = q.shape
     s = k.shape[2]
-    walk = Blocks(q, k, queries=block_size(s, 32), keys=block_size(s, 64))
+    walk = Blocks(q, k)
     bands, bw = even(min(s, walk.bq + window - 1), 2 * walk.bk)
     kept_index, count = _compact(end > jnp.arange(s) + window, walk.tiles * walk.bk)
 

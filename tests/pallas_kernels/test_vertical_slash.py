@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jaxtyping import config as jaxtyping_config
 
+from pallas_kernels import blocks
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 from tests.pallas_kernels.closeness import assert_attention_close, assert_gradients_close
@@ -225,6 +226,18 @@ def test_on_a_mesh(implementation):
     )
     expected = jax.jit(jax.grad(lambda *x: jnp.sum(loss("reference", *x)), (0, 1, 2, 3)))(*arguments)
     assert_gradients_close(jax.device_get(grads), expected)
+
+
+def test_rows_taken_together_as_on_accelerators(monkeypatch):
+    """Of the tiles' (sequence, kv head) rows two, then all four."""
+    for rows in (2, 4):
+        monkeypatch.setattr(blocks, "logits_at_once", lambda rows=rows: rows * 2 * 48 * 48)
+        monkeypatch.setitem(IMPLEMENTATIONS, f"{rows} rows", IMPLEMENTATIONS["xla"])
+        check_sparse(f"{rows} rows", SHAPES["square"], 7, "uneven", 0)
+    arguments = tensors(SHAPES["square"], 1)
+    weight = jnp.ones((2, 4, 96, 16)), jnp.ones((2, 4, 96))
+    expected = gradients("reference", 7, arguments, weight)
+    assert_gradients_close(gradients("4 rows", 7, arguments, weight), expected)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
