@@ -12,6 +12,7 @@ from kvjax import cache as caches
 from kvjax.mesh import BATCH, P, gather
 from kvjax.policies.interfaces import Admission, Trainable
 from kvjax.step import Step
+from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
 from pallas_kernels.vertical_slash import vertical_slash
@@ -76,7 +77,8 @@ def cached_attention(
         attend = _decode if step.q.shape[2] == 1 else _prefill
         o = attend(step, pages, layer, kept, seen, valid, window, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
-        pages, layer = caches.push(pages, layer, kv, priority, kept, seen, valid, window)
+        # the pool is written after it was read: else XLA copies all of it, in every layer and step
+        pages, layer = caches.push(pages, layer, kv, priority, kept, after(seen, o), valid, window)
         return o, pages, layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))

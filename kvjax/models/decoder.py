@@ -19,7 +19,7 @@ from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.step import Step
-from pallas_kernels.vertical_slash import vertical_slash
+from pallas_kernels.vertical_slash import SAVED, vertical_slash
 
 ROWS = P(BATCH, None, None)
 HEADS = P(BATCH, "tensor", None, None)
@@ -246,7 +246,10 @@ def scan_layers(
         return (layer.finish(x, o), carry), ys
 
     # inside a scan nothing can be merged across iterations, so the barrier that prevents it would only cost
-    body = jax.checkpoint(body, prevent_cse=False) if remat else body
+    if remat:
+        # attention's own outputs are kept: its backward pass starts from them, so it need not run twice forwards
+        kept = jax.checkpoint_policies.save_only_these_names(SAVED)
+        body = jax.checkpoint(body, prevent_cse=False, policy=kept)
     indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
     (x, carry), ys = jax.lax.scan(body, (x, carry), (model.layers, indices, xs))
     return x, carry, ys
