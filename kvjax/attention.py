@@ -79,10 +79,7 @@ def cached_attention(
             observing = policy.eviction.observe(observing, step, seen, valid)
         layer = dataclasses.replace(layer, state=(admitting, observing))
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
-        keep = policy.admission.keep()
-        if keep.capacity is not None:
-            raise NotImplementedError("a bounded global region (Keep.capacity) is not built yet")
-        kept = priority >= keep.threshold
+        kept = priority >= policy.admission.keep().threshold
         attend = _decode if step.q.shape[2] == 1 else _prefill
         o = attend(step, pages, layer, kept, seen, valid, window, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)

@@ -32,8 +32,7 @@ class Quota:
     due: the sequences that are compacted. count: of the eligible entries, how many stay of each kv head on average, by
     layer or for all. pinned: how many of its own best each head keeps anyway. since: where in each row the eligible
     entries begin; those before stay. dropped: how many of a row's newest entries go, having looked at the others. last,
-    first: how many of its newest and of its very first entries always stay; they take places of `count`. floor: entries
-    with a lower score go in any case.
+    first: how many of its newest and of its very first entries always stay; they take places of `count`.
     """
 
     due: Bool[Array, " b"]
@@ -43,7 +42,6 @@ class Quota:
     dropped: Int[Array, " b"]
     last: Int[Array, " b"]
     first: Int[Array, ""]
-    floor: Float[Array, ""]
 
 
 def quota(
@@ -73,7 +71,7 @@ def quota(
     slots = policy.window - 1
     dropped = [0] * len(tokens) if dropped is None else dropped
     forced = [0 if count else plan.last for count in dropped]
-    counts = plan.counts(policy.name, tokens, forced, layers, entry_bytes) - np.minimum(slots, tokens)
+    counts = plan.counts(policy.name, tokens, forced, slots, layers, entry_bytes) - np.minimum(slots, tokens)
     empty = ((0, 0), (0, batch - len(tokens)))
 
     def by_sequence(x):
@@ -88,7 +86,6 @@ def quota(
         dropped=by_sequence(np.array(dropped, np.int32)),
         last=by_sequence(np.maximum(0, np.array(forced, np.int32) - slots)),
         first=put(np.int32(plan.first)),
-        floor=put(np.float32(-np.inf)),
     )
 
 
@@ -160,7 +157,6 @@ def _kept(
     old = exists & (place < quota.since[..., None])
     eligible = exists & ~old & (length[..., None] - place > quota.dropped[:, None, None])
     forced = _forced(length, eligible, quota)
-    eligible &= forced | (scores >= quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
     chosen = top(scores, eligible, quota.count, over)

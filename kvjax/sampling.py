@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.attention import cached_attention
 from kvjax.cache import Cache, Stats
+from kvjax.calls import Calls
 from kvjax.compaction import compact, quota
-from kvjax.errors import UserError
+from kvjax.errors import UserError, at_least_one
 from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies import make_policy
@@ -90,20 +91,22 @@ def decode_block(
 
     `made` is how many were drawn before: what is drawn does not depend on the blocks.
 
-    Returns the cache, the drawn tokens [count b], the last of them, and which rows are still running.
+    Returns the cache, the drawn tokens [count b], the last of them, which rows are still running, and what the cache
+    was before each token: lengths [count l b k], tokens seen [count b], rows running [count b].
     """
 
     def one(carry, index):
         cache, token, running = carry
+        before = cache.layers.length, cache.seen, running
         cache, hidden = extend(
             model, policy, cache, token[:, None], running.astype(jnp.int32), implementation=implementation
         )
         new = _draw(model.logits(hidden)[:, 0], draw, jax.random.fold_in(key, made + index), greedy)
         new = jnp.where(running, new, token)
-        return (cache, new, running & ~_is_stop(new, draw)), new
+        return (cache, new, running & ~_is_stop(new, draw)), (new, before)
 
-    (cache, token, running), drawn = jax.lax.scan(one, (cache, token, running), jnp.arange(count))
-    return cache, drawn, token, running
+    (cache, token, running), (drawn, before) = jax.lax.scan(one, (cache, token, running), jnp.arange(count))
+    return cache, drawn, token, running, before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,24 +201,25 @@ def _padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
     return put(tokens, BATCH, None), put(valid, BATCH)
 
 
-def _read(model, policy, cache, rows, room, chunk, implementation=None):
+def _read(model, policy, cache, rows, room, chunk, calls=None, implementation=None):
     """Prompts into an empty cache, compacted as the policy plans, with `room` for so many more tokens; as `_feed`."""
     plan = policy.plan
     if plan is None:
-        return _feed(model, policy.traced, cache, rows, chunk, implementation)
+        return _feed(model, policy.traced, cache, rows, chunk, calls, implementation)
     longest = max(row.size for row in rows)
     if plan.when == "prompt":
         kept = quota(policy, cache, [row.size for row in rows])
-        cache, logits = _feed(model, policy.traced, cache, rows, chunk, implementation)
+        cache, logits = _feed(model, policy.traced, cache, rows, chunk, calls, implementation)
         cache = _compacted(model, policy, cache, kept)
         return cache if cache.bounded else _trimmed(cache, _pages_with_room(cache, room)), logits
     logits = None
     for start in range(0, longest, plan.chunk):
         part = [row[start : start + plan.chunk] for row in rows]
         before = jnp.copy(cache.layers.length) if plan.by_chunk else None
-        cache, logits = _feed(model, policy.traced, cache, part, chunk, implementation, logits)
-        cache = _after_chunk(model, policy, cache, rows, start, before, chunk, implementation)
-    return cache, logits
+        cache, logits = _feed(model, policy.traced, cache, part, chunk, calls, implementation, logits)
+        cache = _after_chunk(model, policy, cache, rows, start, before, chunk, calls, implementation)
+    # the pool was made for what is held while reading
+    return cache if cache.bounded or not room else _with_room(cache, policy, room), logits
 
 
 _trimmed = jax.jit(caches.trimmed, static_argnums=1)
@@ -229,7 +233,7 @@ def _pages_with_room(cache, tokens):
     return min(pool, pool - int(free.min()) + rows * most)
 
 
-def _after_chunk(model, policy, cache, rows, start, before, chunk, implementation):
+def _after_chunk(model, policy, cache, rows, start, before, chunk, calls, implementation):
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
     plan = policy.plan
     stop = start + plan.chunk
@@ -237,7 +241,9 @@ def _after_chunk(model, policy, cache, rows, start, before, chunk, implementatio
     looked = any(row.size for row in patch)
     if looked:
         state = jax.tree.map(jnp.copy, cache.layers.state)
-        cache, _ = _feed(model, policy.traced, cache, patch, chunk, implementation)
+        cache, _ = _feed(model, policy.traced, cache, patch, chunk, calls, implementation)
+        if calls is not None:
+            calls.dropped = calls.dropped + np.array([row.size for row in patch])
     read = [min(row.size, stop) for row in rows]
     kept = quota(
         policy,
@@ -258,23 +264,19 @@ def _compacted(model, policy, cache, kept):
     return compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=policy.plan.shares.over)
 
 
-def _feed(model, policy, cache, rows, chunk, implementation=None, logits=None):
+def _feed(model, policy, cache, rows, chunk, calls=None, implementation=None, logits=None):
     """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
     of `logits` where a row is empty."""
     longest = max(row.size for row in rows)
     for start in range(0, longest, chunk):
         part = [row[start : start + chunk] for row in rows]
+        if calls is not None:
+            calls.feed(cache, np.array([row.size for row in part]))
         tokens, valid = _padded(part, bucket(min(chunk, longest - start)))
         cache, new = _last_logits(model, policy, cache, tokens, valid, implementation=implementation)
         logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
     caches.check(cache, policy)
     return cache, logits
-
-
-def _check_numbers(**numbers: int) -> None:
-    for name, value in numbers.items():
-        if value < 1:
-            raise UserError(f"{name} must be at least 1, got {value}")
 
 
 def _new_cache(model, policy, rows, tokens, page_size, capacity) -> Cache:
@@ -303,6 +305,7 @@ def prefill(
     capacity: int | str | None = None,
     page_size: int = caches.PAGE_SIZE,
     chunk: int = CHUNK,
+    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """Run prompts and keep what the policy keeps of them.
@@ -315,6 +318,7 @@ def prefill(
             device's memory ("30%"). None: the policy's expected need with a margin.
         page_size: tokens per page.
         chunk: prompt tokens in one call; the result does not depend on it.
+        calls: a record to add to, of what was held at each call (the KV footprint is computed from it).
 
     Returns:
         The cache, to pass to `sample(…, cache=cache)` with a question, as often as wanted.
@@ -323,13 +327,13 @@ def prefill(
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
-    _check_numbers(chunk=chunk)
+    at_least_one("prefill", chunk=chunk)
     with use_mesh(model):
         policy = _on_mesh(policy)
         rows = _rows(model, tokens)
         longest = max(row.size for row in rows) + max_new_tokens
         cache = _new_cache(model, policy, rows, longest, page_size, capacity)
-        return _read(model, policy, cache, rows, max_new_tokens, chunk, implementation)[0]
+        return _read(model, policy, cache, rows, max_new_tokens, chunk, calls, implementation)[0]
 
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
@@ -387,6 +391,7 @@ def stream(
     page_size: int = caches.PAGE_SIZE,
     chunk: int = CHUNK,
     block: int = BLOCK,
+    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Iterator[tuple[list[np.ndarray], Cache]]:
     """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
@@ -394,7 +399,7 @@ def stream(
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
     Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
     """
-    _check_numbers(max_new_tokens=max_new_tokens, chunk=chunk, block=block)
+    at_least_one("sample", max_new_tokens=max_new_tokens, chunk=chunk, block=block)
     if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
         raise UserError(
             f"expected temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1, got {temperature}, {top_k} and {top_p}"
@@ -411,7 +416,7 @@ def stream(
         longest = max(row.size for row in rows)
         if cache is None:
             held = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
-            held, after = _read(model, policy, held, rows, max_new_tokens, chunk, implementation)
+            held, after = _read(model, policy, held, rows, max_new_tokens, chunk, calls, implementation)
         else:
             if capacity is not None:
                 raise UserError(
@@ -419,7 +424,7 @@ def stream(
                 )
             _check_continues(cache, model, policy, rows)
             held = _with_room(cache, policy, longest + max_new_tokens)
-            held, after = _feed(model, policy.continuing, held, rows, chunk, implementation)
+            held, after = _feed(model, policy.continuing, held, rows, chunk, calls, implementation)
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~_is_stop(token, draw)
@@ -428,11 +433,13 @@ def stream(
     while made < max_new_tokens and (before := np.asarray(running)).any():
         count = min(block, max_new_tokens - made)
         with use_mesh(model):
-            held, drawn, token, running = decode_block(
+            held, drawn, token, running, fed = decode_block(
                 model, policy.continuing, held, token, running, draw, key, np.int32(made),
                 count=count, greedy=greedy, implementation=implementation,
             )  # fmt: skip
         caches.check(held, policy)
+        if calls is not None:
+            calls.decoded(*map(np.asarray, fed), held.window, len(rows))
         yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
         made += count
 
@@ -472,7 +479,7 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
         eos: stop tokens; by default every eos id of the model's generation_config.json.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
-        capacity, page_size, chunk: as in `prefill`; a cache that is continued keeps its own capacity and page size.
+        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its own capacity and page size.
         block: tokens between two looks of the host.
 
     Returns:

@@ -89,6 +89,22 @@ calls = st.lists(
 )
 
 
+def holds_exactly(cache, lists, window):
+    """The rows hold what the lists hold, in order, and every page is a row's, a ring's or free."""
+    pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
+    used = []
+    for b, k in np.ndindex(BATCH, HEADS):
+        row = lists.kept[b][k]
+        assert cache.layers.length[0, b, k] == len(row)
+        mine = table[b, k, : -(-len(row) // PAGE)]
+        np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
+        assert (table[b, k, len(mine) :] >= len(pool)).all()
+        used += mine.tolist()
+    free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
+    rings = np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)].reshape(-1)
+    assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
+
+
 @pytest.mark.parametrize("window", [1, 5])
 @settings(max_examples=60, deadline=None)
 @given(calls=calls)
@@ -100,18 +116,7 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
         assert caches.stats(cache).pages == ring + lists.pages()
-        pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
-        used = []
-        for b, k in np.ndindex(BATCH, HEADS):
-            row = lists.kept[b][k]
-            assert cache.layers.length[0, b, k] == len(row)
-            mine = table[b, k, : -(-len(row) // PAGE)]
-            np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
-            assert (table[b, k, len(mine) :] >= len(pool)).all()
-            used += mine.tolist()
-        free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-        rings = np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)].reshape(-1)
-        assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
+        holds_exactly(cache, lists, window)
         layer = jax.tree.map(lambda a: a[0], cache.layers)
         if window > 1:
             held, exists = caches.ring_entries(cache.pages, layer, cache.seen, window - 1, window)

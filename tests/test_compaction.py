@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax import compaction
-from tests.test_cache import BATCH, CALLS, HEADS, PAGE, TOKENS, Lists, advance, started, tables
+from tests.test_cache import BATCH, CALLS, HEADS, PAGE, TOKENS, Lists, advance, holds_exactly, started
 
 ENTRIES = CALLS * TOKENS
 
@@ -47,15 +47,4 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 row = lists.kept[b][k]
                 mask = kept[b, k, ENTRIES - len(row) :]
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
-        pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
-        used = []
-        for b, k in np.ndindex(BATCH, HEADS):
-            row = lists.kept[b][k]
-            assert cache.layers.length[0, b, k] == len(row)
-            mine = table[b, k, : -(-len(row) // PAGE)]
-            np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
-            assert (table[b, k, len(mine) :] >= len(pool)).all()
-            used += mine.tolist()
-        free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-        rings = np.asarray(cache.layers.page_table)[0, :, :, :ring].reshape(-1)
-        assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
+        holds_exactly(cache, lists, window)

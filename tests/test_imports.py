@@ -20,7 +20,7 @@ LAYERS = (
         "kvjax.config",
         "kvjax.builtin",
     },
-    {"kvjax.cache", "kvjax.policies"},
+    {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
     {"kvjax.attention"},
     {"kvjax.models"},
     {

@@ -11,15 +11,23 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float, Int
 
+from kvjax.calls import Calls
 from kvjax.errors import UserError
 
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a kv head (or the mean of several) held, call by call: `held` entries before it, `tokens` in it."""
+    """What a kv head (or the mean of several) held, call by call: `held` entries before it, `tokens` in it. `dropped`:
+    how many of the tokens were only read to look at others, and are no part of the sequence."""
 
     held: Float[np.ndarray, " calls"]
     tokens: Int[np.ndarray, " calls"]
+    dropped: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return int(self.tokens.sum()) - self.dropped
 
     @property
     def total(self) -> float:
@@ -29,13 +37,12 @@ class Occupancy:
     @property
     def footprint(self) -> float:
         """The total over that of full attention."""
-        count = int(self.tokens.sum())
-        return self.total / (count * (count + 1) / 2)
+        return self.total / (self.length * (self.length + 1) / 2)
 
     @property
     def peak(self) -> float:
         """The most entries at one time over those of full attention at the end."""
-        return float((self.held + self.tokens).max() / self.tokens.sum())
+        return float((self.held + self.tokens).max() / self.length)
 
 
 def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
@@ -44,6 +51,15 @@ def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
         raise UserError(f"expected prompt ≥ 1, output ≥ 0 and chunk ≥ 1, got {prompt}, {output} and {chunk}")
     whole, rest = divmod(prompt, chunk)
     return np.array([chunk] * whole + [rest] * (rest > 0) + [1] * output)
+
+
+def measured(calls: Calls, sequence: int) -> Occupancy:
+    """What a cache really held of one of its sequences: the entries of its mean kv head."""
+    tokens = np.array([x[sequence] for x in calls.tokens])
+    ran = tokens > 0
+    held = np.array([x[sequence] for x in calls.held])
+    dropped = np.broadcast_to(calls.dropped, len(calls.tokens[0]))[sequence]
+    return Occupancy(held[ran], tokens[ran], int(dropped))
 
 
 def streaming(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:

@@ -75,14 +75,18 @@ def make_policy(
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
             that means nothing.
     """
-    label = name or "+".join(x for x in (admission, eviction) if x)
+    label = name or "+".join(x for x in (admission, eviction) if x) or "full"
     if name in ADMISSIONS:
+        if admission not in (None, name):
+            raise UserError(f"{name} is an admission itself, got admission={admission!r} beside it")
         admission = name
     elif name in OVER_ANY_SCORE:
         arguments = OVER_ANY_SCORE[name] | arguments
         eviction = eviction or "snapkv"
     elif name is not None:
-        eviction = _known(name, POLICIES, "policy")
+        if eviction not in (None, _known(name, POLICIES, "policy")):
+            raise UserError(f"{name} is an eviction itself, got eviction={eviction!r} beside it")
+        eviction = name
     parts: dict[str, Callable[..., Any]] = {}
     if admission is not None or eviction is None:
         parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
@@ -110,12 +114,17 @@ def schedule(*, when: str = "prompt", chunk: int = 0) -> tuple[str, int]:
 def _evicting(label, policy, *, eviction, budget, shares, schedule, second, admission=None) -> Policy:
     """The policy with an eviction."""
     method = eviction if second is None else critical_kv(eviction, first=second)
-    if 1 < policy.window <= method.observed:
+    plan = Plan(budget, shares, *schedule, last=method.last, first=method.first, observed=method.observed)
+    everything = isinstance(policy.admission, Full) and policy.window == 1
+    if not everything and policy.window <= method.observed:
         raise UserError(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "
             f"window must be at least {method.observed + 1}, got {policy.window}"
         )
-    plan = Plan(budget, shares, *schedule, last=method.last, first=method.first, observed=method.observed)
+    if not everything and plan.when != "prompt":
+        raise UserError(
+            f"{label}: when={plan.when!r} counts the tokens of a chunk, which an admission does not all store"
+        )
     return Policy(policy.admission, name=label, window=policy.window, eviction=method.eviction, plan=plan)
 
 

@@ -96,12 +96,13 @@ class Shares:
         self, kept: Sequence[int], tokens: Sequence[int], forced: Sequence[int], layers: int, window: int
     ) -> Int[np.ndarray, "l b"]:
         """The same for a chunk of a prompt, of which the newest `forced` entries stay in every layer."""
-        rows = [
-            [n] * layers
-            if self.pyramid is None
-            else chunk_pyramid(n - newest, t - newest, newest, layers, window, self.pyramid)
-            for n, t, newest in zip(kept, tokens, forced, strict=True)
-        ]
+        rows = []
+        for n, t, newest in zip(kept, tokens, forced, strict=True):
+            newest = min(newest, t)
+            if self.pyramid is None:
+                rows.append([n] * layers)
+            else:
+                rows.append(chunk_pyramid(n - newest, t - newest, newest, layers, window, self.pyramid))
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
     def pins(self, counts: Int[np.ndarray, "l b"]) -> Int[np.ndarray, "l b"]:

@@ -26,11 +26,9 @@ State = Any
 
 @struct
 class Keep:
-    """Which of the tokens that leave the ring stay: those with priority ≥ `threshold`, and among them at most the
-    `capacity` highest that have left so far (a newcomer takes the place of the minimum). `None`: no bound."""
+    """Which of the tokens that leave the ring stay: those with priority ≥ `threshold`."""
 
     threshold: Float[Array, ""]
-    capacity: Int[Array, ""] | None = None
 
 
 @runtime_checkable

@@ -42,6 +42,13 @@ class Plan:
             )
         if self.when == "patched" and not self.observed:
             raise UserError("when='patched' is for methods that look back at the last tokens")
+        if self.when == "chunk" and self.budget.size is None:
+            kept, stay = whole(self.budget.of(self.chunk, 1)), self.last + self.first
+            if kept < stay:
+                raise UserError(
+                    f"the budget of {kept} of a chunk's {self.chunk} entries per kv head is below the {stay} that "
+                    "always stay"
+                )
 
     @property
     def by_chunk(self) -> bool:
@@ -49,10 +56,17 @@ class Plan:
         return self.when != "prompt" and self.budget.ratio is not None
 
     def counts(
-        self, policy: str, tokens: Sequence[int], forced: Sequence[int], layers: int, entry_bytes: int
+        self,
+        policy: str,
+        tokens: Sequence[int],
+        forced: Sequence[int],
+        ring: int,
+        layers: int,
+        entry_bytes: int,
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head that stay, by layer and sequence, of contexts (or chunks of them) of so many tokens, of
-        which the newest `forced` stay anyway. `entry_bytes`: one token's key and value in all layers and heads.
+        which the newest `forced` stay anyway, and the last `ring` are in the ring. `entry_bytes`: one token's key and
+        value in all layers and heads.
 
         Raises:
             UserError: a context that is not longer than what is observed, a budget below what always stays.
@@ -60,7 +74,7 @@ class Plan:
         kept = [self.budget.of(count, entry_bytes) for count in tokens]
         if self.when == "prompt":
             for count, share in zip(tokens, kept, strict=True):
-                self._check(policy, count, whole(share))
+                self._check(policy, count, whole(share), max(self.last, ring) + self.first)
             return self.shares.counts(kept, tokens, layers, self.last)
         # a short last chunk may be all newest tokens
         entries = [
@@ -69,15 +83,14 @@ class Plan:
         ]
         return self.shares.chunk_counts(entries, tokens, forced, layers, self.observed)
 
-    def _check(self, policy: str, tokens: int, kept: int) -> None:
+    def _check(self, policy: str, tokens: int, kept: int, stay: int) -> None:
         if tokens <= self.observed:
             raise UserError(
                 f"{policy} looks at the last {self.observed} tokens: a context of {tokens} is too short for it"
             )
-        if kept < min(self.last + self.first, tokens):
+        if kept < min(stay, tokens):
             raise UserError(
-                f"{policy}: the budget of {kept} of {tokens} entries per kv head is below the "
-                f"{self.last + self.first} that always stay"
+                f"{policy}: the budget of {kept} of {tokens} entries per kv head is below the {stay} that always stay"
             )
 
     def most(self, tokens: int) -> float:

@@ -5,8 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvjax import sampling
+from kvjax.calls import Calls
 from kvjax.errors import UserError
-from kvjax.evaluate.footprint import Occupancy, critical, evicting, mixed, streaming
+from kvjax.evaluate.footprint import Occupancy, critical, evicting, measured, mixed, streaming
+from kvjax.policies import make_policy
+from tests.tiny_models import tiny_model
 
 LONG = 131072, 128
 
@@ -90,3 +94,30 @@ def test_mistakes_are_one_line():
         streaming(0, 1, 4, sink=1, window=2)
     with pytest.raises(UserError, match="the shares of heads must add up to 1"):
         mixed([(0.5, evicting(8, 2, 4))])
+
+
+def test_a_real_cache_is_measured_step_by_step():
+    """The small example's streaming heads, and a shorter sequence beside them that stops when the longer one does."""
+    model, calls = tiny_model(), Calls()
+    policy = make_policy("streaming_llm", model=model, sink=1, window=3)
+    prompts = [np.arange(8), np.arange(6)]
+    sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1, calls=calls)
+    for sequence, length in enumerate((8, 6)):
+        found, planned = measured(calls, sequence), streaming(length, 2, 4, sink=1, window=2)
+        np.testing.assert_allclose(found.held, planned.held)
+        np.testing.assert_array_equal(found.tokens, planned.tokens)
+    assert measured(calls, 0).total == 40
+
+
+def test_a_patch_is_held_and_read_but_is_no_part_of_the_sequence():
+    model, calls = tiny_model(qk_norm=False), Calls()
+    policy = make_policy("snapkv", model=model, ratio=0.5, when="patched", chunk=8, observed=4)
+    cache = sampling.prefill(model, [np.arange(20)], policy=policy, calls=calls)
+    question = Calls(list(calls.held), list(calls.tokens), calls.dropped)
+    sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=(), calls=question)
+    found = measured(question, 0)
+    # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
+    assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
+    assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
+    assert found.length == 23
+    assert found.peak == 16 / 23

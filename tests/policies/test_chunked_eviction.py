@@ -7,7 +7,7 @@ from kvjax import cache as caches
 from kvjax import sampling
 from kvjax.errors import UserError
 from kvjax.policies import make_policy
-from kvjax.policies.budget import chunk_pyramid
+from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published
 from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, model, pages_are_whole
 
@@ -100,6 +100,16 @@ def test_a_number_of_entries_bounds_the_cache(model, prompts):
     pages_are_whole(cache)
 
 
+def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompts):
+    policy = make_policy("knorm", model=model, ratio=0.3, when="chunk", chunk=CHUNK)
+    out = sampling.sample(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=90, eos=())
+    assert [len(x) for x in out.tokens] == [90, 90]
+
+
+def test_a_last_chunk_below_the_window_is_all_kept_in_every_layer():
+    np.testing.assert_array_equal(Shares(pyramid=2.0).chunk_counts([3], [3], [6], 3, 6), [[3], [3], [3]])
+
+
 def test_layers_of_a_chunk_share_like_the_papers_code():
     """32 layers, 32,768 tokens, 30% kept: the worked example, naive and patched."""
     kept = int(0.3 * 32768)
@@ -116,6 +126,14 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
+        (
+            {"ratio": 0.25},
+            "the budget of 5 of a chunk's 20 entries per kv head is below the 6 that always stay",
+        ),
+        (
+            {"name": "knorm", "admission": "streaming_llm", "window": 9},
+            "knorm: when='chunk' counts the tokens of a chunk, which an admission does not all store",
+        ),
         ({"when": "sometimes"}, "when is one of prompt, chunk, patched, got 'sometimes'"),
         ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk' or when='patched'"),
         ({"chunk": 6}, "when='chunk' needs a chunk of more than 6 tokens, got 6"),

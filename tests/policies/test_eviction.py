@@ -287,6 +287,18 @@ def test_freed_pages_are_used_again(model, prompts):
             "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
             "least 65, got 9",
         ),
+        (
+            {"name": "knorm", "admission": "random", "eviction": "snapkv", "ratio": 0.5},
+            "knorm is an eviction itself, got eviction='snapkv' beside it",
+        ),
+        (
+            {"name": "full", "admission": "random"},
+            "full is an admission itself, got admission='random' beside it",
+        ),
+        (
+            {"name": "snapkv", "admission": "streaming_llm", "window": 1, "ratio": 0.5},
+            "must still be in the window: window must be at least 65, got 1",
+        ),
     ],
 )
 def test_bad_policies_are_one_line(model, arguments, says):
@@ -294,6 +306,14 @@ def test_bad_policies_are_one_line(model, arguments, says):
         make_policy(model=model, **arguments)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
+    policy = make_policy("knorm", model=model, admission="streaming_llm", window=21, ratio=0.3)
+    with pytest.raises(
+        UserError, match="the budget of 18 of 60 entries per kv head is below the 20 that always stay"
+    ):
+        sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,44 @@
+"""What a cache held whenever tokens were run over it, for those who measure it."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from kvjax.cache import Cache
+
+
+@dataclass
+class Calls:
+    """A record that `kvjax.sampling` writes to, call by call; every decoded token is a call.
+
+    held: entries of a kv head, the mean over layers and heads, before each call. tokens: how many tokens the call ran.
+    dropped: how many of all tokens were only read to look at others.
+    """
+
+    held: list[Float[np.ndarray, " b"]] = field(default_factory=list)
+    tokens: list[Int[np.ndarray, " b"]] = field(default_factory=list)
+    dropped: Int[np.ndarray, " b"] | int = 0
+
+    def feed(self, cache: Cache, tokens: Int[np.ndarray, " b"]) -> None:
+        """About to run so many tokens of each of the first sequences over `cache`."""
+        length = np.asarray(cache.layers.length)
+        self._add(length, np.asarray(cache.seen), cache.window, tokens)
+
+    def decoded(
+        self,
+        length: Int[np.ndarray, "count l b k"],
+        seen: Int[np.ndarray, "count b"],
+        running: Bool[np.ndarray, "count b"],
+        window: int,
+        sequences: int,
+    ) -> None:
+        """A block was decoded: what the cache was before each of its tokens."""
+        for before, tokens, fed in zip(length, seen, running, strict=True):
+            self._add(before, tokens, window, fed[:sequences].astype(np.int32))
+
+    def _add(self, length, seen, window, tokens):
+        sequences = len(tokens)
+        ring = np.minimum(seen[:sequences], window - 1)
+        self.held.append(length[:, :sequences].mean((0, 2)) + ring)
+        self.tokens.append(tokens)
