@@ -47,6 +47,7 @@ def main() -> None:
 
     import kvjax
     from kvjax.evaluate.accuracy import measure
+    from kvjax.evaluate.pictures import draw_depths
     from kvjax.evaluate.tasks import Needle, builtin_text, builtin_vocabulary
 
     depths = np.linspace(0, 1, config.depths)
@@ -65,24 +66,9 @@ def main() -> None:
             grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
             sizes.append(found.kv_ratio)
             print(f"{length} tokens: {100 * found.accuracy:.1f}% right at {found.kv_ratio:.3f} of the cache")
-    draw(config, grid, depths, sizes)
+    rows = [f"{length} ({size:.2f})" for length, size in zip(config.lengths, sizes, strict=True)]
+    draw_depths(config.out, config.policy, grid, rows, list(depths), "context (share of the cache)")
     print(f"picture: {config.out}")
-
-
-def draw(config: NeedleConfig, grid: np.ndarray, depths: np.ndarray, sizes: list[float]) -> None:
-    """Lengths down, depths across, green where every answer was right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.5, 1.5 + 0.5 * len(grid)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
-    axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
-    axes.set_yticks(range(len(grid)), [f"{n} ({s:.2f})" for n, s in zip(config.lengths, sizes, strict=True)])
-    axes.set(xlabel="depth of the needle", ylabel="context (share of the cache)", title=config.policy)
-    figure.colorbar(image, label="answers right")
-    figure.savefig(config.out)
 
 
 if __name__ == "__main__":

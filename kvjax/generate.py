@@ -2,7 +2,6 @@
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ class GenerateConfig:
     policy: str = "full"
     """What to keep: full, streaming_llm, wgkv, head_pattern or random."""
     gates: Path | None = None
-    """wgkv: a folder with trained gates (the `gates` of a training run's --out)."""
+    """wgkv: a folder with trained gates (the `gates` of a training run's --out), or `builtin` for the built-in
+    model's."""
     pattern: Path | None = None
     """head_pattern: a DuoAttention pattern folder."""
     tau: float | None = None
@@ -116,6 +116,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.models import load_model, load_tokenizer
     from kvjax.policies import make_policy
     from kvjax.sampling import stream
+    from kvjax.stopwatch import Stopwatch
 
     if config.mesh.batch_shards > 1:
         shards = config.mesh.batch_shards
@@ -171,26 +172,6 @@ def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]
         f"{sizes.full_bytes / 2**20:.2f} MiB full; prefill {prompt / blocks[0][0]:.0f} tokens/s, "
         f"decode {decode} tokens/s"
     )
-
-
-class Stopwatch:
-    """Seconds of work between two looks, without those that JAX spent tracing and compiling."""
-
-    def __init__(self):
-        import jax
-
-        self.compiling = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._compiled)
-        self.last = time.perf_counter(), 0.0
-
-    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            self.compiling += duration_secs
-
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        before, self.last = self.last, (time.perf_counter(), self.compiling)
-        return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))
 
 
 def main(args: list[str] | None = None) -> None:

@@ -479,7 +479,8 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
         eos: stop tokens; by default every eos id of the model's generation_config.json.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
-        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its own capacity and page size.
+        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its own capacity and page
+            size.
         block: tokens between two looks of the host.
 
     Returns:

@@ -19,6 +19,7 @@ LAYERS = (
         "kvjax.launch",
         "kvjax.config",
         "kvjax.builtin",
+        "kvjax.stopwatch",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
     {"kvjax.attention"},
@@ -36,7 +37,9 @@ LAYERS = (
 )
 """Lowest first. A module imports its own layer and those below it."""
 
-POLICIES_MAY_IMPORT = {"kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.policies"}
+POLICIES_MAY_IMPORT = {
+    *("kvjax.builtin", "kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.policies"),
+}
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "pallas_kernels"}
 
 

@@ -6,11 +6,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from kvjax.builtin import builtin_model
+from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.errors import UserError
 
-BUILTIN = "builtin"
-"""The name of the small model that comes with the package."""
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _TOKENIZER_FILES = (
@@ -83,6 +81,12 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError) as error:
         why = str(error).strip().splitlines()[0]
         raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+
+
+def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
+    """Whether a model has the built-in model's vocabulary, so that the built-in tasks mean something to it."""
+    own, ours = find_folder(path_or_hub_id) / "tokenizer.json", builtin_model() / "tokenizer.json"
+    return own.is_file() and own.read_bytes() == ours.read_bytes()
 
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:

@@ -11,11 +11,11 @@ def main() -> None:
     # jax and the rest come only once the command line is known to be good
     import jax
 
-    from kvjax.models.folder import find_folder
-    from kvjax.train.loop import speaks_builtin, train
+    from kvjax.models.folder import speaks_builtin
+    from kvjax.train.loop import train
 
     trained = train(config)
-    if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(find_folder(config.model)):
+    if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
         return
 
     from kvjax.train import report

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.builtin import builtin_model
 from kvjax.checkpoint import Checkpoints, abstract
 from kvjax.data import Rows, open_data, step_lengths, to_mesh
 from kvjax.errors import UserError
 from kvjax.launch import start
 from kvjax.metrics import Metrics
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
-from kvjax.models.folder import find_folder
+from kvjax.models.folder import find_folder, speaks_builtin
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.train.config import SAVED, TrainConfig, prepare_folder
 from kvjax.train.exported import admission_rates, export_gates
@@ -52,12 +51,6 @@ def check(config: TrainConfig) -> None:
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
             "a folder or a hub data set"
         )
-
-
-def speaks_builtin(folder: Path) -> bool:
-    """Whether a model has the built-in model's vocabulary, so that the built-in tasks mean something to it."""
-    own, ours = folder / "tokenizer.json", builtin_model() / "tokenizer.json"
-    return own.is_file() and own.read_bytes() == ours.read_bytes()
 
 
 def train(config: TrainConfig) -> Trained:

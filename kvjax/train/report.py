@@ -14,7 +14,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.evaluate import pictures
 from kvjax.evaluate.accuracy import Accuracy, measure
+from kvjax.evaluate.fixed import sink_and_window, whole_heads
 from kvjax.evaluate.tasks import make_task
 from kvjax.evaluate.tasks.task import Sample
 from kvjax.models.decoder import Decoder
@@ -26,8 +28,6 @@ CONTEXT = 1024
 """Tokens of the report's contexts."""
 SAMPLES = {"default": {"recall": 16}, "full": {"recall": 32, "needle": 176, "copy": 256}}
 """Contexts of each task, by --report: at least 192 answers by default, at least 500 in full."""
-SINK = 4
-"""Sinks of the static rivals."""
 FIRST_SEED = 1_000_000
 """Seeds of the report's contexts start here, whatever the run's seed: every run is asked the same."""
 
@@ -53,22 +53,10 @@ def rivals(model: Decoder, gated: Accuracy, *, context: int, window: int, seed: 
     evenly; and by the gates' own rate of each head.
     """
     size = gated.kv_ratio * context
-    heads = gated.rates.size
-    whole = min(heads - 1, int(heads * max(0.0, size - SINK - window) / (context - SINK - window)))
-    share = (heads * size - whole * context) / (heads - whole)
     left = context - (window - 1)
     return {
-        "sink + window": make_policy(
-            "streaming_llm", model=model, sink=SINK, window=max(1, round(size) - SINK + 1)
-        ),
-        "head pattern": make_policy(
-            "head_pattern",
-            model=model,
-            pattern=gated.rates,
-            ratio=whole / heads,
-            sink=SINK,
-            window=max(1, round(share) - SINK + 1),
-        ),
+        "sink + window": sink_and_window(model, entries=size),
+        "head pattern": whole_heads(model, gated.rates, entries=size, context=context, window=window),
         "random": make_policy(
             "random",
             model=model,
@@ -158,18 +146,9 @@ def write(
     _draw_heads(out / "heads.png", rates)
 
 
-def _figure(width: float, height: float):
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
 def _draw_tradeoff(file: Path, rows: list[Row]) -> None:
     tasks = list(dict.fromkeys(row.task for row in rows))
-    figure = _figure(4.5 * len(tasks), 3.6)
+    figure = pictures.figure(4.5 * len(tasks), 3.6)
     for index, task in enumerate(tasks):
         axes = figure.add_subplot(1, len(tasks), index + 1)
         mine = [row for row in rows if row.task == task]
@@ -191,10 +170,7 @@ def _draw_tradeoff(file: Path, rows: list[Row]) -> None:
 
 def _draw_heads(file: Path, rates: Float[np.ndarray, "l k"]) -> None:
     layers, heads = rates.shape
-    figure = _figure(2.5 + 0.45 * heads, 1.6 + 0.3 * layers)
-    axes = figure.add_subplot()
-    image = axes.imshow(rates, vmin=0, cmap="viridis", aspect="auto")
-    axes.set(xlabel="kv head", ylabel="layer", xticks=range(heads), yticks=range(layers))
-    axes.set_title("share of tokens admitted", fontsize=9)
+    figure = pictures.figure(2.5 + 0.45 * heads, 1.6 + 0.3 * layers)
+    image = pictures.draw_heads(figure.add_subplot(), rates, "share of tokens admitted")
     figure.colorbar(image)
     figure.savefig(file)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save_file
 
+from kvjax.builtin import BUILTIN, builtin_gates
 from kvjax.errors import UserError
 from kvjax.mesh import axis_size, put, use_mesh
 from kvjax.policies.interfaces import Keep
@@ -160,9 +161,11 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
 
 
 def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
-    """The gates and the description that `save_gates` wrote. Raises UserError naming the file that is wrong, and for
-    gates that are not for `model`."""
-    folder = Path(folder)
+    """The gates and the description that `save_gates` wrote; `builtin` is the folder of those that come with kvjax.
+
+    Raises UserError naming the file that is wrong, and for gates that are not for `model`.
+    """
+    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
     weights, config = folder / "gates.safetensors", folder / "config.json"
     for file in (weights, config):
         if not file.is_file():
@@ -209,7 +212,7 @@ def wgkv(
     """Write-gated admission.
 
     Args:
-        gates: a folder that training exported, or the gates themselves.
+        gates: a folder that training exported, `builtin` for those of the built-in model, or the gates themselves.
         tau: the threshold; a higher one keeps less. By default the folder's, else 0.1.
         window: the local window. By default the folder's, that is the one the gates were trained with.
         rate: the expected share of admitted tokens by layer and kv head, which sizes the pool; by default the

@@ -1,0 +1,41 @@
+"""`python -m kvjax.evaluate`: the command."""
+
+import shlex
+import sys
+
+from kvjax.evaluate.config import parse
+from kvjax.launch import run_command, start
+
+
+def main(args: list[str] | None = None) -> None:
+    """Measure what is not measured yet, then write the report."""
+    config = parse(args)
+    mesh = start(config.mesh)
+
+    # jax and the rest come only once the command line is known to be good
+    import jax
+
+    from kvjax.evaluate.contenders import contender
+    from kvjax.evaluate.progress import Progress
+    from kvjax.evaluate.report import report
+    from kvjax.evaluate.results import Results
+    from kvjax.evaluate.run import Evaluation, pairs
+    from kvjax.models import load_model
+
+    for name in config.policies:
+        contender(name)
+    with jax.set_mesh(mesh):
+        model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
+        evaluation = Evaluation(config, model)
+        results = Results(config)
+        wanted = [(*pair, place.task, place.length) for place in evaluation.places for pair in pairs(config)]
+        with Progress(len(wanted), sum(key in results.cells for key in wanted)) as progress:
+            evaluation.run(results, progress)
+    given = sys.argv[1:] if args is None else args
+    cells = list(results.cells.values())
+    print(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}"))
+    print(f"\nresults.jsonl, report.md and the pictures are in {config.out}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,82 @@
+"""What is read and what is asked, as token ids: the form that every task takes before a model sees it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.evaluate.tasks.task import Sample, Tokens, as_tokens
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question: `prompt` follows the context, then the model says `answer_tokens` tokens.
+
+    score: what they are worth, from 0 to 1. kind: the row it is reported under. given: the model is fed these instead
+    of what it said, and says each token after the true ones before it. stops: whether the model's stop tokens end it.
+    """
+
+    prompt: Tokens
+    answer_tokens: int
+    score: Callable[[Tokens], float]
+    kind: str
+    given: Tokens | None = None
+    stops: bool = False
+
+
+@dataclass(frozen=True)
+class Context:
+    """A context and its questions, each asked on its own directly after it.
+
+    published: of a published data set. separable: whether it can be read before a question is known.
+    """
+
+    tokens: Tokens
+    questions: tuple[Asked, ...]
+    published: bool = False
+    separable: bool = True
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest of its questions with its answer."""
+        return max(len(q.prompt) + q.answer_tokens for q in self.questions)
+
+
+def exact(sample: Sample) -> Context:
+    """A sample of token ids, whose answers are right or wrong as a whole."""
+
+    def asked(question):
+        def score(said: Tokens) -> float:
+            return float(np.array_equal(said, question.answer))
+
+        return Asked(question.prompt, len(question.answer), score, question.kind)
+
+    return Context(sample.context, tuple(map(asked, sample.questions)))
+
+
+def predicted(sample: Sample) -> Context:
+    """A sample of plain text: the score is the share of its answer's tokens that are the most likely ones, each after
+    the true text before it."""
+
+    def asked(question):
+        def score(said: Tokens) -> float:
+            return float(np.mean(said == question.answer))
+
+        return Asked(question.prompt, len(question.answer), score, question.kind, given=question.answer)
+
+    return Context(sample.context, tuple(map(asked, sample.questions)))
+
+
+def question_aware(contexts: Sequence[Context]) -> list[Context]:
+    """Each question read with its context, all but its last token, which is left to be asked: so what is compressed has
+    seen the question, and the whole answer comes from what is left."""
+    return [
+        dataclasses.replace(
+            context,
+            tokens=np.concatenate([context.tokens, q.prompt[:-1]]),
+            questions=(dataclasses.replace(q, prompt=as_tokens(q.prompt[-1:])),),
+        )
+        for context in contexts
+        for q in context.questions
+    ]

@@ -1,0 +1,109 @@
+"""What an evaluation is told. Imports no jax: a wrong value is refused before anything starts."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvjax.builtin import BUILTIN
+from kvjax.errors import UserError
+from kvjax.launch import MeshShape, parse_command
+
+POLICIES = (
+    *("full", "streaming_llm", "head_pattern", "snapkv", "pyramidkv", "pyramidkv_patched", "adakv"),
+    *("expected_attention", "wgkv", "wgkv+snapkv"),
+)
+"""Compared where no others are named."""
+DTYPES = "float32", "bfloat16", "float16"
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Compare policies: what each answers right at each budget, and what its cache held for it.
+
+    With nothing but --out: the methods on the built-in model at four budgets. Finished cells are kept: the same command
+    again goes on where it was stopped, and others may be added.
+    """
+
+    out: Path
+    """Folder of results.jsonl, report.md and the pictures."""
+    model: str = BUILTIN
+    """A model folder, a hub id, or `builtin`."""
+    policies: tuple[str, ...] = POLICIES
+    """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py."""
+    budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
+    """Shares of the full cache's entries."""
+    tasks: tuple[str, ...] = ("needle", "copy", "text")
+    """recall, needle, copy and text (built-in model); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
+    qa_2."""
+    context: tuple[int, ...] = (1024,)
+    """Tokens of a context with a question and its answer."""
+    samples: int = 192
+    """Answers of each cell, at least. A text of which the last quarter is predicted counts for 12."""
+    chunk: int | None = None
+    """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
+    of the shortest context, at most 32768."""
+    observed: int | None = None
+    """Last tokens that SnapKV and what builds on it look back at; by default 64, at most a sixteenth of a chunk."""
+    question_aware: bool = False
+    """Read each question with its context and compress both; by default contexts are compressed before any question."""
+    gates: str | None = None
+    """wgkv: a folder with trained gates, or `builtin`, the default for the built-in model."""
+    pattern: Path | None = None
+    """head_pattern: a DuoAttention pattern folder; by default heads are ordered by the gates' own rates."""
+    ruler_data: Path | None = None
+    """A folder of RULER's own samples, a file NAME.jsonl a task, instead of samples made here."""
+    essays: Path | None = None
+    """RULER's haystack: a text file; by default the packaged text, which is short."""
+    squad: Path | None = None
+    """qa_1: SQuAD's JSON file."""
+    hotpotqa: Path | None = None
+    """qa_2: HotpotQA's JSON file."""
+    chat: bool = True
+    """RULER: use the tokenizer's chat template if it has one."""
+    seed: int = 0
+    """Of the contexts and of what is random."""
+    batch: int = 16
+    """Contexts at a time."""
+    capacity: str | None = None
+    """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default it holds
+    the full cache, so that all budgets run one program."""
+    page_size: int = 16
+    """Tokens per page."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16; by default that of the weights."""
+    mesh: MeshShape = MeshShape()
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
+
+    def check(self) -> None:
+        """Refuse values that mean nothing. Raises UserError."""
+        for name in ("policies", "budgets", "tasks", "context"):
+            values = getattr(self, name)
+            if not values:
+                raise UserError(f"--{name} needs at least one value")
+            twice = [value for index, value in enumerate(values) if value in values[:index]]
+            if twice:
+                raise UserError(f"--{name} names {twice[0]} twice")
+        for budget in self.budgets:
+            if not 0 < budget <= 1:
+                raise UserError(f"--budgets are shares above 0 and at most 1, got {budget:g}")
+        numbers = {
+            "context": min(self.context), "samples": self.samples, "chunk": self.chunk, "observed": self.observed,
+            "batch": self.batch, "page-size": self.page_size,
+        }  # fmt: skip
+        for name, value in numbers.items():
+            if value is not None and value < 1:
+                raise UserError(f"--{name} must be at least 1, got {value}")
+        if self.seed < 0:
+            raise UserError(f"--seed must be at least 0, got {self.seed}")
+        if self.dtype not in (None, *DTYPES):
+            raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
+
+
+def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
+    """The evaluation's settings from the command line, with what follows from others filled in. Raises UserError."""
+    config = parse_command(EvaluateConfig, args)
+    config.check()
+    chunk = config.chunk or max(1, min(32768, min(config.context) // 4))
+    observed = config.observed or max(1, min(64, chunk // 16))
+    gates = config.gates or (BUILTIN if config.model == BUILTIN else None)
+    return dataclasses.replace(config, chunk=chunk, observed=observed, gates=gates)

@@ -1,0 +1,228 @@
+"""One policy on one set of contexts: reading them, asking their questions, and what the cache held at each call."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax import cache as caches
+from kvjax.cache import Cache
+from kvjax.calls import Calls
+from kvjax.compaction import compact, quota
+from kvjax.evaluate.answering import answers
+from kvjax.evaluate.asked import Asked, Context
+from kvjax.evaluate.footprint import measured
+from kvjax.evaluate.pace import Pace
+from kvjax.evaluate.tasks.task import Tokens
+from kvjax.mesh import use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+from kvjax.sampling import CHUNK, bucket, prefill
+from kvjax.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How contexts are read. batch: contexts at a time. chunk: tokens of a call. length: tokens that the cache's tables
+    are made for, if more than a context with its longest question takes. capacity, page_size: as in `prefill`."""
+
+    batch: int = 16
+    chunk: int = CHUNK
+    length: int = 0
+    capacity: int | str | None = None
+    page_size: int = caches.PAGE_SIZE
+    watch: Stopwatch = field(default_factory=Stopwatch)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a policy answered and what it held.
+
+    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that
+    is given: its tokens). footprint, peak: means
+    over the answers (see `footprint`). kv_ratio: entries over those of a full cache once the contexts were read. kept:
+    the same by layer and kv head. rates: share of the tokens that left the ring and were kept. bytes: of a context's
+    pages in use. prefill, decode: tokens per second without compilation; None: there was nothing to time.
+    """
+
+    score: float
+    by_kind: dict[str, float]
+    answers: int
+    footprint: float
+    peak: float
+    kv_ratio: float
+    kept: Float[np.ndarray, "l k"]
+    rates: Float[np.ndarray, "l k"]
+    bytes: int
+    prefill: float | None
+    decode: float | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Contexts in a cache, what was held while they were read, and how long that took."""
+
+    cache: Cache
+    calls: Calls
+    seconds: float
+    compiled: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
+
+
+def read(model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner) -> Reading:
+    """The contexts in a new cache, as the policy keeps them."""
+    calls, longest = Calls(), max(len(context.tokens) for context in group)
+    room = max(context.room for context in group)
+    manner.watch.lap()
+    cache = prefill(
+        model,
+        [context.tokens for context in group],
+        policy=policy,
+        max_new_tokens=max(room, manner.length - longest),
+        capacity=manner.capacity,
+        page_size=manner.page_size,
+        chunk=manner.chunk,
+        calls=calls,
+    )
+    jax.block_until_ready(cache)
+    return Reading(cache, calls, manner.watch.lap(), manner.watch.compiled)
+
+
+def compressed(
+    model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
+) -> Reading:
+    """A copy of what was read without compaction, compacted as the policy plans for the prompt's end."""
+    plan = policy.plan
+    if plan is None:
+        return reading
+    watch.lap()
+    with use_mesh(model):
+        cache = jax.tree.map(jnp.copy, reading.cache)
+        kept = quota(policy, cache, [len(context.tokens) for context in group])
+        longest = int(np.asarray(cache.layers.length).max())
+        cache = compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=plan.shares.over)
+    jax.block_until_ready(cache)
+    seconds = watch.lap()
+    return Reading(cache, reading.calls, reading.seconds + seconds, reading.compiled or watch.compiled)
+
+
+class Readings:
+    """Groups of contexts as they were read, for policies that differ in their budget only: kept in memory while they
+    take at most `limit` bytes, else read again."""
+
+    def __init__(self, limit: int = 2**30):
+        self._limit = limit
+        self._kept: dict[int, Reading] = {}
+
+    def get(
+        self, index: int, model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner
+    ) -> Reading:
+        """Group `index` in a cache, as `policy` would have it at any budget."""
+        reading = self._kept.get(index)
+        if reading is None:
+            reading = read(model, policy.traced, group, manner)
+            if sum(kept.bytes for kept in self._kept.values()) + reading.bytes <= self._limit:
+                self._kept[index] = reading
+        return compressed(model, policy, reading, group, manner.watch)
+
+
+def measure(
+    model: Decoder,
+    policy: Policy,
+    contexts: Sequence[Context],
+    manner: Manner,
+    readings: Readings | None = None,
+) -> Found:
+    """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
+
+    Contexts of a group must have equally many questions, as a task gives them.
+
+    Args:
+        readings: what was read for the same policy at another budget, if that is the same.
+    """
+    tally = Tally()
+    for index, start in enumerate(range(0, len(contexts), manner.batch)):
+        group = contexts[start : start + manner.batch]
+        if readings is None:
+            reading = read(model, policy, group, manner)
+        else:
+            reading = readings.get(index, model, policy, group, manner)
+        tally.read(reading, policy, len(group))
+        later, cache = _asking(policy, reading.cache)
+        for questions in zip(*(context.questions for context in group), strict=True):
+            calls = Calls()
+            said = answers(
+                model, later, cache, questions, calls=calls, pace=tally.decoding, watch=manner.watch
+            )
+            tally.asked(questions, said, _joined(reading.calls, calls))
+    return tally.found()
+
+
+def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
+    """What answers: without all that only a compaction needs, so that evictions that have done their work share one
+    program."""
+    later = policy.continuing
+    layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], ()))
+    return dataclasses.replace(later, name="answering"), dataclasses.replace(cache, layers=layers)
+
+
+def _joined(first: Calls, second: Calls) -> Calls:
+    return Calls(first.held + second.held, first.tokens + second.tokens, first.dropped + second.dropped)
+
+
+class Tally:
+    """Sums over groups of contexts and their answers."""
+
+    def __init__(self):
+        self._scores: dict[str, list[float]] = defaultdict(list)
+        self._occupied: list[tuple[float, float]] = []
+        self._entries: list[Float[np.ndarray, "l k"]] = []
+        self._kept, self._left, self._tokens = np.zeros(()), 0, 0
+        self._bytes, self._contexts, self._answers = 0, 0, 0
+        self._reading, self.decoding = Pace(), Pace()
+
+    def read(self, reading: Reading, policy: Policy, count: int) -> None:
+        """A group of `count` contexts is in its cache."""
+        sizes = caches.stats(reading.cache, count)
+        ring = np.minimum(sizes.tokens, policy.window - 1)
+        self._entries.append(sizes.entries.sum(1))
+        self._kept = self._kept + (sizes.entries - ring[:, None]).sum(1)
+        self._left += int((sizes.tokens - ring).sum())
+        self._tokens += int(sizes.tokens.sum())
+        self._bytes += sizes.bytes // sizes.pool_pages * sizes.pages
+        self._contexts += count
+        self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
+
+    def asked(self, questions: Sequence[Asked], said: Sequence[Tokens], calls: Calls) -> None:
+        """A question of each context was answered."""
+        for row, (question, tokens) in enumerate(zip(questions, said, strict=True)):
+            self._scores[question.kind].append(question.score(tokens))
+            self._answers += 1 if question.given is None else question.answer_tokens
+            occupied = measured(calls, row)
+            self._occupied.append((occupied.footprint, occupied.peak))
+
+    def found(self) -> Found:
+        everything = [score for group in self._scores.values() for score in group]
+        kept = np.sum(self._entries, 0) / self._tokens
+        footprint, peak = np.mean(self._occupied, 0)
+        return Found(
+            score=float(np.mean(everything)),
+            by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
+            answers=self._answers,
+            footprint=float(footprint),
+            peak=float(peak),
+            kv_ratio=float(kept.mean()),
+            kept=kept,
+            rates=self._kept / max(self._left, 1),
+            bytes=self._bytes // self._contexts,
+            prefill=self._reading.per_second,
+            decode=self.decoding.per_second,
+        )

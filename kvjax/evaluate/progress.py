@@ -1,0 +1,48 @@
+"""What an evaluation shows: a bar on a terminal, a line for each cell elsewhere."""
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from kvjax.evaluate.results import Cell
+
+
+class Progress:
+    """As a context, on stderr; `total` cells, `finished` of them before."""
+
+    def __init__(self, total: int, finished: int):
+        columns = (TextColumn("cells"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Bar(*columns, console=Console(stderr=True)) if sys.stderr.isatty() else None
+        self._task = (
+            None if self._bar is None else self._bar.add_task("cells", total=total, completed=finished)
+        )
+        self._total, self._finished, self._began = total, finished, time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def done(self, cell: Cell) -> None:
+        """A cell is finished."""
+        self._finished += 1
+        line = (
+            f"{cell.task} {cell.context}, {cell.policy} at {cell.budget:g}: {100 * cell.score:.1f}%, "
+            f"{cell.kv_ratio:.3f} of the entries, footprint {cell.footprint:.3f}"
+        )
+        if self._bar is not None and self._task is not None:
+            self._bar.console.print(line, highlight=False, markup=False)
+            self._bar.update(self._task, completed=self._finished)
+        else:
+            seconds = time.monotonic() - self._began
+            print(f"{self._finished}/{self._total} ({seconds:.0f} s)  {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+"""results.jsonl: a line for each finished cell, and settings.json, which says what all of them were measured with."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvjax.atomic import write_text
+from kvjax.errors import UserError
+from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.measuring import Found
+
+MEASURED_WITH = (
+    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
+    *("squad", "hotpotqa", "chat", "seed", "capacity", "page_size", "dtype"),
+)
+"""Settings that all cells of a folder share."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one policy at one budget did on one task at one length. A line of results.jsonl.
+
+    metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
+    answers, of full attention's. kv_ratio: share of the entries once the contexts were read. bytes: of a context's
+    pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data.
+    """
+
+    policy: str
+    budget: float
+    task: str
+    context: int
+    metric: str
+    samples: int
+    score: float
+    footprint: float
+    peak_kv: float
+    kv_ratio: float
+    bytes: int
+    prefill_tok_s: float | None
+    decode_tok_s: float | None
+    by_kind: dict[str, float]
+    question_aware: bool
+    published: bool
+    seed: int
+    kept: list[list[float]]
+
+    @property
+    def key(self) -> tuple[str, float, str, int]:
+        return self.policy, self.budget, self.task, self.context
+
+
+def cell(
+    policy: str,
+    budget: float,
+    task: str,
+    context: int,
+    metric: str,
+    found: Found,
+    published: bool,
+    config: EvaluateConfig,
+) -> Cell:
+    """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
+
+    def speed(x):
+        return None if x is None else round(x)
+
+    return Cell(
+        policy=policy,
+        budget=budget,
+        task=task,
+        context=context,
+        metric=metric,
+        samples=found.answers,
+        score=round(found.score, 6),
+        footprint=round(found.footprint, 6),
+        peak_kv=round(found.peak, 6),
+        kv_ratio=round(found.kv_ratio, 6),
+        bytes=found.bytes,
+        prefill_tok_s=speed(found.prefill),
+        decode_tok_s=speed(found.decode),
+        by_kind={kind: round(score, 6) for kind, score in found.by_kind.items()},
+        question_aware=config.question_aware,
+        published=published,
+        seed=config.seed,
+        kept=found.kept.round(4).tolist(),
+    )
+
+
+class Results:
+    """The finished cells of a folder, which is made if it is not there.
+
+    Raises:
+        UserError: the folder cannot be written, holds results of other settings, or a line that is none.
+    """
+
+    def __init__(self, config: EvaluateConfig):
+        self._file = config.out / "results.jsonl"
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
+        self._check_settings(config)
+        self.cells = self._read()
+
+    def _check_settings(self, config: EvaluateConfig) -> None:
+        now = {name: _plain(getattr(config, name)) for name in MEASURED_WITH}
+        file = config.out / "settings.json"
+        if not file.exists():
+            if self._file.exists():
+                raise UserError(
+                    f"--out {config.out}: there is a {self._file.name} but no {file.name} beside it"
+                )
+            write_text(file, json.dumps(now, indent=1) + "\n")
+            return
+        try:
+            before = dict(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{file}: cannot be read ({error})") from None
+        for name, value in now.items():
+            if before.get(name) != value:
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"--out {config.out} holds results with --{option} {before.get(name)}, got {value}: name another "
+                    "folder"
+                )
+
+    def _read(self) -> dict[tuple[str, float, str, int], Cell]:
+        """The cells; a last line that a killed run did not finish is dropped."""
+        if not self._file.exists():
+            return {}
+        text = self._file.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:
+            write_text(self._file, whole)
+        cells = {}
+        for number, line in enumerate(whole.splitlines(), 1):
+            found = _cell(line, f"{self._file}: line {number}")
+            cells[found.key] = found
+        return cells
+
+    def add(self, found: Cell) -> None:
+        """Append a line, which is on disk when this returns."""
+        with self._file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(dataclasses.asdict(found)) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        self.cells[found.key] = found
+
+
+def _cell(line: str, at: str) -> Cell:
+    try:
+        values = dict(json.loads(line))
+    except (ValueError, TypeError):
+        raise UserError(f"{at} is no JSON object, it starts {line[:60]}") from None
+    missing = [field.name for field in dataclasses.fields(Cell) if field.name not in values]
+    if missing:
+        raise UserError(f"{at} has no field `{missing[0]}`")
+    return Cell(**{field.name: values[field.name] for field in dataclasses.fields(Cell)})
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
