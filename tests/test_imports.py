@@ -21,10 +21,12 @@ LAYERS = (
         "kvjax.builtin",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
-    {"kvjax.attention"},
+    {"kvjax.attended", "kvjax.attention"},
     {"kvjax.models"},
     {
         "kvjax.compaction",
+        "kvjax.feeding",
+        "kvjax.schedule",
         "kvjax.sampling",
         "kvjax.checkpoint",
         "kvjax.data",
