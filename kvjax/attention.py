@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
+from kvjax.attended import count_attention
 from kvjax.mesh import BATCH, P, gather
 from kvjax.policies.interfaces import Trainable
 from kvjax.policies.policy import Policy
@@ -81,10 +82,13 @@ def cached_attention(
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         kept = priority >= policy.admission.keep().threshold
         attend = _decode if step.q.shape[2] == 1 else _prefill
-        o = attend(step, pages, layer, kept, seen, valid, window, implementation)
+        o, lse = attend(step, pages, layer, kept, seen, valid, window, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
+        before = layer
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(pages, layer, kv, priority, kept, after(seen, o), valid, window)
+        if policy.attended:
+            pages = count_attention(pages, before, layer, step, lse, valid)
         return o, pages, layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
@@ -94,7 +98,7 @@ def cached_attention(
 
 def _decode(step, pages, layer, kept, seen, valid, window, implementation):
     """One token: everything that is stored is visible to it."""
-    o, _ = paged_decode(
+    return paged_decode(
         step.q,
         pages.pool,
         layer.page_table,
@@ -104,7 +108,6 @@ def _decode(step, pages, layer, kept, seen, valid, window, implementation):
         new=(step.k, step.v),
         implementation=implementation,
     )
-    return o
 
 
 def _prefill(
@@ -133,6 +136,6 @@ def _prefill(
     )
     table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
     if table.shape[-1] == 0:  # nothing can have left the ring
-        return near[0]
+        return near
     far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
-    return merge(*near, *far)[0]
+    return merge(*near, *far)

@@ -38,11 +38,13 @@ class CapacityError(UserError):
 @struct
 class Pages:
     """The pool of one shard and its free list (a stack: `free[:free_count]` are free). A negative count is a debt:
-    that many pages were needed and not there."""
+    that many pages were needed and not there. attended: the attention that each entry got so far, its group's mean;
+    None where no method asks for it."""
 
     pool: Float[Array, "p page kv"]
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
+    attended: Float[Array, "p page"] | None = None
 
 
 @struct
@@ -210,8 +212,11 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
         priority=jnp.full((layers, batch, kv_heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         state=jax.vmap(lambda _: policy.init(batch))(jnp.arange(layers)),
     )
+    attended = None
+    if policy.attended:
+        attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    return Cache(Pages(pool, free, count), layer_cache, seen, window=policy.window, bounded=bounded)
+    return Cache(Pages(pool, free, count, attended), layer_cache, seen, window=policy.window, bounded=bounded)
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:
@@ -226,7 +231,9 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
         table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
-        return Pages(pool, free, count + pages), dataclasses.replace(layers, page_table=table)
+        attended = None if pages_.attended is None else jnp.pad(pages_.attended, ((0, pages), (0, 0)))
+        new_pages = Pages(pool, free, count + pages, attended)
+        return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(more, out_specs=specs)(cache.pages, cache.layers)
@@ -244,7 +251,9 @@ def trimmed(cache: Cache, pages: int) -> Cache:
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
         table = jnp.where(used, place, pages)
-        return Pages(pages_.pool[source], free, count), dataclasses.replace(layers, page_table=table)
+        attended = None if pages_.attended is None else pages_.attended[source]
+        new_pages = Pages(pages_.pool[source], free, count, attended)
+        return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)

@@ -8,6 +8,7 @@ pages, in order.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +31,20 @@ class Quota:
     """What a compaction keeps.
 
     due: the sequences that are compacted. count: of the eligible entries, how many stay of each kv head on average, by
-    layer or for all. pinned: how many of its own best each head keeps anyway. since: where in each row the eligible
-    entries begin; those before stay. dropped: how many of a row's newest entries go, having looked at the others. last,
-    first: how many of its newest and of its very first entries always stay; they take places of `count`.
+    layer or for all, or of each single row. pinned: how many of its own best each head keeps anyway. since: where in
+    each row the eligible entries begin; those before stay. dropped: how many of a row's newest entries go, having
+    looked at the others. last, first: how many of its newest and of its very first entries always stay; they take
+    places of `count`. floor: entries with a lower score go in any case.
     """
 
     due: Bool[Array, " b"]
-    count: Int[Array, "#l b"]
-    pinned: Int[Array, "#l b"]
+    count: Int[Array, "l b #k"]
+    pinned: Int[Array, "l b #k"]
     since: Int[Array, "l b k"]
     dropped: Int[Array, " b"]
     last: Int[Array, " b"]
     first: Int[Array, ""]
+    floor: Float[Array, ""]
 
 
 def quota(
@@ -66,26 +69,62 @@ def quota(
     """
     plan = policy.plan
     assert plan is not None
-    layers, batch, heads = cache.layers.length.shape
-    entry_bytes = layers * heads * cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
-    slots = policy.window - 1
+    layers, slots = len(cache.layers.length), policy.window - 1
+    due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
-    forced = [0 if count else plan.last for count in dropped]
-    counts = plan.counts(policy.name, tokens, forced, slots, layers, entry_bytes) - np.minimum(slots, tokens)
-    empty = ((0, 0), (0, batch - len(tokens)))
+    kept = plan.kept(tokens, entry_bytes(cache))
+    forced = [0 if count else plan.newest(share) for count, share in zip(dropped, kept, strict=True)]
+    if plan.schedule.in_chunks:
+        counts = plan.chunk_counts(tokens, kept, forced, layers)
+    else:
+        # those that are not due may be too short
+        counts = np.zeros((layers, len(tokens)), np.int32)
+        counts[:, due] = plan.counts(
+            policy.name, list(compress(tokens, due)), list(compress(kept, due)), slots, layers
+        )
+    counts = np.maximum(counts - np.minimum(slots, tokens), 0)
+    return _on_devices(plan, cache, due, counts[..., None], forced, slots, dropped, since)
+
+
+def overflow_quota(policy: Policy, cache: Cache, due: Sequence[bool]) -> Quota:
+    """What stays where a share of every head's own entries goes (`when="overflow"`)."""
+    plan = policy.plan
+    assert plan is not None
+    length = np.asarray(cache.layers.length)[:, : len(due)]
+    slots = policy.window - 1
+    seen = np.asarray(cache.seen)[: len(due)]
+    forced = [plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))]
+    counts = length - np.floor(plan.schedule.drop * (1 + 1e-12) * length).astype(np.int32)
+    return _on_devices(plan, cache, due, counts, forced, slots, [0] * len(due), None)
+
+
+def entry_bytes(cache: Cache) -> int:
+    """Bytes of one token's key and value in all layers and kv heads."""
+    layers, _, heads = cache.layers.length.shape
+    return layers * heads * cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
+
+
+def _on_devices(plan, cache, due, counts, forced, slots, dropped, since) -> Quota:
+    layers, batch, heads = cache.layers.length.shape
+    empty = (0, batch - len(due))
 
     def by_sequence(x):
-        return put(np.pad(np.asarray(x), empty[1]), BATCH)
+        return put(np.pad(np.asarray(x), empty), BATCH)
 
-    zero = put(np.zeros((layers, batch, heads), np.int32), None, BATCH, "tensor")
+    def by_row(x):
+        return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
+
+    zero = np.zeros((layers, len(due), heads), np.int32)
+    floor = -np.inf if plan.budget.threshold is None else plan.budget.threshold
     return Quota(
-        due=by_sequence([True] * len(tokens) if due is None else due),
-        count=put(np.pad(counts, empty), None, BATCH),
-        pinned=put(np.pad(plan.shares.pins(counts), empty), None, BATCH),
-        since=zero if since is None else since,
+        due=by_sequence(due),
+        count=by_row(counts.astype(np.int32)),
+        pinned=by_row(plan.shares.pins(counts)),
+        since=by_row(zero) if since is None else since,
         dropped=by_sequence(np.array(dropped, np.int32)),
         last=by_sequence(np.maximum(0, np.array(forced, np.int32) - slots)),
         first=put(np.int32(plan.first)),
+        floor=put(np.float32(floor)),
     )
 
 
@@ -122,24 +161,22 @@ def _at(layer: LayerCache, place: Int[Array, "b k s"], page_size: int, ring: int
     return jnp.take_along_axis(layer.page_table, column, 2), place % page_size
 
 
-def _entries(pages: Pages, layer: LayerCache, entries: int, ring: int) -> Float[Array, "b k s kv"]:
-    return pages.pool[_at(layer, places(layer.length, entries), pages.pool.shape[1], ring)]
-
-
 def _scores(eviction, output, pages, layers, seen, head, quota, entries, window) -> Float[Array, "l b k s"]:
+    ring = ring_pages(window, pages.pool.shape[1])
+
     def one(index, xs):
         method, layer, weight, count, since = xs
-        k, v = jnp.split(_entries(pages, layer, entries, ring_pages(window, pages.pool.shape[1])), 2, -1)
-        place = places(layer.length, entries)
+        at = _at(layer, place := places(layer.length, entries), pages.pool.shape[1], ring)
+        k, v = jnp.split(pages.pool[at], 2, -1)
+        attended = None if pages.attended is None else pages.attended[at]
         eligible = (place >= 0) & (place >= since[..., None])
         stored = Stored(
             k=k, v=v, place=place, eligible=eligible, forced=_forced(layer.length, eligible, quota), count=count,
-            seen=seen, output=weight, layer=index, head=head, causal=window == 1,
+            seen=seen, output=weight, layer=index, head=head, causal=window == 1, attended=attended,
         )  # fmt: skip
         return index + 1, method.score(layer.state[1], stored)
 
-    count = jnp.broadcast_to(quota.count, layers.length.shape[:2])
-    return lax.scan(one, jnp.int32(0), (eviction, layers, output, count, quota.since))[1]
+    return lax.scan(one, jnp.int32(0), (eviction, layers, output, quota.count, quota.since))[1]
 
 
 def _forced(length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota):
@@ -157,6 +194,7 @@ def _kept(
     old = exists & (place < quota.since[..., None])
     eligible = exists & ~old & (length[..., None] - place > quota.dropped[:, None, None])
     forced = _forced(length, eligible, quota)
+    eligible &= forced | (scores >= quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
     chosen = top(scores, eligible, quota.count, over)
@@ -168,16 +206,17 @@ def _moved(
 ) -> tuple[Pages, LayerCache]:
     entries, (capacity, page_size, _) = kept.shape[-1], pages.pool.shape
 
-    def move(pool, xs):
+    def move(stored, xs):
         layer, kept = xs
-        kv = _entries(dataclasses.replace(pages, pool=pool), layer, entries, ring)
         place = places(layer.length, entries)
         target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
         page, offset = _at(layer, target, page_size, ring)
         page = jnp.where(kept & (target != place), page, capacity)
-        return pool.at[page, offset].set(kv, mode="drop"), kept.sum(-1, dtype=jnp.int32)
+        source = _at(layer, place, page_size, ring)
+        stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
+        return stored, kept.sum(-1, dtype=jnp.int32)
 
-    pool, length = lax.scan(move, pages.pool, (layers, kept))
+    (pool, attended), length = lax.scan(move, (pages.pool, pages.attended), (layers, kept))
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     freed = (column >= begin) & (column < stop)
@@ -185,4 +224,4 @@ def _moved(
     free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
     table = jnp.where(freed, capacity, layers.page_table)
     count = pages.free_count + freed.sum(dtype=jnp.int32)
-    return Pages(pool, free, count), dataclasses.replace(layers, page_table=table, length=length)
+    return Pages(pool, free, count, attended), dataclasses.replace(layers, page_table=table, length=length)

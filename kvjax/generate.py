@@ -20,7 +20,8 @@ class GenerateConfig:
     model: str = "builtin"
     """A model folder, a hub id, or `builtin`."""
     policy: str = "full"
-    """What to keep: full, streaming_llm, wgkv, head_pattern or random."""
+    """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
+    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction)."""
     gates: Path | None = None
     """wgkv: a folder with trained gates (the `gates` of a training run's --out), or `builtin` for the built-in
     model's."""
@@ -42,10 +43,16 @@ class GenerateConfig:
     over: str | None = None
     """With an eviction, who shares the budget: head, layer or model."""
     when: str | None = None
-    """With an eviction: prompt (once it was read), chunk (after every chunk of it), or patched (the same, looked at by
-    the prompt's end)."""
+    """With an eviction: prompt (once it was read), chunk (after every chunk of it), patched (the same, looked at by the
+    prompt's end), every (also after so many tokens of the answer) or overflow (whenever there are more entries)."""
     chunk: int | None = None
     """Tokens of such a chunk."""
+    every: int | None = None
+    """Tokens of the answer between two evictions."""
+    drop: float | None = None
+    """With when=overflow: the share of a head's entries that goes each time."""
+    threshold: float | None = None
+    """With an eviction, instead of a ratio: entries with a lower score go."""
     observed: int | None = None
     """snapkv: the last tokens whose attention counts."""
     max_new_tokens: int = 128
@@ -70,7 +77,7 @@ class GenerateConfig:
     def method_arguments(self) -> dict[str, Any]:
         names = (
             *("gates", "pattern", "tau", "window", "sink", "ratio"),
-            *("eviction", "entries", "over", "when", "chunk", "observed"),
+            *("eviction", "entries", "threshold", "over", "when", "chunk", "every", "drop", "observed"),
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

@@ -12,16 +12,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float
 
 from kvjax import cache as caches
-from kvjax.attention import cached_attention
+from kvjax import schedule
 from kvjax.cache import Cache, Stats
 from kvjax.calls import Calls
-from kvjax.compaction import compact, quota
 from kvjax.errors import UserError, at_least_one
+from kvjax.feeding import extend, feed, padded
 from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
-from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 
@@ -44,43 +44,6 @@ class Sampled:
     tokens: list[np.ndarray]
     stop_reasons: list[Literal["eos", "length"]]
     stats: Stats
-
-
-def extend(
-    model: Decoder,
-    policy: Policy,
-    cache: Cache,
-    tokens: Int[Array, "b t"],
-    valid: Int[Array, " b"],
-    *,
-    implementation: str | None = None,
-) -> tuple[Cache, Float[Array, "b t d"]]:
-    """Run the first `valid` tokens of each sequence, writing them into the cache. To be jitted, the cache donated.
-
-    Returns the cache and the hidden states after the final norm (those of padding mean nothing).
-    """
-    tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
-    index = jnp.arange(tokens.shape[1])
-    position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
-
-    def attend(step, pages, xs):
-        layer, policy = xs
-        return cached_attention(
-            policy, step, pages, layer, seen=cache.seen, valid=valid, implementation=implementation
-        )
-
-    x = model.embed_tokens(tokens)
-    x, pages, layers = scan_layers(model, x, position, attend, carry=cache.pages, xs=(cache.layers, policy))
-    cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
-    return cache, model.norm(x)
-
-
-@functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
-def _last_logits(model, policy, cache, tokens, valid, implementation=None):
-    """`extend`, and the logits that follow each sequence's last valid token."""
-    cache, hidden = extend(model, policy, cache, tokens, valid, implementation=implementation)
-    last = jnp.maximum(valid - 1, 0)[:, None, None]
-    return cache, model.logits(jnp.take_along_axis(hidden, last, 1))[:, 0]
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
@@ -153,16 +116,6 @@ def _draw(logits, draw, key, greedy):
 _first_draw = jax.jit(_draw, static_argnums=3)
 
 
-def bucket(tokens: int) -> int:
-    """The padded length that a call of `tokens` tokens is compiled for: 16 · 2ⁿ or 24 · 2ⁿ, below 16 as it is."""
-    if tokens <= 16:
-        return tokens
-    size = 16
-    while size < tokens:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
-    return size
-
-
 def _on_mesh(policy: Policy | None) -> Policy:
     """The policy on the current mesh; the full cache where none is given."""
     return adopt(make_policy("full") if policy is None else policy)
@@ -191,97 +144,9 @@ def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     return rows
 
 
-def _padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
-    """Rows as one batch on the mesh, padded to `size` tokens and with empty rows to a multiple of the batch shards."""
-    shards = batch_shards()
-    batch = -(-len(rows) // shards) * shards
-    tokens, valid = np.zeros((batch, size), np.int32), np.zeros(batch, np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : row.size], valid[index] = row, row.size
-    return put(tokens, BATCH, None), put(valid, BATCH)
-
-
-def _read(model, policy, cache, rows, room, chunk, calls=None, implementation=None):
-    """Prompts into an empty cache, compacted as the policy plans, with `room` for so many more tokens; as `_feed`."""
-    plan = policy.plan
-    if plan is None:
-        return _feed(model, policy.traced, cache, rows, chunk, calls, implementation)
-    longest = max(row.size for row in rows)
-    if plan.when == "prompt":
-        kept = quota(policy, cache, [row.size for row in rows])
-        cache, logits = _feed(model, policy.traced, cache, rows, chunk, calls, implementation)
-        cache = _compacted(model, policy, cache, kept)
-        return cache if cache.bounded else _trimmed(cache, _pages_with_room(cache, room)), logits
-    logits = None
-    for start in range(0, longest, plan.chunk):
-        part = [row[start : start + plan.chunk] for row in rows]
-        before = jnp.copy(cache.layers.length) if plan.by_chunk else None
-        cache, logits = _feed(model, policy.traced, cache, part, chunk, calls, implementation, logits)
-        cache = _after_chunk(model, policy, cache, rows, start, before, chunk, calls, implementation)
-    # the pool was made for what is held while reading
-    return cache if cache.bounded or not room else _with_room(cache, policy, room), logits
-
-
-_trimmed = jax.jit(caches.trimmed, static_argnums=1)
-
-
-def _pages_with_room(cache, tokens):
-    """Pages of a shard that what is stored takes and, in any row, so many more tokens."""
-    free = np.asarray(cache.pages.free_count)
-    pool, rows = cache.pages.pool.shape[0] // len(free), cache.layers.length.size // len(free)
-    most = -(-tokens // cache.page_size) + 1 if tokens else 0
-    return min(pool, pool - int(free.min()) + rows * most)
-
-
-def _after_chunk(model, policy, cache, rows, start, before, chunk, calls, implementation):
-    """The cache compacted once the chunk of `rows` that begins at `start` was read."""
-    plan = policy.plan
-    stop = start + plan.chunk
-    patch = [row[-plan.observed :] if plan.when == "patched" and row.size > stop else row[:0] for row in rows]
-    looked = any(row.size for row in patch)
-    if looked:
-        state = jax.tree.map(jnp.copy, cache.layers.state)
-        cache, _ = _feed(model, policy.traced, cache, patch, chunk, calls, implementation)
-        if calls is not None:
-            calls.dropped = calls.dropped + np.array([row.size for row in patch])
-    read = [min(row.size, stop) for row in rows]
-    kept = quota(
-        policy,
-        cache,
-        [max(0, count - start) if plan.by_chunk else count for count in read],
-        due=[count > start for count in read],
-        since=before,
-        dropped=[row.size for row in patch],
-    )
-    cache = _compacted(model, policy, cache, kept)
-    return (
-        dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
-    )
-
-
-def _compacted(model, policy, cache, kept):
-    longest = int(np.asarray(cache.layers.length).max())
-    return compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=policy.plan.shares.over)
-
-
-def _feed(model, policy, cache, rows, chunk, calls=None, implementation=None, logits=None):
-    """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
-    of `logits` where a row is empty."""
-    longest = max(row.size for row in rows)
-    for start in range(0, longest, chunk):
-        part = [row[start : start + chunk] for row in rows]
-        if calls is not None:
-            calls.feed(cache, np.array([row.size for row in part]))
-        tokens, valid = _padded(part, bucket(min(chunk, longest - start)))
-        cache, new = _last_logits(model, policy, cache, tokens, valid, implementation=implementation)
-        logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
-    caches.check(cache, policy)
-    return cache, logits
-
-
 def _new_cache(model, policy, rows, tokens, page_size, capacity) -> Cache:
     shards, config = batch_shards(), model.config
-    if policy.plan is not None and policy.plan.when == "patched":
+    if policy.plan is not None and policy.plan.schedule.when == "patched":
         tokens += policy.plan.observed
     return caches.empty(
         policy,
@@ -333,7 +198,7 @@ def prefill(
         rows = _rows(model, tokens)
         longest = max(row.size for row in rows) + max_new_tokens
         cache = _new_cache(model, policy, rows, longest, page_size, capacity)
-        return _read(model, policy, cache, rows, max_new_tokens, chunk, calls, implementation)[0]
+        return schedule.read(model, policy, cache, rows, max_new_tokens, chunk, calls, implementation)[0]
 
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
@@ -344,35 +209,13 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
             raise UserError(
                 f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
             )
-        padded, _ = _padded(rows, rows[0].size)
-        return np.asarray(_all_logits(model, padded))[: len(rows)]
+        batch, _ = padded(rows, rows[0].size)
+        return np.asarray(_all_logits(model, batch))[: len(rows)]
 
 
 @jax.jit
 def _all_logits(model, tokens):
     return model.logits(model.hidden(tokens))
-
-
-def _with_room(cache: Cache, policy: Policy, tokens: int) -> Cache:
-    """A copy of `cache` that can take `tokens` more tokens a sequence; its pool grows unless its size was stated."""
-    page_size = cache.page_size
-    seen = int(np.asarray(cache.seen).max())
-    ring, table = caches.ring_pages(cache.window, page_size), cache.layers.page_table
-    columns = ring + -(-max(seen + tokens - cache.window + 1, 0) // page_size) - table.shape[-1]
-    pages = 0
-    if not cache.bounded:
-        layers, batch, heads = cache.layers.length.shape
-        free = int(np.asarray(cache.pages.free_count).min())
-        rows = (layers, batch // batch_shards(), heads)
-        # every row may start a page, and then takes what the policy admits of the new tokens
-        kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, rows[::2])
-        each = -(-np.minimum(kept, tokens) // page_size) + 1
-        tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
-        pages = max(0, rows[1] * caches.largest_shard(each, tensor) - free)
-    return _grown(cache, pages, max(columns, 0))
-
-
-_grown = jax.jit(caches.grown, static_argnums=(1, 2))
 
 
 def stream(
@@ -416,22 +259,25 @@ def stream(
         longest = max(row.size for row in rows)
         if cache is None:
             held = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
-            held, after = _read(model, policy, held, rows, max_new_tokens, chunk, calls, implementation)
+            held, after = schedule.read(
+                model, policy, held, rows, max_new_tokens, chunk, calls, implementation
+            )
         else:
             if capacity is not None:
                 raise UserError(
                     "capacity is stated where the cache is made (prefill), not where it is continued"
                 )
             _check_continues(cache, model, policy, rows)
-            held = _with_room(cache, policy, longest + max_new_tokens)
-            held, after = _feed(model, policy.continuing, held, rows, chunk, calls, implementation)
+            held = schedule.with_room(cache, policy, longest + max_new_tokens, max_new_tokens)
+            held, after = feed(model, policy.continuing, held, rows, chunk, calls, implementation)
+            held = schedule.within_bounds(model, policy, held, len(rows))
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~_is_stop(token, draw)
     yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
     made = 1
-    while made < max_new_tokens and (before := np.asarray(running)).any():
-        count = min(block, max_new_tokens - made)
+    while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
+        count = schedule.next_block(policy, held, before, made - 1, min(block, max_new_tokens - made))
         with use_mesh(model):
             held, drawn, token, running, fed = decode_block(
                 model, policy.continuing, held, token, running, draw, key, np.int32(made),
@@ -439,9 +285,12 @@ def stream(
             )  # fmt: skip
         caches.check(held, policy)
         if calls is not None:
-            calls.decoded(*map(np.asarray, fed), held.window, len(rows))
-        yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
+            lengths, seen, ran = map(np.asarray, fed)
+            calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
+        with use_mesh(model):
+            held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
+        yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
 
 
 def _check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
@@ -479,7 +328,7 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
         eos: stop tokens; by default every eos id of the model's generation_config.json.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
-        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its own capacity and page
+        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and page
             size.
         block: tokens between two looks of the host.
 

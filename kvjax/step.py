@@ -32,7 +32,8 @@ class Stored:
 
     k, v: as they were written, keys after RoPE; unspecified where there is no entry. place: an entry's place in its row
     from its first one on; negative where there is none. eligible: the entries among which some will go. forced: entries
-    that stay whatever their score. count: how many eligible entries of a kv head are to stay in this layer, on average.
+    that stay whatever their score. count: how many eligible entries of a kv head are to stay in this layer, on average
+    or of each. attended: the attention that each entry got so far, its group's mean; None where it is not counted.
     seen: tokens so far. causal: the last tokens are the last entries; else they are elsewhere, and every entry is older
     than any query that is looked back at. output: the output projection of these query heads. layer, head: as in
     `Step`.
@@ -43,9 +44,10 @@ class Stored:
     place: Int[Array, "b k s"]
     eligible: Bool[Array, "b k s"]
     forced: Bool[Array, "b k s"]
-    count: Int[Array, " b"]
+    count: Int[Array, "b k_or_1"]
     seen: Int[Array, " b"]
     output: Float[Array, "n h d"]
     layer: Int[Array, ""]
     head: Int[Array, " k"]
+    attended: Float[Array, "b k s"] | None
     causal: bool = static()

@@ -21,12 +21,13 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax import cache as caches
 from kvjax.compaction import Quota, compact
+from kvjax.feeding import last_logits
 from kvjax.mesh import BATCH, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
-from kvjax.sampling import Draw, _last_logits, decode_block
+from kvjax.sampling import Draw, decode_block
 from kvjax.train.config import TrainConfig
 from kvjax.train.step import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
@@ -62,7 +63,7 @@ def programs(mesh):
     empty = lambda policy: caches._empty(policy, *sizes, 65536, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
     cache = jax.eval_shape(empty, policy)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
-    yield "prefill", _last_logits, (model, policy, cache, chunk, valid), {}
+    yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
 
     draw = jax.tree.map(lambda x: row(x.dtype, np.shape(x)), Draw().arrays())
     key = jax.eval_shape(lambda: jax.random.key(0))
@@ -73,11 +74,11 @@ def programs(mesh):
     evicting = make_policy("adakv", model=model, ratio=0.25)
     empty = lambda: caches._empty(evicting.traced, *sizes, 4096, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
     cache = jax.eval_shape(empty)
-    per_layer = row(jnp.int32, (CONFIG.num_layers, BATCH_SIZE), None, BATCH)
+    per_layer = row(jnp.int32, (CONFIG.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
-        dropped=valid, last=valid, first=row(jnp.int32, ()),
+        dropped=valid, last=valid, first=row(jnp.int32, ()), floor=row(jnp.float32, ()),
     )  # fmt: skip
     yield "compaction", compact, (model, evicting.eviction, cache, quota), {"entries": 4096, "over": "layer"}
 

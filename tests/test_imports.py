@@ -22,10 +22,12 @@ LAYERS = (
         "kvjax.stopwatch",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
-    {"kvjax.attention"},
+    {"kvjax.attended", "kvjax.attention"},
     {"kvjax.models"},
     {
         "kvjax.compaction",
+        "kvjax.feeding",
+        "kvjax.schedule",
         "kvjax.sampling",
         "kvjax.checkpoint",
         "kvjax.data",

@@ -9,6 +9,7 @@ import kvjax.sampling as sampling
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
+from kvjax.feeding import extend
 from kvjax.mesh import AXES, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
@@ -60,7 +61,7 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
             policy, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
             dtype=jnp.float32, page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
         )  # fmt: skip
-        run = jax.jit(lambda m, p, c, t, n: sampling.extend(m, p, c, t, n), donate_argnums=2)
+        run = jax.jit(lambda m, p, c, t, n: extend(m, p, c, t, n), donate_argnums=2)
         out, start = [], 0
         for size in calls:
             part = tokens[:, start : start + size]

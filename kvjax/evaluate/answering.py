@@ -18,10 +18,10 @@ from kvjax.calls import Calls
 from kvjax.evaluate.asked import Asked
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
+from kvjax.feeding import extend
 from kvjax.mesh import BATCH, P, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.sampling import extend
 from kvjax.stopwatch import Stopwatch
 
 STEPS = 4
@@ -62,7 +62,8 @@ def answers(
             said[block] = np.asarray(new)
             caches.check(cache, policy)
             pace.add(STEPS * len(questions), watch.lap(), watch.compiled)
-            calls.decoded(*map(np.asarray, before), cache.window, len(questions))
+            lengths, seen, ran = map(np.asarray, before)
+            calls.decoded(lengths, seen, ran, cache.window, len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
                 stopped[row] |= question.stops and bool(np.isin(said[first : start + STEPS, row], stop).any())

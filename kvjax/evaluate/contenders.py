@@ -124,6 +124,8 @@ CONTENDERS = {
     "adakv": _looking_back("adakv"),
     "critical_kv": _looking_back("critical_kv"),
     "expected_attention": _evicting("expected_attention"),
+    "h2o": _evicting("h2o"),
+    "r_kv": _evicting("r_kv"),
     "tova": _evicting("tova"),
     "keydiff": _evicting("keydiff"),
     "knorm": _evicting("knorm"),
@@ -151,9 +153,10 @@ def sized(name: str, sizing: Sizing) -> Policy:
     """
     try:
         policy = contender(name).make(sizing)
-        if policy.plan is not None and policy.plan.when == "prompt":
-            layers, ring = sizing.model.config.num_layers, policy.window - 1
-            policy.plan.counts(policy.name, [sizing.tokens], [policy.plan.last], ring, layers, 1)
+        plan, layers = policy.plan, sizing.model.config.num_layers
+        if plan is not None and plan.schedule.when == "prompt":
+            kept = plan.kept([sizing.tokens], 1)
+            plan.counts(policy.name, [sizing.tokens], kept, policy.window - 1, layers)
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

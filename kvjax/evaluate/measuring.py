@@ -19,10 +19,11 @@ from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
+from kvjax.feeding import bucket
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.sampling import CHUNK, bucket, prefill
+from kvjax.sampling import CHUNK, prefill
 from kvjax.stopwatch import Stopwatch
 
 
@@ -169,9 +170,11 @@ def measure(
 def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers: without all that only a compaction needs, so that evictions that have done their work share one
     program."""
-    later = policy.continuing
+    later = dataclasses.replace(policy.continuing, name="answering")
+    assert later.eviction is None, "nothing is compacted while answers are decoded"
     layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], ()))
-    return dataclasses.replace(later, name="answering"), dataclasses.replace(cache, layers=layers)
+    pages = dataclasses.replace(cache.pages, attended=None)
+    return later, dataclasses.replace(cache, pages=pages, layers=layers)
 
 
 def _joined(first: Calls, second: Calls) -> Calls:

@@ -3,6 +3,7 @@
 One file a method; a method is added by a line below.
 """
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,13 +19,15 @@ from kvjax.policies.admission.wgkv import wgkv
 from kvjax.policies.budget import Budget, Shares
 from kvjax.policies.eviction.critical_kv import critical_kv
 from kvjax.policies.eviction.expected_attention import expected_attention
+from kvjax.policies.eviction.h2o import h2o
 from kvjax.policies.eviction.keydiff import keydiff
 from kvjax.policies.eviction.knorm import knorm
 from kvjax.policies.eviction.method import Method
+from kvjax.policies.eviction.r_kv import r_kv
 from kvjax.policies.eviction.random import random as random_eviction
 from kvjax.policies.eviction.snapkv import snapkv
 from kvjax.policies.eviction.tova import tova
-from kvjax.policies.plan import Plan
+from kvjax.policies.plan import Plan, Schedule
 from kvjax.policies.policy import Policy
 
 ADMISSIONS: dict[str, Callable[..., Policy]] = {
@@ -40,6 +43,8 @@ EVICTIONS: dict[str, Callable[..., Method]] = {
     "keydiff": keydiff,
     "knorm": knorm,
     "expected_attention": expected_attention,
+    "h2o": h2o,
+    "r_kv": r_kv,
     "random_eviction": random_eviction,
 }
 OVER_ANY_SCORE: dict[str, dict[str, Any]] = {
@@ -68,8 +73,8 @@ def make_policy(
         model: the model it is for. It gives `layers` and `kv_heads` to the methods that need them, so they need not
             be passed, and what was made for another model is refused.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
-            eviction also those of `Budget` (ratio, entries or size), of `Shares` (over, pinned, pyramid), `when` and
-            `chunk` (see `Plan`), and `critical=True` for CriticalKV's second stage.
+            eviction also those of `Budget` (ratio, entries, size or threshold), of `Shares` (over, pinned, pyramid), of
+            `Schedule` (when, chunk, every, drop), and `critical=True` for CriticalKV's second stage.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -92,7 +97,7 @@ def make_policy(
         parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
     if eviction is not None:
         parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS, "eviction")]
-        parts |= {"budget": Budget, "shares": Shares, "schedule": schedule, "second": second_stage}
+        parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule, "second": second_stage}
     with use_mesh(model):
         made = {
             part: parts[part](**given) for part, given in _divided(label, parts, model, arguments).items()
@@ -106,26 +111,28 @@ def second_stage(*, critical: bool = False, first_stage: float = 0.5) -> float |
     return first_stage if critical else None
 
 
-def schedule(*, when: str = "prompt", chunk: int = 0) -> tuple[str, int]:
-    """When the cache is compacted: see `Plan`."""
-    return when, chunk
-
-
 def _evicting(label, policy, *, eviction, budget, shares, schedule, second, admission=None) -> Policy:
     """The policy with an eviction."""
     method = eviction if second is None else critical_kv(eviction, first=second)
-    plan = Plan(budget, shares, *schedule, last=method.last, first=method.first, observed=method.observed)
+    plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
     everything = isinstance(policy.admission, Full) and policy.window == 1
     if not everything and policy.window <= method.observed:
         raise UserError(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "
             f"window must be at least {method.observed + 1}, got {policy.window}"
         )
-    if not everything and plan.when != "prompt":
+    if not everything and plan.schedule.in_chunks:
         raise UserError(
-            f"{label}: when={plan.when!r} counts the tokens of a chunk, which an admission does not all store"
+            f"{label}: when={schedule.when!r} counts the tokens of a chunk, which an admission does not all store"
         )
-    return Policy(policy.admission, name=label, window=policy.window, eviction=method.eviction, plan=plan)
+    if not everything and method.attended:
+        raise UserError(
+            f"{label} counts the attention that an entry gets from its first query on, which nobody counts while it is "
+            "in an admission's window"
+        )
+    return dataclasses.replace(
+        policy, name=label, eviction=method.eviction, plan=plan, attended=method.attended
+    )
 
 
 def _known(name: str, known: Any, what: str) -> str:

@@ -17,8 +17,9 @@ from kvjax.policies.top import OVER
 
 @dataclass(frozen=True)
 class Budget:
-    """What stays of a context, in one of three measures: `ratio` of its entries, `entries` of each kv head on average,
-    or `size` in bytes of a sequence, keys and values of all layers and heads together.
+    """What stays of a context, in one of four measures: `ratio` of its entries, `entries` of each kv head on average,
+    `size` in bytes of a sequence, keys and values of all layers and heads together, or whatever has a score of at least
+    `threshold`, which only the method's own scores give a meaning.
 
     Raises:
         UserError: none or several of them, or one that is out of range.
@@ -27,16 +28,25 @@ class Budget:
     ratio: float | None = None
     entries: int | None = None
     size: int | None = None
+    threshold: float | None = None
 
     def __post_init__(self):
-        given = {name: x for name in ("ratio", "entries", "size") if (x := getattr(self, name)) is not None}
+        names = "ratio", "entries", "size", "threshold"
+        given = {name: x for name in names if (x := getattr(self, name)) is not None}
         if len(given) != 1:
-            raise UserError(f"a budget is one of ratio, entries and size, got {given or 'none'}")
+            raise UserError(f"a budget is one of ratio, entries, size and threshold, got {given or 'none'}")
         if self.ratio is not None and not 0 < self.ratio <= 1:
             raise UserError(f"ratio is the share that stays, above 0 and at most 1, got {self.ratio}")
         ((name, number),) = given.items()
-        if name != "ratio" and (number != int(number) or number < 1):
+        if name in ("entries", "size") and (number != int(number) or number < 1):
             raise UserError(f"{name} must be a whole number of at least 1, got {number}")
+        if not math.isfinite(number):
+            raise UserError(f"{name} must be a finite number, got {number}")
+
+    @property
+    def proportional(self) -> bool:
+        """Whether more tokens leave more entries, however many there are."""
+        return self.ratio is not None or self.threshold is not None
 
     def of(self, tokens: int, entry_bytes: int) -> float:
         """Entries of each kv head on average for a context of `tokens` tokens, not yet rounded to whole ones.
@@ -47,8 +57,9 @@ class Budget:
             return self.ratio * tokens
         if self.entries is not None:
             return float(min(self.entries, tokens))
-        assert self.size is not None
-        return min(self.size / entry_bytes, tokens)
+        if self.size is not None:
+            return min(self.size / entry_bytes, tokens)
+        return float(tokens)
 
 
 def whole(entries: float) -> int:
@@ -80,15 +91,15 @@ class Shares:
             raise UserError(f"the pyramid's β must be above 1, got {self.pyramid}")
 
     def counts(
-        self, kept: Sequence[float], tokens: Sequence[int], layers: int, window: int
+        self, kept: Sequence[float], tokens: Sequence[int], layers: int, newest: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head, by layer and sequence, if a sequence keeps `kept` of `tokens` on average.
 
-        `window`: how many of the last tokens a pyramid keeps in every layer.
+        `newest`: how many of the last tokens a pyramid keeps in every layer.
         """
         rows = [
-            [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, window, self.pyramid)
-            for n, t in zip(kept, tokens, strict=True)
+            [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, last, self.pyramid)
+            for n, t, last in zip(kept, tokens, newest, strict=True)
         ]
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
@@ -105,7 +116,7 @@ class Shares:
                 rows.append(chunk_pyramid(n - newest, t - newest, newest, layers, window, self.pyramid))
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
-    def pins(self, counts: Int[np.ndarray, "l b"]) -> Int[np.ndarray, "l b"]:
+    def pins(self, counts: Int[np.ndarray, "l b ..."]) -> Int[np.ndarray, "l b ..."]:
         """How many of its best a head keeps anyway."""
         if self.pinned == 0:
             return np.zeros_like(counts)

@@ -6,82 +6,140 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, at_least_one
 from kvjax.policies.budget import Budget, Shares, whole
 
-WHEN = "prompt", "chunk", "patched"
+WHEN = "prompt", "chunk", "patched", "every", "overflow"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """budget: what stays, shared as `shares` says. last, first: of each kv head the newest and the very first entries
-    that always stay and are counted in the budget. observed: the last tokens that the method looks back at.
+class Schedule:
+    """When the cache is compacted.
 
     when: "prompt", once the prompt was read; "chunk", after every `chunk` tokens of it and at its end, so that the
-    cache never holds all of it; "patched" (PruLong, arXiv:2506.17121, Sec. 4.3), the same, but what looks at a chunk
-    are the prompt's own last tokens, read once more behind each chunk but the last and dropped again. A `ratio` is that
-    of each chunk, which is scored by itself and whose survivors then stay; other budgets are met by all entries.
+        cache never holds all of it; "patched" (PruLong, arXiv:2506.17121, Sec. 4.3), the same, but what looks at a
+        chunk are the prompt's own last tokens, read once more behind each chunk but the last and dropped again;
+        "every", at the prompt's end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133);
+        "overflow", as soon as there are more entries than the budget allows, when every head loses a share `drop` of
+        what it has beyond the window (WG-KV's composition with SnapKV).
     """
 
-    budget: Budget
-    shares: Shares
     when: str = "prompt"
     chunk: int = 0
-    last: int = 0
-    first: int = 0
-    observed: int = 0
+    every: int = 0
+    drop: float = 0.1
 
     def __post_init__(self):
         if self.when not in WHEN:
             raise UserError(f"when is one of {', '.join(WHEN)}, got {self.when!r}")
-        if self.when == "prompt" and self.chunk:
+        if self.chunk and not self.in_chunks:
             raise UserError(f"chunk={self.chunk} needs when='chunk' or when='patched'")
-        if self.when != "prompt" and self.chunk <= self.observed:
+        if self.when == "every":
+            at_least_one("when='every'", every=self.every)
+        elif self.every:
+            raise UserError(f"every={self.every} needs when='every'")
+        if not 0 < self.drop <= 1:
             raise UserError(
-                f"when={self.when!r} needs a chunk of more than {self.observed} tokens, got {self.chunk}"
+                f"drop is the share of a head's entries that goes, above 0 and at most 1, got {self.drop}"
             )
-        if self.when == "patched" and not self.observed:
+
+    @property
+    def in_chunks(self) -> bool:
+        return self.when in ("chunk", "patched")
+
+    @property
+    def while_decoding(self) -> bool:
+        return self.when in ("every", "overflow")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """budget: what stays, shared as `shares` says. last, first, recent, observed: as in `Method`.
+
+    With a schedule in chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and
+    whose survivors then stay; other budgets are met by all entries.
+    """
+
+    budget: Budget
+    shares: Shares
+    schedule: Schedule
+    last: int = 0
+    first: int = 0
+    recent: float = 0.0
+    observed: int = 0
+
+    def __post_init__(self):
+        when, chunk = self.schedule.when, self.schedule.chunk
+        if self.schedule.in_chunks and chunk <= self.observed:
+            raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
+        if when == "patched" and not self.observed:
             raise UserError("when='patched' is for methods that look back at the last tokens")
-        if self.when == "chunk" and self.budget.size is None:
-            kept, stay = whole(self.budget.of(self.chunk, 1)), self.last + self.first
+        if when == "chunk" and self.budget.size is None:
+            kept = whole(self.budget.of(chunk, 1))
+            stay = self.newest(kept) + self.first
             if kept < stay:
                 raise UserError(
-                    f"the budget of {kept} of a chunk's {self.chunk} entries per kv head is below the {stay} that "
-                    "always stay"
+                    f"the budget of {kept} of a chunk's {chunk} entries per kv head is below the {stay} that always "
+                    "stay"
+                )
+        if when == "overflow":
+            if self.budget.proportional:
+                raise UserError(
+                    "when='overflow' needs a budget in entries or size, which an answer can outgrow"
+                )
+            if self.shares != Shares():
+                raise UserError(
+                    "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing"
                 )
 
     @property
     def by_chunk(self) -> bool:
         """Whether a chunk's survivors are chosen among themselves."""
-        return self.when != "prompt" and self.budget.ratio is not None
+        return self.schedule.in_chunks and self.budget.proportional
+
+    def newest(self, kept: int | float) -> int:
+        """How many of the newest of `kept` entries always stay."""
+        return max(self.last, int(self.recent * kept))
+
+    def kept(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
+        """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
+        return [self.budget.of(count, entry_bytes) for count in tokens]
 
     def counts(
-        self,
-        policy: str,
-        tokens: Sequence[int],
-        forced: Sequence[int],
-        ring: int,
-        layers: int,
-        entry_bytes: int,
+        self, policy: str, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int
     ) -> Int[np.ndarray, "l b"]:
-        """Entries of a kv head that stay, by layer and sequence, of contexts (or chunks of them) of so many tokens, of
-        which the newest `forced` stay anyway, and the last `ring` are in the ring. `entry_bytes`: one token's key and
-        value in all layers and heads.
+        """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
+        `ring` are in the ring. `kept`: from `kept`.
 
         Raises:
             UserError: a context that is not longer than what is observed, a budget below what always stays.
         """
-        kept = [self.budget.of(count, entry_bytes) for count in tokens]
-        if self.when == "prompt":
-            for count, share in zip(tokens, kept, strict=True):
-                self._check(policy, count, whole(share), max(self.last, ring) + self.first)
-            return self.shares.counts(kept, tokens, layers, self.last)
+        newest = [self.newest(share) for share in kept]
+        for count, share, last in zip(tokens, kept, newest, strict=True):
+            self._check(policy, count, whole(share), max(last, ring) + self.first)
+        return self.shares.counts(kept, tokens, layers, newest)
+
+    def chunk_counts(
+        self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int
+    ) -> Int[np.ndarray, "l b"]:
+        """The same of chunks of contexts, of which the newest `forced` stay anyway."""
         # a short last chunk may be all newest tokens
         entries = [
             min(max(whole(share), newest), count)
             for share, newest, count in zip(kept, forced, tokens, strict=True)
         ]
         return self.shares.chunk_counts(entries, tokens, forced, layers, self.observed)
+
+    def check_bound(self, policy: str, ring: int, entry_bytes: int) -> None:
+        """UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of it in
+        the ring."""
+        if not self.budget.proportional:
+            kept = whole(self.budget.of(2**62, entry_bytes))
+            stay = max(self.newest(kept), ring) + self.first
+            if kept < stay:
+                raise UserError(
+                    f"{policy}: the budget of {kept} entries per kv head is below the {stay} that always stay"
+                )
 
     def _check(self, policy: str, tokens: int, kept: int, stay: int) -> None:
         if tokens <= self.observed:
@@ -95,7 +153,6 @@ class Plan:
 
     def most(self, tokens: int) -> float:
         """Entries of a kv head that are held at most at one time while `tokens` tokens are read."""
-        if self.when == "prompt" or self.budget.size is not None:
+        if not self.schedule.in_chunks or self.budget.size is not None:
             return float(tokens)
-        kept = self.budget.of(tokens, 1)
-        return min(float(tokens), kept + self.chunk + self.observed)
+        return min(float(tokens), self.budget.of(tokens, 1) + self.schedule.chunk + self.observed)

@@ -25,6 +25,8 @@ class Policy:
     window: int = static()
     eviction: Eviction | None = None
     plan: Plan | None = static(default=None)
+    attended: bool = static(default=False)
+    """Whether the eviction needs to know how much attention each entry got so far."""
 
     @property
     def traced(self) -> "Policy":
@@ -33,8 +35,11 @@ class Policy:
 
     @property
     def continuing(self) -> "Policy":
-        """What they see once nothing will be compacted any more: no method that looks at tokens for it."""
-        return dataclasses.replace(self, eviction=None, plan=None)
+        """What they see once the prompt was read: where nothing will be compacted any more, no method that looks at
+        tokens for it."""
+        if self.plan is not None and self.plan.schedule.while_decoding:
+            return self.traced
+        return dataclasses.replace(self, eviction=None, plan=None, attended=False)
 
     def init(self, batch: int) -> tuple[State, State]:
         """The states of one layer's admission and eviction before the first token."""

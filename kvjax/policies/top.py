@@ -9,22 +9,22 @@ OVER = "head", "layer", "model"
 
 
 def top(
-    scores: Float[Array, "l b k s"], eligible: Bool[Array, "l b k s"], count: Int[Array, "#l b"], over: str
+    scores: Float[Array, "l b k s"], eligible: Bool[Array, "l b k s"], count: Int[Array, "l b #k"], over: str
 ) -> Bool[Array, "l b k s"]:
     """The `count` best of the eligible entries; of equal scores the earlier, then those of the lower head and layer.
 
     Inside `shard_map` over the mesh: heads on other devices compete too. NaN is below every number.
 
     Args:
-        count: places of each kv head on average (an int32, by layer or for all of them): a head's own with over="head",
-            a layer's heads' together with "layer", and the sum over layers and heads with "model".
+        count: places (int32): each head's own or the same for all of a layer with over="head"; of each head on average
+            with "layer", whose heads have them together, and with "model", where all layers and heads have.
     """
-    heads = scores.shape[2] * lax.axis_size("tensor")
-    places = {"head": count[..., None], "layer": heads * count, "model": heads * _all_layers(count, scores)}[
-        over
-    ]
     axes = {"head": (3,), "layer": (2, 3), "model": (0, 2, 3)}[over]
-    wide = jnp.expand_dims(places, {"head": 3, "layer": (2, 3), "model": (0, 2, 3)}[over])
+    wide = count[..., None]
+    if over != "head":
+        wide *= scores.shape[2] * lax.axis_size("tensor")
+    if over == "model":
+        wide = wide.sum(0, keepdims=True)
 
     def count_of(mask):
         found = mask.sum(axes, dtype=jnp.int32, keepdims=True)
@@ -41,10 +41,6 @@ def top(
     above, equal = rank > floor, eligible & (rank == floor)
     left = wide - count_of(above)
     return above | (equal & (_before(equal, over) < left))
-
-
-def _all_layers(count, scores):
-    return jnp.broadcast_to(count, scores.shape[:2]).sum(0)
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

@@ -37,6 +37,15 @@ def over_group(x: np.ndarray, group: int) -> np.ndarray:
     return x.reshape(-1, group, *x.shape[1:]).mean(1)
 
 
+def snapkv_of_groups(c: Captured, observed: int, pool: int = 5) -> np.ndarray:
+    """WG-KV's composition: the largest of a group for each query, the largest of the neighbours."""
+    t = c.q.shape[1]
+    p = attention(c)[:, -observed:].reshape(len(c.k), c.group, observed, t).max(1).mean(1)
+    p[:, -observed:] = 0
+    padded = np.pad(p, ((0, 0), (pool // 2, pool // 2)), constant_values=-np.inf)
+    return np.lib.stride_tricks.sliding_window_view(padded, pool, -1).max(-1)
+
+
 def snapkv(c: Captured, observed: int, pool: int = 5) -> np.ndarray:
     mass = attention(c)[:, -observed:, :-observed].mean(1)
     kernel = np.ones(pool) / pool
@@ -56,6 +65,27 @@ def keydiff(c: Captured) -> np.ndarray:
     unit = c.k / np.linalg.norm(c.k, axis=-1, keepdims=True)
     anchor = unit.mean(1, keepdims=True)
     return -(unit * anchor).sum(-1) / np.linalg.norm(anchor, axis=-1)
+
+
+def h2o(c: Captured) -> np.ndarray:
+    return over_group(attention(c).sum(1), c.group)
+
+
+def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.1) -> np.ndarray:
+    t, h = c.q.shape[1:]
+    logits = np.einsum("nth,nsh->nts", c.q[:, -observed:], np.repeat(c.k, c.group, 0)) / np.sqrt(h)
+    logits = logits.reshape(len(c.k), c.group, observed, t).max(1)[..., : t - observed]
+    importance = np.pad(softmax(logits).mean(1), ((0, 0), (pool // 2, pool // 2)), constant_values=-np.inf)
+    importance = np.lib.stride_tricks.sliding_window_view(importance, pool, -1).max(-1)
+    unit = c.k / np.linalg.norm(c.k, axis=-1, keepdims=True)
+    cosine = np.einsum("kih,kjh->kij", unit, unit)
+    for head in cosine:
+        np.fill_diagonal(head, 0)
+        for row in head:
+            alike = np.flatnonzero(row > 0.5)
+            row[alike[-1:]] = 0
+    redundancy = softmax(cosine.mean(1))
+    return balance * np.pad(importance, ((0, 0), (0, observed))) - (1 - balance) * redundancy
 
 
 def expected_attention(c: Captured, sink: int = 4, future: int = 512, values: bool = True) -> np.ndarray:

@@ -9,6 +9,7 @@ from kvjax import cache as caches
 from kvjax import compaction, sampling
 from kvjax.attention import cached_attention
 from kvjax.errors import UserError
+from kvjax.feeding import feed
 from kvjax.mesh import AXES, BATCH, P, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies
@@ -65,7 +66,7 @@ def scored(model, policy, prompts):
     with use_mesh(model):
         cache = sampling._new_cache(model, policy, prompts, max(LENGTHS), PAGE, None)
         quota = compaction.quota(policy, cache, [len(x) for x in prompts])
-        cache, _ = sampling._feed(model, policy.traced, cache, prompts, sampling.CHUNK)
+        cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))
         output = gather(model.layers.o[...], "fsdp")
 
@@ -78,8 +79,8 @@ def scored(model, policy, prompts):
 
 
 def expected(name, c: Captured, kept: int) -> np.ndarray:
-    if name == "snapkv":
-        return published.snapkv(c, OBSERVED)
+    if name.startswith("snapkv"):
+        return getattr(published, name)(c, OBSERVED)
     if name != "critical_kv":
         return getattr(published, name)(c)
     newest = np.arange(c.k.shape[1]) >= c.k.shape[1] - OBSERVED
@@ -88,14 +89,19 @@ def expected(name, c: Captured, kept: int) -> np.ndarray:
 
 METHODS = {
     "snapkv": {"observed": OBSERVED},
+    "snapkv_of_groups": {"observed": OBSERVED, "group": "max", "pooling": "max"},
     "tova": {},
     "knorm": {},
     "keydiff": {},
     "expected_attention": {},
+    "h2o": {},
+    "r_kv": {},
     "critical_kv": {"observed": OBSERVED},
 }
 PROTECTED = {
     "snapkv": (0, OBSERVED),
+    "snapkv_of_groups": (0, OBSERVED),
+    "r_kv": (4, 8),
     "tova": (0, 1),
     "expected_attention": (4, 0),
     "critical_kv": (0, OBSERVED),
@@ -105,12 +111,12 @@ PROTECTED = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, name):
-    policy = make_policy(name, model=model, ratio=0.3, **METHODS[name])
+    policy = make_policy(name.removesuffix("_of_groups"), model=model, ratio=0.3, **METHODS[name])
     scores = scored(model, policy, prompts)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         length, kept = LENGTHS[b], int(0.3 * LENGTHS[b])
-        first, last = PROTECTED.get(name, (0, 0))
+        first, last = (0, kept // 2) if name == "h2o" else PROTECTED.get(name, (0, 0))
         place = np.arange(length)
         free = (place >= first) & (place < length - last)
         for layer, c in enumerate(layers):

@@ -23,7 +23,9 @@ def selector(over, tensor):
 
     def run(scores, eligible, count):
         with jax.set_mesh(mesh):
-            return np.asarray(local(put(scores, *spec), put(eligible, *spec), put(count, None, BATCH)))
+            return np.asarray(
+                local(put(scores, *spec), put(eligible, *spec), put(count[..., None], None, BATCH))
+            )
 
     return run
 

@@ -1,5 +1,7 @@
 """CriticalKV (Feng et al., 2025, arXiv:2502.03805): what an entry would add to the output, not attention alone."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -52,4 +54,4 @@ def critical_kv(base: Method, *, first: float = 0.5, epsilon: float = 1e-4) -> M
     """Over the scores of `base`."""
     if not 0 <= first <= 1:
         raise UserError(f"critical_kv: first_stage is a share of the places, from 0 to 1, got {first}")
-    return Method(CriticalKV(base.eviction, first, epsilon), base.last, base.first, base.observed)
+    return replace(base, eviction=CriticalKV(base.eviction, first, epsilon))

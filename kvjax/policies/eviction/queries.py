@@ -1,8 +1,12 @@
 """The last queries of every sequence, for methods that score entries by what was looked at last."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from einops import rearrange
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh import BATCH, P
@@ -41,11 +45,54 @@ def remember(queries: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Ar
     return queries.at[b[..., None], n[..., None], slot[:, None]].set(new.astype(queries.dtype), mode="drop")
 
 
+def _in_order(queries: Queries, stored: Stored) -> Queries:
+    """The oldest first, in the keys' type."""
+    window = queries.shape[2]
+    slot = (stored.seen[:, None] + jnp.arange(window)) % window
+    return jnp.take_along_axis(queries, slot[:, None, :, None], 2).astype(stored.k.dtype)
+
+
 def attention(queries: Queries, stored: Stored) -> Float[Array, "b k s"]:
     """The attention that each eligible entry gets of these queries, over those entries alone: the sum over the queries,
     the mean over the query heads of its group."""
-    window = queries.shape[2]
-    slot = (stored.seen[:, None] + jnp.arange(window)) % window
-    q = jnp.take_along_axis(queries, slot[:, None, :, None], 2).astype(stored.k.dtype)
-    offset = 0 if stored.causal else None
+    q, offset = _in_order(queries, stored), 0 if stored.causal else None
     return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.eligible)
+
+
+def total(
+    queries: Queries,
+    stored: Stored,
+    weigh: Callable[[Float[Array, "b k g w s"]], Float[Array, "b k w s"]],
+    block: int = 8,
+) -> Float[Array, "b k s"]:
+    """The sum over the queries of what `weigh` makes of their logits, −inf where a query sees nothing. For methods that
+    put a group's query heads together query by query; `block` queries at a time."""
+    q = rearrange(_in_order(queries, stored), "b (k g) w h -> w b k g h", k=stored.k.shape[1])
+    window, entries = len(q), stored.k.shape[2]
+    block = math.gcd(window, block)
+    index = jnp.arange(entries)
+
+    def some(sum_, inputs):
+        q, newest = inputs
+        logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, preferred_element_type=jnp.float32)
+        visible = stored.eligible[:, :, None, None]
+        if stored.causal:
+            visible &= index <= newest[:, None]
+        logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -jnp.inf)
+        return sum_ + weigh(logits).sum(2), None
+
+    newest = entries - window + jnp.arange(window)
+    blocks = q.reshape(-1, block, *q.shape[1:]), newest.reshape(-1, block)
+    zero = jnp.zeros_like(stored.k[..., 0], jnp.float32)
+    return lax.scan(some, zero, blocks)[0]
+
+
+POOLING = {"average": (0.0, lax.add), "max": (-jnp.inf, lax.max)}
+
+
+def pooled(x: Float[Array, "b k s"], size: int, how: str = "average") -> Float[Array, "b k s"]:
+    """The average over `size` neighbours, with zeros beyond the edges, or the largest of them."""
+    start, reduce = POOLING[how]
+    around = (size - 1) // 2, size // 2
+    found = lax.reduce_window(x, start, reduce, (1, 1, size), (1, 1, 1), ((0, 0), (0, 0), around))
+    return found / size if how == "average" else found

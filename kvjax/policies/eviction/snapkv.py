@@ -6,21 +6,26 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import at_least_one
+from kvjax.errors import UserError, at_least_one
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
 
+GROUP = "mean", "max"
+
 
 @struct
 class SnapKV:
-    """Attention of the last queries, averaged over them, over `pool` neighbouring keys (Sec. 4.1, Listing 1; zeros
-    beyond the edges and for the queries' own keys) and over a group's query heads."""
+    """Attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring keys
+    (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
+    of a group for each query, and of the neighbours."""
 
     shape: queries.Shape = static()
     pool: int = static()
+    pooling: str = static()
+    group: str = static()
 
     def init(self, batch: int) -> Queries:
         return queries.empty(self.shape, batch)
@@ -30,20 +35,27 @@ class SnapKV:
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         observed = self.shape.observed
-        mass = queries.attention(state, stored) / observed
+        if self.group == "mean":
+            mass = queries.attention(state, stored) / observed
+        else:
+            mass = queries.total(state, stored, _largest) / observed
         if stored.causal:
             mass = jnp.where(jnp.arange(mass.shape[-1]) < mass.shape[-1] - observed, mass, 0)
-        return pooled(mass, self.pool)
+        return queries.pooled(mass, self.pool, self.pooling)
 
 
-def pooled(x: Float[Array, "b k s"], size: int) -> Float[Array, "b k s"]:
-    """The average over `size` neighbours, with zeros beyond the edges."""
-    around = (size - 1) // 2, size // 2
-    total = jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, size), (1, 1, 1), ((0, 0), (0, 0), around))
-    return total / size
+def _largest(logits: Float[Array, "b k g w s"]) -> Float[Array, "b k w s"]:
+    return jax.nn.softmax(logits, -1).max(2)
 
 
-def snapkv(*, model: Any, observed: int = 64, pool: int = 5) -> Method:
-    """The last `observed` entries stay. `pool`: over how many neighbours a key's attention is averaged."""
+def snapkv(
+    *, model: Any, observed: int = 64, pool: int = 5, pooling: str = "average", group: str = "mean"
+) -> Method:
+    """The last `observed` entries stay. `pool`: how many neighbours share their attention, as their "average" or the
+    "max". `group`: what counts of a group's query heads, "mean" or "max"."""
     at_least_one("snapkv", observed=observed, pool=pool)
-    return Method(SnapKV(queries.shape_for(model, observed), pool), last=observed, observed=observed)
+    for name, value, known in (("pooling", pooling, tuple(queries.POOLING)), ("group", group, GROUP)):
+        if value not in known:
+            raise UserError(f"snapkv: {name} is one of {', '.join(known)}, got {value!r}")
+    method = SnapKV(queries.shape_for(model, observed), pool, pooling, group)
+    return Method(method, last=observed, observed=observed)

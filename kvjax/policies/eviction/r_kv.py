@@ -1,0 +1,97 @@
+"""R-KV (Cai et al., 2025, arXiv:2505.24133): what matters and is not said again, for long reasoning."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.errors import UserError, at_least_one
+from kvjax.mesh import put
+from kvjax.policies.eviction import queries
+from kvjax.policies.eviction.method import Method
+from kvjax.policies.eviction.queries import Queries
+from kvjax.step import Step, Stored
+from kvjax.struct import static, struct
+
+ROWS = 128
+"""Keys whose likeness to all others is looked at at a time."""
+
+
+@struct
+class RKV:
+    """λ · importance − (1 − λ) · redundancy  (Sec. 3.4, eq. 5).
+
+    importance (eq. 2 and 3): the largest logit of a group's query heads, its softmax over the keys before the last
+    `observed`, the mean over these tokens' queries, the maximum over `pool` neighbours. redundancy (eq. 4): the softmax
+    over the keys of the mean cosine with the others, where each key forgives the last one that is like it by more than
+    `alike`: of things said twice the newest stays.
+    """
+
+    balance: Float[Array, "*l"]
+    alike: Float[Array, "*l"]
+    shape: queries.Shape = static()
+    pool: int = static()
+
+    def init(self, batch: int) -> Queries:
+        return queries.empty(self.shape, batch)
+
+    def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
+        return queries.remember(state, step, seen, valid)
+
+    def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
+        seen = stored.eligible
+        if stored.causal:
+            seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.shape.observed
+
+        def importance(logits):
+            return jax.nn.softmax(jnp.where(seen[:, :, None], logits.max(2), -jnp.inf), -1)
+
+        mean = queries.total(state, stored, importance) / self.shape.observed
+        return self.balance * queries.pooled(mean, self.pool, "max") - (1 - self.balance) * self._redundancy(
+            stored
+        )
+
+    @jax.default_matmul_precision("highest")
+    def _redundancy(self, stored: Stored) -> Float[Array, "b k s"]:
+        exists, entries = stored.eligible, stored.k.shape[2]
+        k = jnp.where(exists[..., None], stored.k.astype(jnp.float32), 0)
+        k /= jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8
+        index = jnp.arange(entries)
+
+        def rows(total, first):
+            own = first + jnp.arange(ROWS)
+            part = jnp.take(k, own, axis=2, mode="fill", fill_value=0)
+            cosine = jnp.einsum("bkrh,bksh->bkrs", part, k)
+            cosine = jnp.where(own[:, None] == index, 0, cosine)
+            last = jnp.where(cosine > self.alike, index, -1).max(-1, keepdims=True)
+            return total + jnp.where(index == last, 0, cosine).sum(2), None
+
+        total, _ = lax.scan(rows, jnp.zeros_like(k[..., 0]), jnp.arange(0, entries, ROWS))
+        mean = total / jnp.maximum(exists.sum(-1, keepdims=True), 1)
+        return _softmax(mean, exists)
+
+
+def _softmax(x: Float[Array, "b k s"], exists: Bool[Array, "b k s"]) -> Float[Array, "b k s"]:
+    return jax.nn.softmax(jnp.where(exists, x, -jnp.inf), -1)
+
+
+def r_kv(
+    *, model: Any, observed: int = 8, pool: int = 7, balance: float = 0.1, alike: float = 0.5, sink: int = 4
+) -> Method:
+    """The last `observed` and the first `sink` entries stay. `balance`: λ."""
+    at_least_one("r_kv", observed=observed, pool=pool)
+    if not 0 <= balance <= 1:
+        raise UserError(f"r_kv: balance must be from 0 to 1, got {balance}")
+    if sink < 0:
+        raise UserError(f"r_kv: sink must be at least 0, got {sink}")
+    layers = model.config.num_layers
+    method = RKV(
+        put(np.full(layers, balance, np.float32)),
+        put(np.full(layers, alike, np.float32)),
+        queries.shape_for(model, observed),
+        pool,
+    )
+    return Method(method, last=observed, first=sink, observed=observed)

@@ -1,0 +1,197 @@
+"""Evictions while an answer is decoded: when they come, what stays, and how large the cache ever is."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax import sampling
+from kvjax.calls import Calls
+from kvjax.errors import UserError
+from kvjax.policies import make_policy
+from tests.policies import published
+from tests.policies.test_eviction import PAGE, captured_layers, entries, model, pages_are_whole, prompts
+
+__all__ = ["model", "prompts"]
+NEW = 30
+ENTRIES, EVERY = 24, 8
+
+
+def held_by(model, prompts, policy, **options):
+    """The answers, and the entries of a kv head before each decoded token, by sequence."""
+    calls = Calls()
+    # one pool and few lengths of blocks: few programs
+    options = {"max_new_tokens": NEW, "eos": (), "page_size": PAGE, "block": 2} | options
+    if "cache" not in options:
+        options = {"capacity": 100} | options
+    out = sampling.sample(model, prompts, policy=policy, calls=calls, **options)
+    return out, np.array(calls.held)[1:].T
+
+
+@pytest.fixture(scope="module")
+def periodic(model):
+    return make_policy("r_kv", model=model, entries=ENTRIES, when="every", every=EVERY)
+
+
+@pytest.fixture(scope="module")
+def overflowing(model):
+    return make_policy("snapkv", model=model, observed=6, entries=ENTRIES, when="overflow")
+
+
+def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
+    """A prompt over the budget is cut at its end, a shorter one grows to the next cut."""
+    out, held = held_by(model, [prompts[0], prompts[1][:10]], periodic, capacity=None)
+    fed = np.arange(NEW - 1)
+    assert held[0].tolist() == (ENTRIES + fed % EVERY).tolist()
+    assert held[1].tolist() == [10 + n if n < 16 else ENTRIES + n % EVERY for n in fed]
+    # the pool has room for the budget and what comes between two cuts, not for the answer
+    assert out.stats.bytes <= caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
+
+
+@pytest.mark.parametrize("schedule", ["periodic", "overflowing"])
+def test_neither_blocks_nor_batches_change_an_answer(model, prompts, schedule, request):
+    policy = request.getfixturevalue(schedule)
+    together, held = held_by(model, prompts, policy)
+    alone, own = held_by(model, prompts[1:], policy, block=5)
+    np.testing.assert_array_equal(together.tokens[1], alone.tokens[0])
+    np.testing.assert_array_equal(held[1], own[0])
+
+
+def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
+    _, held = held_by(model, prompts, overflowing)
+    for row in held:
+        for before, after in itertools.pairwise(row):
+            full = before + 1
+            while full > ENTRIES:
+                full -= int(0.1 * full)
+            assert after == full
+    assert (np.diff(held) < 0).any()
+
+
+def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
+    """Over an admission the window is part of the budget, and what is stored beyond it is what counts."""
+    policy = make_policy(
+        "snapkv",
+        model=model,
+        admission="random",
+        rates=np.full((3, 4), 0.5),
+        window=9,
+        observed=6,
+        entries=20,
+        when="overflow",
+    )
+    _, held = held_by(model, prompts, policy)
+    assert held.max() <= 20 + 1
+    assert (np.diff(held) < 0).any()
+    assert len(set(np.diff(held)[np.diff(held) > 0].round(6).tolist())) > 1
+
+
+def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, overflowing):
+    cache = sampling.prefill(model, prompts, policy=overflowing, page_size=PAGE, capacity=100)
+    before = np.asarray(cache.layers.length).copy()
+    assert before.max() <= ENTRIES
+    questions = [prompt[:7] for prompt in prompts]
+    first, held = held_by(model, questions, overflowing, cache=cache)
+    assert held.max() <= ENTRIES
+    again, _ = held_by(model, questions, overflowing, cache=cache)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    np.testing.assert_array_equal(cache.layers.length, before)
+    pages_are_whole(cache)
+
+
+def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
+    """Of the prompt's queries and the answer's, against the columns' sums in float64."""
+    policy = make_policy("h2o", model=model, entries=1000, when="every", every=4)
+    prompt = prompts[0]
+    *_, (_, cache) = sampling.stream(
+        model,
+        [prompt],
+        policy=policy,
+        max_new_tokens=9,
+        eos=(),
+        chunk=30,
+        block=4,
+        page_size=PAGE,
+        capacity=100,
+    )
+    answer = sampling.sample(model, [prompt], max_new_tokens=9, eos=()).tokens[0]
+    for layer, c in enumerate(captured_layers(model, np.concatenate([prompt, answer[:8]]))):
+        want = published.h2o(c)
+        for head in range(4):
+            pages = np.asarray(cache.layers.page_table)[layer, 0, head, : -(-68 // PAGE)]
+            got = np.asarray(cache.pages.attended)[pages].reshape(-1)[:68]
+            np.testing.assert_allclose(got, want[head], atol=1e-4)
+
+
+def test_what_was_counted_moves_with_its_entry(model, prompts):
+    policy = make_policy("h2o", model=model, entries=20, when="every", every=64)
+    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    c = captured_layers(model, prompts[0])[0]
+    for head, score in enumerate(published.h2o(c)):
+        stays = published.best(np.where(np.arange(60) >= 50, np.inf, score), 20)
+        np.testing.assert_allclose(entries(cache, 0, 0, head), c.k[head][stays], atol=1e-4)
+        pages = np.asarray(cache.layers.page_table)[0, 0, head, : 20 // PAGE]
+        np.testing.assert_allclose(
+            np.asarray(cache.pages.attended)[pages].reshape(-1), score[stays], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("over", ["head", "layer"])
+def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
+    """However many that are; nobody competes."""
+    captured = [captured_layers(model, prompt) for prompt in prompts]
+    limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))
+    policy = make_policy("knorm", model=model, threshold=limit, over=over)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    for b, layers in enumerate(captured):
+        for layer, c in enumerate(layers):
+            want = (published.knorm(c) >= limit).sum(-1)
+            assert want.min() < want.max()
+            np.testing.assert_array_equal(cache.layers.length[layer, b], want)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"when": "every"}, "when='every': every must be at least 1, got 0"),
+        ({"every": 8}, "every=8 needs when='every'"),
+        (
+            {"when": "overflow", "drop": 0.0},
+            "drop is the share of a head's entries that goes, above 0 and at most 1",
+        ),
+        (
+            {"when": "overflow", "entries": None, "ratio": 0.5},
+            "when='overflow' needs a budget in entries or size",
+        ),
+        ({"when": "overflow", "over": "layer"}, "when='overflow' takes a share of every head's own entries"),
+        ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
+        ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
+        ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),
+    ],
+)
+def test_bad_schedules_are_one_line(model, options, says):
+    options = {"entries": ENTRIES, "observed": 6} | options
+    with pytest.raises(UserError) as error:
+        make_policy("snapkv", model=model, **{k: v for k, v in options.items() if v is not None})
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("when", ["every", "overflow"])
+def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, when):
+    """Also where the prompt alone would fit."""
+    options = {"every": 8} if when == "every" else {}
+    policy = make_policy("snapkv", model=model, observed=6, entries=5, when=when, **options)
+    with pytest.raises(
+        UserError, match="the budget of 5 entries per kv head is below the 6 that always stay"
+    ):
+        sampling.prefill(model, [np.arange(4)], policy=policy)
+
+
+def test_attention_is_not_counted_within_a_window(model):
+    with pytest.raises(
+        UserError, match="h2o counts the attention that an entry gets from its first query on"
+    ):
+        make_policy("h2o", model=model, admission="streaming_llm", window=9, ratio=0.5)
