@@ -71,10 +71,8 @@ class Evaluation:
         files = Files(config.essays, config.squad, config.hotpotqa)
         found = source(task, Material(config.model, files, config.ruler_data, config.chat))
         first = FIRST_SEED * (1 + config.seed)
-        contexts = found.contexts(first, config.samples, length)
-        calibration: list[Context] = []
-        if any(contender(policy).calibrated for policy in config.policies):
-            calibration = found.contexts(first + CALIBRATION_SEED, config.samples, length)[:CALIBRATION]
+        contexts = found.contexts(first, _whole_batches(config, found.worth(length)), length)
+        calibration = found.contexts(first + CALIBRATION_SEED, CALIBRATION, length)
         if config.question_aware:
             contexts, calibration = question_aware(contexts), question_aware(calibration)[:CALIBRATION]
         else:
@@ -96,7 +94,9 @@ class Evaluation:
         length = place.length + BLOCK
         # by default everything fits, whatever the budget, so that pools and page tables have one size
         capacity = 2 * length if config.capacity is None else caches.parse_capacity(config.capacity)
-        return Manner(config.batch, config.chunk, length, capacity, config.page_size, self.watch)
+        batches = -(-len(place.contexts) // config.batch)
+        batch = -(-len(place.contexts) // batches)
+        return Manner(batch, config.chunk, length, capacity, config.page_size, self.watch)
 
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""
@@ -133,6 +133,13 @@ class Evaluation:
         """The share of the entries that a policy keeps of the contexts for calibration."""
         reading = read(self.model, policy, place.calibration, manner)
         return caches.stats(reading.cache, len(place.calibration)).kv_ratio
+
+
+def _whole_batches(config: EvaluateConfig, worth: int) -> int:
+    """Contexts for so many answers or some more: batches of one size, since each size is a program of its own."""
+    count = -(-config.samples // worth)
+    batches = -(-count // config.batch)
+    return batches * -(-count // batches)
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:

@@ -6,13 +6,21 @@ A source gives contexts of a length from a seed; one line in `SOURCES` adds a ta
 import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from kvjax.errors import UserError
 from kvjax.evaluate.asked import Asked, Context, exact, predicted
-from kvjax.evaluate.tasks import PromptEncoder, TextSample, make_task
+from kvjax.evaluate.tasks import (
+    Copy,
+    PromptEncoder,
+    Task,
+    TextSample,
+    builtin_text,
+    builtin_vocabulary,
+    make_task,
+)
 from kvjax.evaluate.tasks.ruler import RULER_TASKS, Files, make_ruler_task, published_samples
 from kvjax.evaluate.tasks.task import Sample, Tokens
 from kvjax.evaluate.tasks.text_prompt import prompt_size
@@ -30,9 +38,15 @@ class Source(Protocol):
         """What its score is, in words."""
         ...
 
-    def contexts(self, first: int, answers: int, length: int) -> list[Context]:
-        """Contexts of the seeds from `first` on, with at least so many answers, each of at most `length` tokens with
-        any of its questions and answers. Raises UserError for a length or a file that does not do."""
+    def worth(self, length: int) -> int:
+        """How many answers a context of that length counts for."""
+        ...
+
+    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+        """Contexts of the seeds from `first` on, each of at most `length` tokens with any of its questions and answers.
+
+        Raises UserError for a length or a file that does not do.
+        """
         ...
 
 
@@ -56,96 +70,93 @@ class Material:
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A task of the built-in vocabulary's token ids."""
+    """A task of the built-in vocabulary's token ids. `make`: the task for a length."""
 
-    name: str
-    metric: str
+    make: Callable[[int], Task]
+    metric: str = "answers right"
     asked: Callable[[Sample], Context] = exact
     counts_for: int | None = None
-    """Answers that a context counts for; None: as many as it has questions."""
 
-    def contexts(self, first: int, answers: int, length: int) -> list[Context]:
-        task = make_task(self.name)
-        sample = task.sample(first, length)
-        count = -(-answers // (self.counts_for or len(sample.questions)))
+    def worth(self, length: int) -> int:
+        return self.counts_for or len(self.make(length).sample(0, length).questions)
+
+    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+        task = self.make(length)
         return [self.asked(task.sample(first + index, length)) for index in range(count)]
 
 
 @dataclass(frozen=True)
 class Ruler:
-    """One of RULER's tasks, in text that is made here."""
+    """One of RULER's tasks: in text that is made here or, with `ruler_data`, RULER's own samples in their order."""
 
     name: str
     material: Material
     metric: str = "share of the expected strings that the answer holds"
 
-    def contexts(self, first: int, answers: int, length: int) -> list[Context]:
-        task = make_ruler_task(
-            self.name, self.material.tokenizer, self.material.files, chat=self.material.chat
-        )
-        samples = [task.sample(first + index, length) for index in range(answers)]
-        return [_encoded(sample, self.material) for sample in samples]
+    def worth(self, length: int) -> int:
+        return 1
 
+    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+        if self.material.ruler_data is not None:
+            return [self._encoded(sample) for sample in self._published(count, length)]
+        files, chat = self.material.files, self.material.chat
+        task = make_ruler_task(self.name, self.material.tokenizer, files, chat=chat)
+        return [self._encoded(task.sample(first + index, length)) for index in range(count)]
 
-@dataclass(frozen=True)
-class PublishedRuler:
-    """RULER's own samples of a task, in their order."""
-
-    name: str
-    material: Material
-    metric: str = "share of the expected strings that the answer holds"
-
-    def contexts(self, first: int, answers: int, length: int) -> list[Context]:
+    def _published(self, count: int, length: int) -> list[TextSample]:
         assert self.material.ruler_data is not None
         file = self.material.ruler_data / f"{self.name}.jsonl"
-        samples = published_samples(file, self.name)[:answers]
+        samples = published_samples(file, self.name)[:count]
         for index, sample in enumerate(samples):
             if (size := prompt_size(sample, self.material.encode)) > length:
                 raise UserError(
                     f"{file}: sample {index} takes {size} tokens with its answer, --context is {length}"
                 )
-        return [_encoded(sample, self.material) for sample in samples]
+        return samples
+
+    def _encoded(self, sample: TextSample) -> Context:
+        prompt, tokenizer = self.material.encode(sample), self.material.tokenizer
+
+        def asked(ids, question):
+            def score(said: Tokens) -> float:
+                return question.score(tokenizer.decode(said.tolist(), skip_special_tokens=True))
+
+            return Asked(ids, question.reserved, score, question.kind, stops=True)
+
+        questions = map(asked, prompt.questions, sample.questions)
+        return Context(prompt.context, tuple(questions), sample.published, sample.separable)
 
 
-def _encoded(sample: TextSample, material: Material) -> Context:
-    prompt = material.encode(sample)
-    asked = []
-    for ids, question in zip(prompt.questions, sample.questions, strict=True):
-
-        def score(said: Tokens, question=question) -> float:
-            return question.score(material.tokenizer.decode(said.tolist(), skip_special_tokens=True))
-
-        asked.append(Asked(ids, question.reserved, score, question.kind, stops=True))
-    return Context(prompt.context, tuple(asked), sample.published, sample.separable)
-
-
-def _builtin(name: str, *args: Any) -> Callable[[Material], Source]:
-    def make(material: Material) -> Source:
+def _builtin(
+    name: str, make: Callable[[int], Task] | None = None, **arguments: Any
+) -> Callable[[Material], Source]:
+    def for_model(material: Material) -> Source:
         if not speaks_builtin(material.model):
             raise UserError(
                 f"--tasks {name} is made of the built-in model's tokens, which {material.model} does not have; for any "
                 f"model: {', '.join(RULER_TASKS)}"
             )
-        return BuiltIn(name, *args)
+        return BuiltIn(make or (lambda length: make_task(name)), **arguments)
 
-    return make
+    return for_model
 
 
-def _ruler(name: str) -> Callable[[Material], Source]:
-    def make(material: Material) -> Source:
-        return Ruler(name, material) if material.ruler_data is None else PublishedRuler(name, material)
-
-    return make
+def _copy(length: int) -> Task:
+    """As many families of passages as the model has seen at that length, a question each."""
+    return Copy(builtin_vocabulary(), builtin_text("evaluate"), families=max(1, length // 256))
 
 
 SOURCES: dict[str, Callable[[Material], Source]] = {
-    "recall": _builtin("recall", "answers right"),
-    "needle": _builtin("needle", "answers right"),
-    "copy": _builtin("copy", "answers right"),
+    "recall": _builtin("recall"),
+    "needle": _builtin("needle"),
+    "copy": _builtin("copy", make=_copy),
     "text": _builtin(
-        "text", "next tokens right, each after the true text before it", predicted, TEXT_COUNTS_FOR
+        "text",
+        metric="next tokens right, each after the true text before it",
+        asked=predicted,
+        counts_for=TEXT_COUNTS_FOR,
     ),
-    **{name: _ruler(name) for name in RULER_TASKS},
+    **{name: partial(Ruler, name) for name in RULER_TASKS},
 }
 
 
