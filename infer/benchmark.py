@@ -8,12 +8,15 @@ The rival is the same model with every key, by the fastest path here: blockwise 
 plain contiguous caches, and kvjax's own pages under the full policy are timed, and each phase is held against the best.
 Runs are interleaved, so that a noisy machine is noisy for all. A dense prefill that took over twice as long as the best
 in the warm-up is not repeated.
+
+    python infer/benchmark.py --policies snapkv adakv expected_attention h2o r_kv quest
+
+times these beside it, keeping the same share. What evicts has done so by the end of its prefill; how much of that was
+the eviction is a row of its own: with Knorm's scores, which cost next to nothing, it is what moving entries costs.
 """
 
 import dataclasses
-import functools
 import json
-import math
 import platform
 import time
 from collections.abc import Callable
@@ -47,6 +50,8 @@ class BenchmarkConfig:
     """Hidden width of the gates over head_dim: the paper's for Qwen3, which this model is a narrow one of."""
     new_tokens: int = 32
     """Decoded tokens in one timing."""
+    policies: tuple[str, ...] = ()
+    """Policies to time as well, each at the same share of what stays."""
     repeats: int = 3
     """Timings of each path, of which the median counts."""
     json: Path | None = None
@@ -65,9 +70,11 @@ def main(args: list[str] | None = None) -> None:
     for row in rows:
         print(
             f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: "
-            f"full {row['full_s']:.4f} s ({row['rival']}), policy {row['policy_s']:.4f} s, {row['ratio']:.2f}×; "
-            f"{row['bytes'] / 2**20:.1f} MiB against {row['full_bytes'] / 2**20:.1f}"
+            f"full {row['full_s']:.4f} s ({row['rival']}), {row['policy']} {row['policy_s']:.4f} s, "
+            f"{row['ratio']:.2f}×; {row['bytes'] / 2**20:.1f} MiB against {row['full_bytes'] / 2**20:.1f}"
         )
+        if "eviction_s" in row:
+            print(f"  of which the eviction {row['eviction_s']:.4f} s")
     if config.json is not None:
         device = jax.devices()[0]
         where = {
@@ -117,105 +124,31 @@ def random_gated(model: Any, config: BenchmarkConfig):
     return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
 
 
-def dense_paths(model: Any, config: BenchmarkConfig) -> dict[str, tuple[Callable, Callable]]:
-    """Full attention over a contiguous cache: name → (prefill(tokens) → state, decode(state) → state)."""
+def eviction(model: Any, policy: Any, tokens: Any, config: BenchmarkConfig) -> Callable[[], Any] | None:
+    """The compaction that ends a policy's prefill, on its own; None for a policy that has none."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
-    from einops import rearrange
 
-    from kvjax.attention import HEADS, causal_attention
-    from kvjax.models.decoder import scan_layers
-    from kvjax.models.rope import cos_sin
+    from kvjax import sampling
+    from kvjax.compaction import compact, quota
 
-    total, scale = config.context + config.new_tokens, config.head_dim**-0.5
+    if policy.plan is None:
+        return None
+    cache = sampling.prefill(model, [tokens], policy=policy.traced, page_size=config.page_size)
+    kept, over = quota(policy, cache, [config.context]), policy.plan.shares.over
 
-    local = functools.partial(jax.shard_map, out_specs=HEADS)
+    def once(cache):
+        return compact(model, policy.eviction, cache, kept, entries=config.context, over=over)
 
-    @local
-    def xla_causal(step):
-        """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
-        q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
-        rows = math.gcd(1024, config.context)
-
-        def block(i):
-            part = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, 1)
-            mask = i * rows + jnp.arange(rows)[:, None] >= jnp.arange(config.context)
-            return jax.nn.dot_product_attention(part, k, v, mask=mask[None, None])
-
-        o = jax.lax.map(block, jnp.arange(config.context // rows))
-        return rearrange(o, "blocks b t n h -> b n (blocks t) h")
-
-    def prefill(attention, layout, model, tokens):
-        def attend(step, _, xs):
-            room = ((0, 0), (0, 0), (0, config.new_tokens), (0, 0))
-            kept = (rearrange(jnp.pad(x, room), f"b k s h -> {layout}") for x in (step.k, step.v))
-            return attention(step), None, tuple(kept)
-
-        position = jnp.arange(config.context)[None]
-        x, _, kv = scan_layers(model, model.embed_tokens(tokens), position, attend)
-        token = jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
-        layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.layers)]
-        return layers, token
-
-    @local
-    def xla_decode(q, k, v, length):
-        q = rearrange(q, "b n t h -> b t n h")
-        return rearrange(
-            jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=length[None]), "b t n h -> b n t h"
-        )
-
-    @local
-    def einsum_decode(q, k, v, length):
-        q = rearrange(q, "b (k g) 1 h -> b k g h", k=config.kv_heads)
-        s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
-        p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1)
-        return rearrange(jnp.einsum("bkgs,bksh->bkgh", p, v), "b k g h -> b (k g) 1 h")
-
-    def decode(attention, layout, model, state, start):
-        """Layers unrolled and each layer's cache a carry of its own: a stacked cache would be copied by slicing."""
-        layer = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.layers)]
-        axis = layout.split().index("s")
-
-        def one(carry, index):
-            caches, token = carry
-            x = model.embed_tokens(token[:, None])
-            angles = cos_sin(model.config.rope, config.head_dim, (start + index)[None, None])
-            new = []
-            for block, kept in zip(layer, caches, strict=True):
-                projected = block.project(x, angles)
-                q, k_new, v_new = (projected[name] for name in ("q", "k", "v"))
-                added = (rearrange(x, f"b k s h -> {layout}") for x in (k_new, v_new))
-                k, v = (
-                    jax.lax.dynamic_update_slice_in_dim(old, add, start + index, axis)
-                    for old, add in zip(kept, added, strict=True)
-                )
-                new.append((k, v))
-                x = block.finish(x, attention(q, k, v, start + index + 1))
-            token = jnp.argmax(model.logits(model.norm(x))[:, 0], -1)
-            return (new, token), token
-
-        return jax.lax.scan(one, state, jnp.arange(config.new_tokens))[0]
-
-    paths = {}
-    for name, layout, causal, single in (
-        ("blockwise", "b k s h", causal_attention, einsum_decode),
-        ("dot_product_attention", "b s k h", xla_causal, xla_decode),
-    ):
-        before = jax.jit(functools.partial(prefill, causal, layout))
-        after = jax.jit(functools.partial(decode, single, layout), donate_argnums=1)
-        paths[name] = (
-            lambda tokens, f=before: f(model, tokens),
-            lambda state, f=after: f(model, state, np.int32(config.context)),
-        )
-    return paths
+    return lambda: once(jax.tree.map(jnp.copy, cache))
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows: one for prefill, one for decode (seconds a token)."""
+    """The rows: for each policy one for prefill and one for decode (seconds a token)."""
     import jax
     import jax.numpy as jnp
     import numpy as np
+    from dense_attention import dense_paths
     from flax import nnx
 
     from kvjax import cache as caches
@@ -230,11 +163,8 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
     )  # fmt: skip
     model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
-    policy = random_gated(model, config)
     tokens = np.random.default_rng(0).integers(0, 512, config.context)
-    dense = dense_paths(model, config)
     draw = sampling.Draw().arrays()
-
     first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)
 
     def paged(policy):
@@ -244,7 +174,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
                 model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
             ),
             lambda cache: sampling.decode_block(
-                model, policy, cache, first, running, draw, jax.random.key(0), np.int32(1),
+                model, policy.continuing, cache, first, running, draw, jax.random.key(0), np.int32(1),
                 count=config.new_tokens, greedy=True,
             )[0],
         )  # fmt: skip
@@ -254,9 +184,14 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         out = jax.block_until_ready(f(*a))
         return time.perf_counter() - began, out
 
-    ids = jnp.asarray(tokens[None], jnp.int32)
+    share = 1 - config.sparsity
+    policies = {"random + gates": random_gated(model, config)}
+    policies |= {name: make_policy(name, model=model, ratio=share) for name in config.policies}
+    evictions = {name: eviction(model, policy, tokens, config) for name, policy in policies.items()}
+    dense = dense_paths(model, config)
     dense["full policy"] = paged(make_policy("full", window=config.window))
-    paths = {**dense, "policy": paged(policy)}
+    paths = dense | {name: paged(policy) for name, policy in policies.items()}
+    ids = jnp.asarray(tokens[None], jnp.int32)
     states: dict[str, Any] = {}
     times: dict[tuple[str, str], list[float]] = {}
     slow: set[str] = set()
@@ -270,23 +205,29 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         if repeat == 0:
             warm = {name: times["prefill", name][0] for name in dense}
             slow = {name for name in dense if warm[name] > 2 * min(warm.values())}
-            sizes = caches.stats(states["policy"])
+            sizes = {name: caches.stats(states[name]) for name in policies}
         for name, (_, decode) in paths.items():
             # decoding takes the state's memory over, and a slow prefill's state must last
             seconds, _ = clock(decode, jax.block_until_ready(jax.tree.map(jnp.copy, states[name])))
             times.setdefault(("decode", name), []).append(seconds / config.new_tokens)
+        for name, evict in evictions.items():
+            if evict is not None:
+                times.setdefault(("eviction", name), []).append(clock(evict)[0])
     median = {key: float(np.median(found)) for key, found in times.items()}
     rows = []
-    for phase in ("prefill", "decode"):
-        rival = min((name for name in dense if (phase, name) in median), key=lambda name: median[phase, name])
-        full, own = median[phase, rival], median[phase, "policy"]
-        rows.append(
-            {
-                "phase": phase, "context": config.context, "sparsity": config.sparsity, "full_s": full,
-                "policy_s": own, "ratio": full / own, "rival": rival, "bytes": sizes.bytes,
-                "full_bytes": sizes.full_bytes, "page_size": config.page_size, "kv_ratio": sizes.kv_ratio,
-            }
-        )  # fmt: skip
+    for name in policies:
+        for phase in ("prefill", "decode"):
+            rival = min((x for x in dense if (phase, x) in median), key=lambda x: median[phase, x])
+            full, own = median[phase, rival], median[phase, name]
+            row = {
+                "phase": phase, "policy": name, "context": config.context, "sparsity": config.sparsity, "full_s": full,
+                "policy_s": own, "ratio": full / own, "rival": rival, "bytes": sizes[name].bytes,
+                "full_bytes": sizes[name].full_bytes, "page_size": config.page_size,
+                "kv_ratio": sizes[name].kv_ratio,
+            }  # fmt: skip
+            if phase == "prefill" and evictions[name] is not None:
+                row["eviction_s"] = median["eviction", name]
+            rows.append(row)
     return rows
 
 
