@@ -39,8 +39,8 @@ class Cell:
     peak_kv: float
     kv_ratio: float
     bytes: int
-    prefill_tok_s: float | None
-    decode_tok_s: float | None
+    prefill_tok_s: int | None
+    decode_tok_s: int | None
     by_kind: dict[str, float]
     question_aware: bool
     published: bool

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
 from kvjax.evaluate.asked import Asked, Context, exact, predicted
@@ -30,6 +30,7 @@ TEXT_COUNTS_FOR = 12
 """Answers that a predicted text counts for."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """A task for a model."""
 

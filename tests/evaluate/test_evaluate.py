@@ -1,0 +1,183 @@
+"""Whole evaluations of the test-size model: what they leave, and that a killed one ends like one that was not."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.results import Results
+from kvjax.models import load_model
+from kvjax.policies.admission.wgkv import save_gates
+from tests.tiny_models import tiny_gates
+
+POLICIES = ["full", "snapkv", "wgkv"]
+SMALL = [
+    *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
+    *("--context", "64", "--chunk", "32", "--observed", "4", "--samples", "12", "--batch", "4"),
+]
+TASKS = ["--budgets", "0.25", "0.5", "--tasks", "needle", "text"]
+SPEEDS = {"prefill_tok_s", "decode_tok_s"}
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def without_speeds(cells):
+    return [{name: value for name, value in cell.items() if name not in SPEEDS} for cell in cells]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """What all runs are told: three policies, one of them with gates that split tokens."""
+    gates = tmp_path_factory.mktemp("gates")
+    model = load_model(builtin_model("test_model"))
+    save_gates(gates, tiny_gates(model), {"tau": 0.5, "window": 4, "rate": np.full((2, 4), 0.5).tolist()})
+    return [*SMALL, "--gates", str(gates), "--policies", *POLICIES]
+
+
+@pytest.fixture(scope="module")
+def evaluated(arguments, tmp_path_factory):
+    """The folder of a run, and how many programs were compiled until each of its cells was finished."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    compiled, at_cell = [0], []
+
+    def count(event, duration, **_):
+        compiled[0] += event == "/jax/core/compile/backend_compile_duration"
+
+    jax.monitoring.register_event_duration_secs_listener(count)
+    with pytest.MonkeyPatch.context() as patch:
+        add = Results.add
+        patch.setattr(Results, "add", lambda self, cell: (at_cell.append(compiled[0]), add(self, cell)))
+        main([*arguments, *TASKS, "--out", str(folder)])
+    return folder, at_cell
+
+
+def test_every_cell_is_a_line(evaluated):
+    cells = lines(evaluated[0])
+    wanted = [("full", 1.0), ("snapkv", 0.25), ("snapkv", 0.5), ("wgkv", 0.25), ("wgkv", 0.5)]
+    assert [(c["task"], c["policy"], c["budget"]) for c in cells] == [
+        (task, *pair) for task in ("needle", "text") for pair in wanted
+    ]
+    for cell in cells:
+        tokens = 60 if cell["task"] == "needle" else 47
+        assert cell["samples"] == (12 if cell["task"] == "needle" else 16)
+        assert np.mean(cell["kept"]) == pytest.approx(cell["kv_ratio"], abs=1e-4)
+        if cell["policy"] == "full":
+            assert (cell["footprint"], cell["peak_kv"], cell["kv_ratio"]) == (1, 1, 1)
+            full_bytes = cell["bytes"]
+        if cell["policy"] == "snapkv":
+            assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens)
+        if cell["policy"] == "wgkv":
+            assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
+            assert cell["peak_kv"] < 0.9
+        assert cell["bytes"] <= full_bytes
+        assert 0 < cell["footprint"] <= 1
+        assert all(cell[name] > 0 for name in SPEEDS)
+        assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
+
+
+def test_another_budget_compiles_nothing(evaluated):
+    """Budgets and τ are traced: the second cell of a policy runs the first one's programs."""
+    at_cell = evaluated[1]
+    for first in (1, 3, 6, 8):
+        assert at_cell[first] > at_cell[first - 1] or first > 5
+        assert at_cell[first + 1] == at_cell[first], lines(evaluated[0])[first]["policy"]
+
+
+def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, monkeypatch):
+    folder, add = tmp_path / "run", Results.add
+
+    def killed_in_the_fourth(self, cell):
+        if len(self.cells) == 3:
+            with self._file.open("a") as out:
+                out.write('{"policy": "wg')
+            raise KeyboardInterrupt
+        add(self, cell)
+
+    monkeypatch.setattr(Results, "add", killed_in_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, *TASKS, "--out", str(folder)])
+    assert not (folder / "report.md").exists()
+    monkeypatch.setattr(Results, "add", add)
+    main([*arguments, *TASKS, "--out", str(folder)])
+    assert without_speeds(lines(folder)) == without_speeds(lines(evaluated[0]))
+
+
+def test_the_report_says_what_was_done(evaluated, capsys):
+    folder = evaluated[0]
+    report = (folder / "report.md").read_text()
+    cells = {(c["policy"], c["budget"]): c for c in lines(folder) if c["task"] == "needle"}
+    for (policy, budget), cell in cells.items():
+        if policy == "snapkv":
+            assert f"{100 * cell['score']:.1f} at {cell['footprint']:.2f}" in report
+            assert f"| snapkv | {budget:g} | " in report
+    for said in (
+        "**Question-independent**", "## needle, 64 tokens", "## text, 64 tokens", "next tokens right", "90% at",
+        "12 answers a cell", "chunks of 32 tokens", "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
+    ):  # fmt: skip
+        assert said in report, said
+    pictures = ["pareto", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
+    for picture in pictures:
+        assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
+    """Read with its question and asked of what was kept: another context for each question, and one token to ask."""
+    few = ["--budgets", "0.25", "--tasks", "needle", "--question-aware", "--out", str(tmp_path / "run")]
+    main([*arguments[: arguments.index("--policies")], "--policies", "snapkv", *few])
+    (aware,) = lines(tmp_path / "run")
+    (blind,) = [
+        c for c in lines(evaluated[0]) if (c["task"], c["policy"], c["budget"]) == ("needle", "snapkv", 0.25)
+    ]
+    assert aware["question_aware"]
+    assert aware["samples"] == blind["samples"]
+    assert aware["kv_ratio"] == pytest.approx(int(0.25 * 62) / 62)
+    # the question is no longer read over the compressed context
+    assert aware["footprint"] > blind["footprint"]
+    assert aware["kept"] != blind["kept"]
+    assert "**Question-aware**" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_ruler_is_answered_in_text(tmp_path):
+    """Made here, and RULER's own rows, of which the second repeats its question's text in its answer."""
+    rows = [
+        {"input": "The owl is grey.\nQuestion: Is the owl grey?\nAnswer:", "outputs": ["a"], "length": 9},
+        {"input": "The owl is red.\nQuestion: Is the owl grey?\nAnswer:", "outputs": ["§"], "length": 9},
+    ]
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    model = [*SMALL[:6], "--policies", "full", "--samples", "2", "--batch", "2"]
+    own = ["--tasks", "qa_1", "--context", "96", "--ruler-data", str(tmp_path)]
+    main([*model, *own, "--out", str(tmp_path / "own")])
+    (cell,) = lines(tmp_path / "own")
+    assert cell["published"]
+    assert (cell["samples"], cell["score"], cell["by_kind"]) == (2, 0.5, {"qa_1": 0.5})
+    assert "RULER's own data: qa_1" in (tmp_path / "own" / "report.md").read_text()
+    main([*model, "--tasks", "vt", "--context", "700", "--out", str(tmp_path / "made")])
+    (cell,) = lines(tmp_path / "made")
+    assert not cell["published"]
+    assert (cell["samples"], cell["context"], list(cell["by_kind"])) == (2, 700, ["vt"])
+
+
+def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
+    for option, was, now in (("--samples", "12", "8"), ("--chunk", "32", "16"), ("--seed", "0", "3")):
+        with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
+            main([*arguments, *TASKS, option, now, "--out", str(evaluated[0])])
+    folder = tmp_path / "run"
+    shutil.copytree(evaluated[0], folder)
+    whole = (folder / "results.jsonl").read_text()
+    for line, message in (
+        ('{"policy": "full"}\n', "results.jsonl: line 11 has no field `budget`"),
+        ("policy\n", "results.jsonl: line 11 is no JSON object, it starts policy"),
+    ):
+        (folder / "results.jsonl").write_text(whole + line)
+        with pytest.raises(UserError, match=message):
+            main([*arguments, *TASKS, "--out", str(folder)])
+    (folder / "settings.json").unlink()
+    with pytest.raises(UserError, match=r"there is a results.jsonl but no settings.json beside it"):
+        main([*arguments, *TASKS, "--out", str(folder)])
