@@ -38,11 +38,21 @@ class CapacityError(UserError):
 @struct
 class Pages:
     """The pool of one shard and its free list (a stack: `free[:free_count]` are free). A negative count is a debt:
-    that many pages were needed and not there."""
+    that many pages were needed and not there.
+
+    `bounds`, for policies that select pages: of the keys k in each page of a global region, the smallest components of
+    k and, beside them, of −k. Infinite where there are none.
+    """
 
     pool: Float[Array, "p page kv"]
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
+    bounds: Float[Array, "p kv"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of entries and bounds."""
+        return self.pool.nbytes + (0 if self.bounds is None else self.bounds.nbytes)
 
 
 @struct
@@ -178,7 +188,7 @@ def empty(
     if page_size < 1:
         raise UserError(f"page_size must be at least 1, got {page_size}")
     local_batch = batch // batch_shards()
-    page_bytes = page_size * 2 * head_dim * jnp.dtype(dtype).itemsize
+    page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
     return _empty(
         policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, pages, capacity is not None
@@ -204,6 +214,9 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
 
     table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
     pool = jnp.zeros((shards * pages, page_size, 2 * head_dim), dtype, out_sharding=P(SHARDS, None, None))
+    bounds = None
+    if policy.selection is not None:
+        bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, dtype, out_sharding=P(SHARDS, None))
     layer_cache = LayerCache(
         page_table=table,
         length=jnp.zeros((layers, batch, kv_heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
@@ -211,7 +224,8 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
         state=jax.vmap(lambda _: policy.init(batch))(jnp.arange(layers)),
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    return Cache(Pages(pool, free, count), layer_cache, seen, window=policy.window, bounded=bounded)
+    pages_ = Pages(pool, free, count, bounds)
+    return Cache(pages_, layer_cache, seen, window=policy.window, bounded=bounded)
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:
@@ -226,7 +240,10 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
         table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
-        return Pages(pool, free, count + pages), dataclasses.replace(layers, page_table=table)
+        bounds = pages_.bounds
+        if bounds is not None:
+            bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
+        return Pages(pool, free, count + pages, bounds), dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(more, out_specs=specs)(cache.pages, cache.layers)
@@ -244,7 +261,10 @@ def trimmed(cache: Cache, pages: int) -> Cache:
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
         table = jnp.where(used, place, pages)
-        return Pages(pages_.pool[source], free, count), dataclasses.replace(layers, page_table=table)
+        bounds = pages_.bounds
+        if bounds is not None:
+            bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
+        return Pages(pages_.pool[source], free, count, bounds), dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)
@@ -319,11 +339,23 @@ def push(
     written = jnp.concatenate([leaving, ring_kv], 2).astype(pages.pool.dtype)
     pool = pages.pool.at[page, offset].set(written, mode="drop")
 
+    bounds = with_keys(pages.bounds, slot[0], leaving)
+
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
     ring = jnp.take_along_axis(priority, place[:, None], 2)
-    return dataclasses.replace(pages, pool=pool), dataclasses.replace(layer, priority=ring)
+    return dataclasses.replace(pages, pool=pool, bounds=bounds), dataclasses.replace(layer, priority=ring)
+
+
+def with_keys(
+    bounds: Float[Array, "p kv"] | None, page: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
+) -> Float[Array, "p kv"] | None:
+    """The bounds of pages once these entries are in them; an entry whose page is past the pool's end is in none."""
+    if bounds is None:
+        return None
+    k = kv[..., : kv.shape[-1] // 2].astype(bounds.dtype)
+    return bounds.at[page].min(jnp.concatenate([k, -k], -1), mode="drop")
 
 
 def _allocate(pages, layer, stays, ring):
@@ -394,7 +426,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         pages=pool.shape[0] - int(np.asarray(cache.pages.free_count).sum()),
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
-        bytes=pool.nbytes,
+        bytes=cache.pages.nbytes,
         full_bytes=int(seen.sum()) * layers * heads * entry_bytes,
     )
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, LayerCache, Pages, ring_pages
+from kvjax.cache import Cache, LayerCache, Pages, ring_pages, with_keys
 from kvjax.mesh import BATCH, P, gather, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Eviction
@@ -172,16 +172,18 @@ def _moved(
 ) -> tuple[Pages, LayerCache]:
     entries, (capacity, page_size, _) = kept.shape[-1], pages.pool.shape
 
-    def move(pool, xs):
-        layer, kept = xs
+    def move(carry, xs):
+        (pool, bounds), (layer, kept) = carry, xs
         kv = _entries(dataclasses.replace(pages, pool=pool), layer, entries, ring)
         place = places(layer.length, entries)
         target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
         page, offset = _at(layer, target, page_size, ring)
+        bounds = with_keys(bounds, jnp.where(kept, page, capacity), kv)
         page = jnp.where(kept & (target != place), page, capacity)
-        return pool.at[page, offset].set(kv, mode="drop"), kept.sum(-1, dtype=jnp.int32)
+        return (pool.at[page, offset].set(kv, mode="drop"), bounds), kept.sum(-1, dtype=jnp.int32)
 
-    pool, length = lax.scan(move, pages.pool, (layers, kept))
+    unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
+    (pool, bounds), length = lax.scan(move, (pages.pool, unbounded), (layers, kept))
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     freed = (column >= begin) & (column < stop)
@@ -189,4 +191,4 @@ def _moved(
     free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
     table = jnp.where(freed, capacity, layers.page_table)
     count = pages.free_count + freed.sum(dtype=jnp.int32)
-    return Pages(pool, free, count), dataclasses.replace(layers, page_table=table, length=length)
+    return Pages(pool, free, count, bounds), dataclasses.replace(layers, page_table=table, length=length)

@@ -262,6 +262,7 @@ def _feed(model, policy, cache, rows, chunk, implementation=None, logits=None):
     """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
     of `logits` where a row is empty."""
     longest = max(row.size for row in rows)
+    policy = policy.reading
     for start in range(0, longest, chunk):
         part = [row[start : start + chunk] for row in rows]
         tokens, valid = _padded(part, bucket(min(chunk, longest - start)))
@@ -445,6 +446,11 @@ def _check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
     if cache.window != policy.window:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+    if policy.selection is not None and cache.pages.bounds is None:
+        raise UserError(
+            f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
+            f"policy that selects, too"
+        )
     if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
         raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
 
