@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax import compaction
-from tests.test_cache import BATCH, CALLS, HEADS, PAGE, TOKENS, Lists, advance, started, tables
+from tests.test_cache import (
+    BATCH,
+    CALLS,
+    HEADS,
+    PAGE,
+    TOKENS,
+    Lists,
+    advance,
+    assert_bounds_are_those_of_the_keys,
+    started,
+    tables,
+)
 
 ENTRIES = CALLS * TOKENS
 
@@ -47,7 +58,8 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 row = lists.kept[b][k]
                 mask = kept[b, k, ENTRIES - len(row) :]
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
-        pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
+        assert_bounds_are_those_of_the_keys(cache)
+        pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
         used = []
         for b, k in np.ndindex(BATCH, HEADS):
             row = lists.kept[b][k]

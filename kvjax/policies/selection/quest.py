@@ -48,9 +48,7 @@ class Quest:
         return filling | top(scores[None], (stored > 0)[None], places[None], "head")[0]
 
 
-def page_scores(
-    q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]
-) -> Float32[Array, "b k p"]:
+def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -> Float32[Array, "b k p"]:
     """max over the group's query heads of Σ_dims max(q · k_min, q · k_max), which is at least q · k for every key of
     the page (Algorithm 1). `bounds` as in `kvjax.cache.Pages`."""
     # min(q, 0) · k_min + min(−q, 0) · (−k_max): one product over the page's row as it is stored
