@@ -11,18 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
+from kvjax import sampling
 from kvjax.attention import cached_attention
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
-from kvjax.sampling import prefill, sample
+from kvjax.sampling import prefill
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_gates, tiny_model
 
 LENGTHS = 60, 50
-STEPS = 5
+STEPS, TOTAL = 5, 65
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def prompts():
     return [random.permutation(61)[:length] for length in LENGTHS]
 
 
-def chosen_pages(q, keys, local, seen, tokens, page) -> np.ndarray:
+def chosen_pages(q, keys, local, tokens, page) -> np.ndarray:
     """The pages [p] that the query heads [g h] of one kv head with these keys [s h] read."""
     stored = [keys[i : i + page] for i in range(0, len(keys), page)]
     score = [np.maximum(q * one.min(0), q * one.max(0)).sum(-1).max() for one in stored]
@@ -95,7 +96,7 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
     for b, head in np.ndindex(SEQUENCES, HEADS):
         keys = k[b, head].reshape(-1, DIM)[: length[b, head]].astype(np.float64)
         budget = tokens if ratio is None else round(ratio * seen[b])
-        want = chosen_pages(q[b, head].astype(np.float64), keys, near[b], seen[b], budget, PAGE)
+        want = chosen_pages(q[b, head].astype(np.float64), keys, near[b], budget, PAGE)
         np.testing.assert_array_equal(np.flatnonzero(found[b, head]), want)
 
 
@@ -117,14 +118,15 @@ def decoded(model, policy, cache, token):
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
 
 
-def read(model, policy, prompts, page_size):
+def read(model, policy, prompts, page_size, decoding=None):
     """Prompts and then `STEPS` tokens: at each of them the cache before it and what `decoded` found, [l b …]."""
-    cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=STEPS)
+    room = TOTAL - max(map(len, prompts))
+    cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=room)
     steps = []
     with use_mesh(model):
         for index in range(STEPS):
-            before, token = cache, put(np.full(len(prompts), 7 + index, np.int32), BATCH)
-            cache, found = decoded(model, policy.continuing, cache, token)
+            before, token = cache, put(np.full(cache.seen.shape, 7 + index, np.int32), BATCH)
+            cache, found = decoded(model, decoding or policy.continuing, cache, token)
             steps.append((before, [np.asarray(x, np.float64) for x in found]))
     caches.check(cache, policy)
     return steps
@@ -145,81 +147,77 @@ def row_entries(cache, layer, b, head):
     return near[: min(int(cache.seen[b]), cache.window - 1)], far[:length]
 
 
-def policies(model) -> dict:
-    """By name the policy, its budget at so many tokens, and the size of pages."""
-    gates = {"gates": tiny_gates(model), "tau": 0.5, "window": 6}
-    return {
-        "quest": (make_policy("quest", model=model, tokens=12, skip=1), lambda seen: 12, 4),
-        "wgkv": (make_policy("wgkv", model=model, selection="quest", ratio=0.25, **gates), lambda n: round(n / 4), 3),
-        "adakv": (
-            make_policy("adakv", model=model, observed=6, ratio=0.4, selection="quest", tokens=9), lambda n: 9, 4,
-        ),
-    }  # fmt: skip
+def evicting(model, **given):
+    """Heads of one layer share what an eviction left, so that rows are ragged."""
+    return make_policy("keydiff", model=model, entries=20, over="layer", selection="quest", **given)
+
+
+def admitting(model):
+    gates = tiny_gates(model)
+    return make_policy("wgkv", model=model, gates=gates, tau=0.5, window=6, selection="quest", ratio=0.25)
 
 
 @pytest.fixture(scope="module")
-def steps_of(model, prompts):
-    @remembered
-    def run(name):
-        policy, _, page = policies(model)[name]
-        return read(model, policy, prompts, page)
-
-    return run
+def evicted(model, prompts):
+    return read(model, evicting(model, tokens=9, skip=1), prompts, 4)
 
 
-@pytest.mark.parametrize("name", ["quest", "wgkv", "adakv"])
-def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(model, steps_of, name):
-    """Rows are ragged by admission and by eviction; the first layer is left alone in one case."""
-    policy, budget, page = policies(model)[name]
+@pytest.fixture(scope="module")
+def admitted(model, prompts):
+    return read(model, admitting(model), prompts, 3)
+
+
+@pytest.mark.parametrize(("name", "window", "page"), [("evicted", 1, 4), ("admitted", 6, 3)])
+def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(request, name, window, page):
+    """With a number of tokens, the first layer left alone; and with a share of them."""
     left_out = 0
-    for cache, (q, k, v, o) in steps_of(name):
+    for cache, (q, k, v, o) in request.getfixturevalue(name):
         for layer, b, head in np.ndindex(np.shape(cache.layers.length)):
             near, far = row_entries(cache, layer, b, head)
             seen = int(cache.seen[b]) + 1
-            tokens = EVERYTHING if name == "quest" and layer == 0 else budget(seen)
+            tokens = round(seen / 4) if name == "admitted" else 9 if layer else EVERYTHING
             group = q[layer, b, 2 * head : 2 * head + 2, 0]
-            pages = chosen_pages(group, far[:, :8], min(seen, policy.window), seen, tokens, page)
+            pages = chosen_pages(group, far[:, :8], min(seen, window), tokens, page)
             visible = np.isin(np.arange(len(far)) // page, pages)
             left_out += (~visible).sum()
             keys = np.concatenate([near[:, :8], far[visible, :8], k[layer, b, head]])
             values = np.concatenate([near[:, 8:], far[visible, 8:], v[layer, b, head]])
             p = softmax(group @ keys.T / np.sqrt(8))
             np.testing.assert_allclose(o[layer, b, 2 * head : 2 * head + 2, 0], p @ values, atol=1e-5)
-    assert left_out > 100
+    assert left_out > 1000
 
 
-def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(model, prompts, steps_of):
-    steps_of("quest")
+def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(model, prompts, evicted):
     compiled = decoded._cache_size()
-    everything = [read(model, make_policy("quest", model=model, **given), prompts, 4)
-                  for given in ({"tokens": 65}, {"ratio": 1.0}, {"tokens": 3, "skip": 3})]  # fmt: skip
+    given = {"tokens": TOTAL}, {"tokens": 3, "skip": 3}
+    everything = [read(model, evicting(model, **budget), prompts, 4) for budget in given]
     assert decoded._cache_size() == compiled
-    plain = read(model, make_policy("full"), prompts, 4)
+    policy = evicting(model, tokens=1)
+    plain = read(model, policy, prompts, 4, policy.continuing.reading)
     for steps in everything:
         np.testing.assert_array_equal(outputs(steps), outputs(plain))
-    assert np.abs(outputs(steps_of("quest")) - outputs(plain)).max() > 1e-2
+    assert np.abs(outputs(evicted) - outputs(plain)).max() > 1e-2
 
 
-def test_a_batch_equals_its_sequences_alone(model, prompts, steps_of):
-    policy, _, page = policies(model)["wgkv"]
-    for b, prompt in enumerate(prompts):
-        alone = outputs(read(model, policy, [prompt], page))
-        np.testing.assert_allclose(alone[:, :, 0], outputs(steps_of("wgkv"))[:, :, b], atol=1e-5)
-
-
-def test_a_mesh_gives_the_same(prompts, steps_of):
+def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
+    """Beside it on the mesh is an empty row."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model(qk_norm=False)
-        policy, _, page = policies(split)["wgkv"]
-        together = outputs(read(split, policy, prompts, page))
-    np.testing.assert_allclose(together, outputs(steps_of("wgkv")), atol=1e-5)
+        policy = admitting(split)
+        alone = [outputs(read(split, policy, [prompt], 3))[:, :, 0] for prompt in prompts]
+    np.testing.assert_allclose(np.stack(alone, 2), outputs(admitted), atol=1e-5)
 
 
-def test_prompts_read_everything_however_they_are_cut(model, prompts):
-    """The last chunk of one prompt is a single token."""
-    policy = make_policy("quest", model=model, tokens=1)
-    first, again = (prefill(model, prompts, policy=policy, page_size=4, chunk=c) for c in (100, 59))
-    np.testing.assert_allclose(first.pages.pool, again.pages.pool, atol=1e-5)
+def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, monkeypatch):
+    used = []
+
+    def last_logits(model, policy, cache, tokens, valid, implementation=None):
+        used.append((tokens.shape[1], policy.selection))
+        return cache, jnp.zeros((len(prompts), 61))
+
+    monkeypatch.setattr(sampling, "_last_logits", last_logits)
+    prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
+    assert used == [(64, None), (1, None)]
 
 
 @pytest.mark.parametrize(
@@ -247,10 +245,11 @@ def test_mistakes_are_one_line(model, arguments, says):
     assert str(error.value) == says
 
 
-def test_a_cache_without_bounds_is_refused_in_one_line(model, prompts):
-    policy = make_policy("full", selection="quest", model=model, tokens=8)
+def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
+    policy, (cache, _) = make_policy("full", selection="quest", model=model, tokens=8), evicted[0]
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, bounds=None))
     with pytest.raises(UserError) as error:
-        sample(model, [[1], [2]], cache=prefill(model, prompts, page_size=4), policy=policy)
+        sampling.sample(model, [[1], [2]], cache=cache, policy=policy)
     assert str(error.value) == (
         "policy full+quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
         "that selects, too"
