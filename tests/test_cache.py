@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax import sampling
+from kvjax import sampling, schedule
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.policies import make_policy
@@ -173,8 +173,8 @@ def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(c
     with jax.set_mesh(make_mesh()):
         placed = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)
         had, (pages, columns) = cache.pages.pool.shape[0], room
-        more = sampling._grown(placed, pages, columns)
-        less = sampling._trimmed(more, had)
+        more = schedule._grown(placed, pages, columns)
+        less = schedule._trimmed(more, had)
     np.testing.assert_array_equal(more.pages.pool[:had], cache.pages.pool)
     assert int(more.pages.free_count[0]) == int(cache.pages.free_count[0]) + pages
     before, after = tables(cache, window), tables(more, window)

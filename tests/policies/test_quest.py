@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax import sampling
+from kvjax import feeding, sampling
 from kvjax.attention import cached_attention
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
@@ -215,7 +215,7 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
         used.append((tokens.shape[1], policy.selection))
         return cache, jnp.zeros((len(prompts), 61))
 
-    monkeypatch.setattr(sampling, "_last_logits", last_logits)
+    monkeypatch.setattr(feeding, "last_logits", last_logits)
     prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
     assert used == [(64, None), (1, None)]
 

@@ -45,7 +45,7 @@ class Quest:
         stored = length[..., None] - page_size * jnp.arange(bounds.shape[2])
         filling = (stored > 0) & (stored < page_size)
         scores = jnp.where(filling, jnp.inf, page_scores(q, bounds))
-        return filling | top(scores[None], (stored > 0)[None], places[None], "head")[0]
+        return filling | top(scores[None], (stored > 0)[None], places[None, :, None], "head")[0]
 
 
 def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -> Float32[Array, "b k p"]:
