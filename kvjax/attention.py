@@ -81,8 +81,10 @@ def cached_attention(
         layer = dataclasses.replace(layer, state=(admitting, observing))
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         kept = priority >= policy.admission.keep().threshold
-        attend = _decode if step.q.shape[2] == 1 else _prefill
-        o, lse = attend(step, pages, layer, kept, seen, valid, window, implementation)
+        if step.q.shape[2] == 1:
+            o, lse = _decode(policy.selection, step, pages, layer, seen, window, implementation)
+        else:
+            o, lse = _prefill(step, pages, layer, kept, seen, valid, window, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
         before = layer
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
@@ -96,16 +98,26 @@ def cached_attention(
     return jax.shard_map(local, out_specs=(HEADS, *specs))(whole, step, pages, layer, seen, valid)
 
 
-def _decode(step, pages, layer, kept, seen, valid, window, implementation):
-    """One token: everything that is stored is visible to it."""
+def _decode(selection, step, pages, layer, seen, window, implementation):
+    """One token: everything that is stored is visible to it, of which it reads what is selected."""
+    page_size = pages.pool.shape[1]
+    ring = caches.ring_pages(window, page_size)
+    chosen = None
+    if selection is not None:
+        bounds = pages.bounds.at[layer.page_table[..., ring:]].get(mode="clip")
+        local = jnp.minimum(seen + 1, window)
+        chosen = selection.select(
+            step.q, bounds, layer.length, local=local, seen=seen + 1, page_size=page_size
+        )
     return paged_decode(
         step.q,
         pages.pool,
         layer.page_table,
         layer.length,
         jnp.minimum(seen, window - 1),
-        ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
+        ring_pages=ring,
         new=(step.k, step.v),
+        pages=chosen,
         implementation=implementation,
     )
 

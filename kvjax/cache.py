@@ -38,13 +38,23 @@ class CapacityError(UserError):
 @struct
 class Pages:
     """The pool of one shard and its free list (a stack: `free[:free_count]` are free). A negative count is a debt:
-    that many pages were needed and not there. attended: the attention that each entry got so far, its group's mean;
-    None where no method asks for it."""
+    that many pages were needed and not there.
+
+    bounds, for policies that select pages: of the keys k in each page of a global region, the smallest components of k
+    and, beside them, of −k. Infinite where there are none. attended, for policies that ask: the attention that each
+    entry got so far, its group's mean.
+    """
 
     pool: Float[Array, "p page kv"]
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
+    bounds: Float[Array, "p kv"] | None = None
     attended: Float[Array, "p page"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries and of what stands beside them."""
+        return sum(x.nbytes for x in (self.pool, self.bounds, self.attended) if x is not None)
 
 
 @struct
@@ -180,7 +190,8 @@ def empty(
     if page_size < 1:
         raise UserError(f"page_size must be at least 1, got {page_size}")
     local_batch = batch // batch_shards()
-    page_bytes = page_size * 2 * head_dim * jnp.dtype(dtype).itemsize
+    page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
+    page_bytes += 4 * page_size * policy.attended
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
     return _empty(
         policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, pages, capacity is not None
@@ -206,17 +217,20 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
 
     table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
     pool = jnp.zeros((shards * pages, page_size, 2 * head_dim), dtype, out_sharding=P(SHARDS, None, None))
+    bounds = attended = None
+    if policy.selection is not None:
+        bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, dtype, out_sharding=P(SHARDS, None))
     layer_cache = LayerCache(
         page_table=table,
         length=jnp.zeros((layers, batch, kv_heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
         priority=jnp.full((layers, batch, kv_heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         state=jax.vmap(lambda _: policy.init(batch))(jnp.arange(layers)),
     )
-    attended = None
     if policy.attended:
         attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    return Cache(Pages(pool, free, count, attended), layer_cache, seen, window=policy.window, bounded=bounded)
+    pages_ = Pages(pool, free, count, bounds, attended)
+    return Cache(pages_, layer_cache, seen, window=policy.window, bounded=bounded)
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:
@@ -231,8 +245,12 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
         table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
-        attended = None if pages_.attended is None else jnp.pad(pages_.attended, ((0, pages), (0, 0)))
-        new_pages = Pages(pool, free, count + pages, attended)
+        bounds, attended = pages_.bounds, pages_.attended
+        if bounds is not None:
+            bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
+        if attended is not None:
+            attended = jnp.pad(attended, ((0, pages), (0, 0)))
+        new_pages = Pages(pool, free, count + pages, bounds, attended)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -251,8 +269,12 @@ def trimmed(cache: Cache, pages: int) -> Cache:
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
         table = jnp.where(used, place, pages)
-        attended = None if pages_.attended is None else pages_.attended[source]
-        new_pages = Pages(pages_.pool[source], free, count, attended)
+        bounds, attended = pages_.bounds, pages_.attended
+        if bounds is not None:
+            bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
+        if attended is not None:
+            attended = attended[source]
+        new_pages = Pages(pages_.pool[source], free, count, bounds, attended)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -328,11 +350,23 @@ def push(
     written = jnp.concatenate([leaving, ring_kv], 2).astype(pages.pool.dtype)
     pool = pages.pool.at[page, offset].set(written, mode="drop")
 
+    bounds = with_keys(pages.bounds, slot[0], leaving)
+
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
     ring = jnp.take_along_axis(priority, place[:, None], 2)
-    return dataclasses.replace(pages, pool=pool), dataclasses.replace(layer, priority=ring)
+    return dataclasses.replace(pages, pool=pool, bounds=bounds), dataclasses.replace(layer, priority=ring)
+
+
+def with_keys(
+    bounds: Float[Array, "p kv"] | None, page: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
+) -> Float[Array, "p kv"] | None:
+    """The bounds of pages once these entries are in them; an entry whose page is past the pool's end is in none."""
+    if bounds is None:
+        return None
+    k = kv[..., : kv.shape[-1] // 2].astype(bounds.dtype)
+    return bounds.at[page].min(jnp.concatenate([k, -k], -1), mode="drop")
 
 
 def _allocate(pages, layer, stays, ring):
@@ -403,7 +437,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         pages=pool.shape[0] - int(np.asarray(cache.pages.free_count).sum()),
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
-        bytes=pool.nbytes,
+        bytes=cache.pages.nbytes,
         full_bytes=int(seen.sum()) * layers * heads * entry_bytes,
     )
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, LayerCache, Pages, ring_pages
+from kvjax.cache import Cache, LayerCache, Pages, ring_pages, with_keys
 from kvjax.mesh import BATCH, P, gather, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Eviction
@@ -206,17 +206,20 @@ def _moved(
 ) -> tuple[Pages, LayerCache]:
     entries, (capacity, page_size, _) = kept.shape[-1], pages.pool.shape
 
-    def move(stored, xs):
-        layer, kept = xs
+    def move(carry, xs):
+        (stored, bounds), (layer, kept) = carry, xs
         place = places(layer.length, entries)
         target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
         page, offset = _at(layer, target, page_size, ring)
-        page = jnp.where(kept & (target != place), page, capacity)
         source = _at(layer, place, page_size, ring)
+        bounds = with_keys(bounds, jnp.where(kept, page, capacity), stored[0][source])
+        page = jnp.where(kept & (target != place), page, capacity)
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
-        return stored, kept.sum(-1, dtype=jnp.int32)
+        return (stored, bounds), kept.sum(-1, dtype=jnp.int32)
 
-    (pool, attended), length = lax.scan(move, (pages.pool, pages.attended), (layers, kept))
+    unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
+    stored = pages.pool, pages.attended
+    ((pool, attended), bounds), length = lax.scan(move, (stored, unbounded), (layers, kept))
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     freed = (column >= begin) & (column < stop)
@@ -224,4 +227,5 @@ def _moved(
     free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
     table = jnp.where(freed, capacity, layers.page_table)
     count = pages.free_count + freed.sum(dtype=jnp.int32)
-    return Pages(pool, free, count, attended), dataclasses.replace(layers, page_table=table, length=length)
+    pages = Pages(pool, free, count, bounds, attended)
+    return pages, dataclasses.replace(layers, page_table=table, length=length)

@@ -77,6 +77,7 @@ def feed(model, policy, cache, rows, chunk, calls=None, implementation=None, log
     """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
     of `logits` where a row is empty."""
     longest = max(row.size for row in rows)
+    policy = policy.reading
     for start in range(0, longest, chunk):
         part = [row[start : start + chunk] for row in rows]
         if calls is not None:

@@ -301,6 +301,11 @@ def _check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
     if cache.window != policy.window:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+    if policy.selection is not None and cache.pages.bounds is None:
+        raise UserError(
+            f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
+            f"policy that selects, too"
+        )
     if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
         raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
 

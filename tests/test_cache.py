@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax import sampling
+from kvjax import sampling, schedule
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.policies import make_policy
@@ -53,10 +53,12 @@ class Lists:
 
 @partial(jax.jit, static_argnames="window")
 def advance(cache: caches.Cache, wanted, valid, window: int):
-    """Push up to TOKENS tokens a sequence, each written as its position, as `cached_attention` does it."""
+    """Push up to TOKENS tokens a sequence, whose values are their positions, as `cached_attention` does it."""
     layer = jax.tree.map(lambda a: a[0], cache.layers)
     position = cache.seen[:, None] + 1 + jnp.arange(TOKENS)
-    kv = jnp.broadcast_to(position[:, None, :, None], (BATCH, HEADS, TOKENS, 2)).astype(jnp.float32)
+    # keys in no order, of which a page's smallest and largest may be any
+    kv = jnp.stack([position * 7 % 11 - 5, position], -1).astype(jnp.float32)
+    kv = jnp.broadcast_to(kv[:, None], (BATCH, HEADS, TOKENS, 2))
     priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
     pages, layer = caches.push(cache.pages, layer, kv, priority, priority > 0.5, cache.seen, valid, window)
     layers = jax.tree.map(lambda a: a[None], layer)
@@ -68,7 +70,7 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
     """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard."""
     with jax.set_mesh(make_mesh()):
         cache = caches.empty(
-            make_policy("full", window=window), batch=BATCH, layers=1, kv_heads=HEADS, head_dim=1,
+            make_policy("quest", layers=1, tokens=8, window=window), batch=BATCH, layers=1, kv_heads=HEADS, head_dim=1,
             tokens=CALLS * TOKENS, dtype=jnp.float32, page_size=PAGE, capacity=capacity,
         )  # fmt: skip
     return cache, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), cache)
@@ -77,6 +79,18 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
 def tables(cache: caches.Cache, window: int) -> np.ndarray:
     """The columns of the global region, [b k c]."""
     return np.asarray(cache.layers.page_table)[0, :, :, caches.ring_pages(window, PAGE) :]
+
+
+def assert_bounds_are_those_of_the_keys(cache: caches.Cache):
+    """Recomputed from the pool: those of what each page holds, and of pages that hold nothing infinite."""
+    pages, length = cache.pages, np.asarray(cache.layers.length)[0]
+    pool, want = np.asarray(pages.pool), np.full(pages.bounds.shape, np.inf)
+    table = tables(cache, cache.window)
+    for b, k, column in np.ndindex(table.shape):
+        keys = pool[min(table[b, k, column], len(pool) - 1), : max(0, length[b, k] - column * PAGE), 0]
+        if len(keys) and table[b, k, column] < len(pool):
+            want[table[b, k, column]] = keys.min(), -keys.max()
+    np.testing.assert_array_equal(pages.bounds, want)
 
 
 calls = st.lists(
@@ -91,7 +105,7 @@ calls = st.lists(
 
 def holds_exactly(cache, lists, window):
     """The rows hold what the lists hold, in order, and every page is a row's, a ring's or free."""
-    pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
+    pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
     used = []
     for b, k in np.ndindex(BATCH, HEADS):
         row = lists.kept[b][k]
@@ -116,12 +130,13 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
         assert caches.stats(cache).pages == ring + lists.pages()
+        assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)
         layer = jax.tree.map(lambda a: a[0], cache.layers)
         if window > 1:
             held, exists = caches.ring_entries(cache.pages, layer, cache.seen, window - 1, window)
             for b in range(BATCH):
-                found = np.asarray(held)[b, :, np.asarray(exists)[b], 0]
+                found = np.asarray(held)[b, :, np.asarray(exists)[b], 1]
                 np.testing.assert_array_equal(found, np.tile(lists.ring[b], (HEADS, 1)).T)
 
 
@@ -136,7 +151,8 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
         assert int(cache.pages.free_count[0]) == pool_pages - ring - lists.pages()
-        pool, table = np.asarray(cache.pages.pool)[..., 0], tables(cache, window)
+        assert_bounds_are_those_of_the_keys(cache)
+        pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
         owned = table[table < pool_pages]
         assert len(set(owned.tolist())) == len(owned)
         for b, k in np.ndindex(BATCH, HEADS):
@@ -147,8 +163,8 @@ def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls,
 
 
 @settings(max_examples=8, deadline=None)
-@given(calls=calls, pages=st.integers(0, 5), columns=st.integers(0, 3))
-def test_a_grown_cache_holds_the_same_and_has_the_room(calls, pages, columns):
+@given(calls=calls, room=st.sampled_from([(0, 3), (5, 0), (3, 2)]))
+def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(calls, room):
     window = 5
     meshed, cache = started(window, CALLS * TOKENS + window)
     for valid, wanted in calls:
@@ -156,8 +172,9 @@ def test_a_grown_cache_holds_the_same_and_has_the_room(calls, pages, columns):
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
     with jax.set_mesh(make_mesh()):
         placed = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)
-        more = caches.grown(placed, pages, columns)
-    had = cache.pages.pool.shape[0]
+        had, (pages, columns) = cache.pages.pool.shape[0], room
+        more = schedule._grown(placed, pages, columns)
+        less = schedule._trimmed(more, had)
     np.testing.assert_array_equal(more.pages.pool[:had], cache.pages.pool)
     assert int(more.pages.free_count[0]) == int(cache.pages.free_count[0]) + pages
     before, after = tables(cache, window), tables(more, window)
@@ -169,9 +186,17 @@ def test_a_grown_cache_holds_the_same_and_has_the_room(calls, pages, columns):
     assert len(set(free)) == len(free)
     assert not set(free) & set(before[~none].tolist())
     assert set(range(had, had + pages)) <= set(free)
+    assert_bounds_are_those_of_the_keys(more)
+    assert_bounds_are_those_of_the_keys(less)
+    assert caches.stats(less).pages == caches.stats(cache).pages
+    assert less.pages.pool.shape[0] == had
+    moved = tables(less, window)[..., : before.shape[-1]][~none]
+    np.testing.assert_array_equal(
+        np.asarray(less.pages.pool)[moved], np.asarray(cache.pages.pool)[before[~none]]
+    )
 
 
-@pytest.mark.parametrize("name", ["full", "wgkv"])
+@pytest.mark.parametrize("name", ["full", "wgkv", "quest"])
 def test_decoding_carries_the_pool_and_never_copies_it(name):
     """Temporaries of the whole scan, and the pool-sized copies in its program."""
     model = tiny_model()
@@ -186,7 +211,10 @@ def test_decoding_carries_the_pool_and_never_copies_it(name):
             model, policy, cache, token, running, draw, jax.random.key(0), np.int32(1), count=4, greedy=True
         ).compile()
     pool = cache.pages.pool
-    shape = f"f32[{','.join(map(str, pool.shape))}]"
-    copies = [line for line in program.as_text().splitlines() if f"= {shape}" in line and " copy(" in line]
-    assert not copies
+    for array in jax.tree.leaves((pool, cache.pages.bounds)):
+        shape = f"f32[{','.join(map(str, array.shape))}]"
+        copies = [
+            line for line in program.as_text().splitlines() if f"= {shape}" in line and " copy(" in line
+        ]
+        assert not copies
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * pool.nbytes

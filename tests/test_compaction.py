@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax import compaction
-from tests.test_cache import BATCH, CALLS, HEADS, PAGE, TOKENS, Lists, advance, holds_exactly, started
+from tests.test_cache import (
+    BATCH,
+    CALLS,
+    HEADS,
+    PAGE,
+    TOKENS,
+    Lists,
+    advance,
+    assert_bounds_are_those_of_the_keys,
+    holds_exactly,
+    started,
+)
 
 ENTRIES = CALLS * TOKENS
 
@@ -47,4 +58,5 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 row = lists.kept[b][k]
                 mask = kept[b, k, ENTRIES - len(row) :]
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
+        assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)

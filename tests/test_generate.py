@@ -35,10 +35,12 @@ def test_text_comes_first_and_then_one_line_of_what_it_took():
 def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
-    done = generate(*text, *SMALL, "--policy", "streaming_llm", "--window", "16")
+    select = ["--selection", "quest", "--tokens", "17"]
+    done = generate(*text, *SMALL, "--policy", "streaming_llm", "--window", "16", *select)
     assert done.returncode == 0, done.stderr
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
     assert kept == 19 < seen
+    assert "streaming_llm+quest: " in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -62,5 +62,6 @@ def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
         ),
         "random": lambda: make_policy("random", model=model, rates=rates, window=window, seed=3),
         "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=window),
+        "quest": lambda: make_policy("quest", model=model, ratio=0.25, window=window),
     }
     return {name: build() for name, build in make.items()}

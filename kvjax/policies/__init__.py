@@ -27,8 +27,10 @@ from kvjax.policies.eviction.r_kv import r_kv
 from kvjax.policies.eviction.random import random as random_eviction
 from kvjax.policies.eviction.snapkv import snapkv
 from kvjax.policies.eviction.tova import tova
+from kvjax.policies.interfaces import Selection
 from kvjax.policies.plan import Plan, Schedule
 from kvjax.policies.policy import Policy
+from kvjax.policies.selection.quest import quest
 
 ADMISSIONS: dict[str, Callable[..., Policy]] = {
     "full": full,
@@ -54,7 +56,10 @@ OVER_ANY_SCORE: dict[str, dict[str, Any]] = {
 }
 """Evictions that share a budget, or weigh scores, in their own way: another method's scores (SnapKV's unless
 `eviction=` names them) with these arguments."""
-POLICIES = (*ADMISSIONS, *EVICTIONS, *OVER_ANY_SCORE)
+SELECTIONS: dict[str, Callable[..., Selection]] = {
+    "quest": quest,
+}
+POLICIES = (*ADMISSIONS, *EVICTIONS, *OVER_ANY_SCORE, *SELECTIONS)
 
 
 def make_policy(
@@ -63,25 +68,32 @@ def make_policy(
     model: Any = None,
     admission: str | None = None,
     eviction: str | None = None,
+    selection: str | None = None,
     **arguments: Any,
 ) -> Policy:
-    """The policy called `name`, or one composed of an admission and an eviction.
+    """The policy called `name`, or one composed of an admission, an eviction and a selection.
 
     Args:
-        name: one of `POLICIES`: an admission (then `eviction` may be added), an eviction (`admission` may be added), or
-            one of `OVER_ANY_SCORE`, for which `eviction` names the scores.
+        name: one of `POLICIES`: an admission, an eviction or a selection, to which the others may be added, or one of
+            `OVER_ANY_SCORE`, for which `eviction` names the scores.
         model: the model it is for. It gives `layers` and `kv_heads` to the methods that need them, so they need not
             be passed, and what was made for another model is refused.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
             eviction also those of `Budget` (ratio, entries, size or threshold), of `Shares` (over, pinned, pyramid), of
-            `Schedule` (when, chunk, every, drop), and `critical=True` for CriticalKV's second stage.
+            `Schedule` (when, chunk, every, drop), and `critical=True` for CriticalKV's second stage. A name that the
+            selection has in common with them (`ratio`) means theirs.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
             that means nothing.
     """
-    label = name or "+".join(x for x in (admission, eviction) if x) or "full"
-    if name in ADMISSIONS:
+    made_of = (name,) if name else (admission, eviction)
+    label = "+".join(x for x in (*made_of, selection) if x) or "full"
+    if name in SELECTIONS:
+        if selection not in (None, name):
+            raise UserError(f"{name} is a selection itself, got selection={selection!r} beside it")
+        label = selection = name
+    elif name in ADMISSIONS:
         if admission not in (None, name):
             raise UserError(f"{name} is an admission itself, got admission={admission!r} beside it")
         admission = name
@@ -98,12 +110,16 @@ def make_policy(
     if eviction is not None:
         parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS, "eviction")]
         parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule, "second": second_stage}
+    if selection is not None:
+        parts["selection"] = SELECTIONS[_known(selection, SELECTIONS, "selection")]
     with use_mesh(model):
         made = {
             part: parts[part](**given) for part, given in _divided(label, parts, model, arguments).items()
         }
+        chosen = made.pop("selection", None)
         policy = made.get("admission") or Policy(Full(), name=label, window=1)
-        return policy if eviction is None else _evicting(label, policy, **made)
+        policy = policy if eviction is None else _evicting(label, policy, **made)
+        return policy if chosen is None else dataclasses.replace(policy, name=label, selection=chosen)
 
 
 def second_stage(*, critical: bool = False, first_stage: float = 0.5) -> float | None:
@@ -146,7 +162,9 @@ def _divided(
     label: str, parts: Mapping[str, Callable[..., Any]], model: Any, arguments: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """Each part's own arguments."""
-    known = {part: inspect.signature(function).parameters for part, function in parts.items()}
+    known = {part: dict(inspect.signature(function).parameters) for part, function in parts.items()}
+    if "selection" in known and any("ratio" in known[part] for part in known if part != "selection"):
+        known["selection"].pop("ratio", None)
     names = dict.fromkeys(name for parameters in known.values() for name in parameters)
     for argument in arguments:
         owners = [part for part, parameters in known.items() if argument in parameters]

@@ -59,9 +59,23 @@ class Selection(Protocol):
     """Decides, when a query reads, which pages can matter to it."""
 
     def select(
-        self, q: Float[Array, "b n t h"], low: Float[Array, "b k p h"], high: Float[Array, "b k p h"]
+        self,
+        q: Float[Array, "b n 1 h"],
+        bounds: Float[Array, "b k p 2*h"],
+        length: Int[Array, "b k"],
+        *,
+        local: Int[Array, " b"],
+        seen: Int[Array, " b"],
+        page_size: int,
     ) -> Bool[Array, "b k p"]:
-        """The pages to read, from each page's smallest and largest key components."""
+        """The pages of the global region that one token reads.
+
+        Args:
+            bounds: of each page's keys k the smallest components of k and of −k (`kvjax.cache.Pages`); unspecified
+                for a page without entries.
+            length: entries in the global region.
+            local: how many of the last tokens it reads anyway, itself included. seen: tokens so far, itself included.
+        """
         ...
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError
-from kvjax.policies.interfaces import Admission, Eviction, State
+from kvjax.policies.interfaces import Admission, Eviction, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.struct import static, struct
 
@@ -17,7 +17,7 @@ class Policy:
     until `eviction` has it go, when and to what size `plan` says.
 
     Every array in it has a leading layer axis. A query at position i sees exactly the tokens j ≤ i with i − j < window
-    or j admitted and not evicted.
+    or j admitted and not evicted; in decoding only those of them in the pages that `selection` chooses for it.
     """
 
     admission: Admission
@@ -25,6 +25,7 @@ class Policy:
     window: int = static()
     eviction: Eviction | None = None
     plan: Plan | None = static(default=None)
+    selection: Selection | None = None
     attended: bool = static(default=False)
     """Whether the eviction needs to know how much attention each entry got so far."""
 
@@ -40,6 +41,11 @@ class Policy:
         if self.plan is not None and self.plan.schedule.while_decoding:
             return self.traced
         return dataclasses.replace(self, eviction=None, plan=None, attended=False)
+
+    @property
+    def reading(self) -> "Policy":
+        """What prompts are read with: selection is for decoding, however a prompt is cut."""
+        return dataclasses.replace(self, selection=None)
 
     def init(self, batch: int) -> tuple[State, State]:
         """The states of one layer's admission and eviction before the first token."""

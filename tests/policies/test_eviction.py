@@ -272,7 +272,10 @@ def test_freed_pages_are_used_again(model, prompts):
     ("arguments", "says"),
     [
         ({"name": "snapkv"}, "a budget is one of ratio, entries, size and threshold, got none"),
-        ({"name": "snapkv", "ratio": 0.5, "entries": 8}, "a budget is one of ratio, entries, size and threshold, got"),
+        (
+            {"name": "snapkv", "ratio": 0.5, "entries": 8},
+            "a budget is one of ratio, entries, size and threshold, got",
+        ),
         ({"name": "snapkv", "ratio": 1.5}, "ratio is the share that stays, above 0 and at most 1, got 1.5"),
         ({"name": "snapkv", "entries": 0}, "entries must be a whole number of at least 1, got 0"),
         ({"name": "snapvk", "ratio": 0.5}, "unknown policy 'snapvk'; the nearest known: snapkv"),

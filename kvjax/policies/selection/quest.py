@@ -1,0 +1,85 @@
+"""Quest (Tang et al., 2024, arXiv:2406.10774): a query reads the pages in which some key may matter to it.
+
+A page's keys lie in a box, from the smallest to the largest of each component. No key of it can have a larger product
+with the query than the box's best corner, so the pages with the best corners are read.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import put
+from kvjax.policies.top import top
+from kvjax.struct import struct
+
+EVERYTHING = 2**30
+"""More tokens than any sequence has."""
+
+
+@struct
+class Quest:
+    """`tokens` and a share `ratio` of the tokens so far are read, of which one of both is 0."""
+
+    tokens: Int[Array, "*l"]
+    ratio: Float[Array, "*l"]
+
+    def select(
+        self,
+        q: Float[Array, "b n 1 h"],
+        bounds: Float[Array, "b k p 2*h"],
+        length: Int[Array, "b k"],
+        *,
+        local: Int[Array, " b"],
+        seen: Int[Array, " b"],
+        page_size: int,
+    ) -> Bool[Array, "b k p"]:
+        """The ⌈max(T − local, 0) / page_size⌉ pages with the best scores (of equal ones the earlier). A last page that
+        is not full is read whatever its score, and takes one of these places if there is any (WG-KV's code)."""
+        budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
+        places = -(-jnp.maximum(budget - local, 0) // page_size)
+        stored = length[..., None] - page_size * jnp.arange(bounds.shape[2])
+        filling = (stored > 0) & (stored < page_size)
+        scores = jnp.where(filling, jnp.inf, page_scores(q, bounds))
+        return filling | top(scores[None], (stored > 0)[None], places[None, :, None], "head")[0]
+
+
+def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -> Float32[Array, "b k p"]:
+    """max over the group's query heads of Σ_dims max(q · k_min, q · k_max), which is at least q · k for every key of
+    the page (Algorithm 1). `bounds` as in `kvjax.cache.Pages`."""
+    # min(q, 0) · k_min + min(−q, 0) · (−k_max): one product over the page's row as it is stored
+    corner = jnp.minimum(jnp.concatenate([q, -q], -1), 0)
+    corner = rearrange(corner, "b (k g) 1 h -> b k g h", k=bounds.shape[1])
+    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **exact).max(2)
+
+
+def quest(*, layers: int, tokens: int | None = None, ratio: float | None = None, skip: int = 0) -> Quest:
+    """Selection of pages when a single token is decoded; prompts read everything.
+
+    Args:
+        tokens: how many entries of each kv head a query reads, those of the window included, which it always reads.
+        ratio: instead, as a share of the tokens so far.
+        skip: so many of the first layers read everything (2 in the paper's code).
+
+    Raises:
+        UserError: not exactly one of `tokens` and `ratio`, or values out of their range.
+    """
+    if (tokens is None) == (ratio is None):
+        given = "got none" if tokens is None else f"got tokens={tokens} and ratio={ratio}"
+        raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
+    if tokens is not None and (int(tokens) != tokens or not 1 <= tokens <= EVERYTHING):
+        raise UserError(f"quest: tokens must be a whole number of at least 1, got {tokens}")
+    if ratio is not None and not (math.isfinite(ratio) and 0 < ratio <= 1):
+        raise UserError(f"quest: ratio is the share that is read, above 0 and at most 1, got {ratio}")
+    if not 0 <= skip <= layers:
+        raise UserError(f"quest: skip must be from 0 to the model's {layers} layers, got {skip}")
+    whole = np.arange(layers) < skip
+    return Quest(
+        put(np.where(whole, EVERYTHING, tokens or 0).astype(np.int32)),
+        put(np.where(whole, 0, ratio or 0).astype(np.float32)),
+    )

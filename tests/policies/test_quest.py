@@ -1,0 +1,256 @@
+"""Quest: which pages a query reads, against the paper's formula in float64, and what it then attends to."""
+
+import dataclasses
+from functools import cache as remembered
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import cache as caches
+from kvjax import feeding, sampling
+from kvjax.attention import cached_attention
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
+from kvjax.models.decoder import scan_layers
+from kvjax.policies import make_policy
+from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
+from kvjax.sampling import prefill
+from tests.policies.published import softmax
+from tests.tiny_models import tiny_gates, tiny_model
+
+LENGTHS = 60, 50
+STEPS, TOTAL = 5, 65
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(qk_norm=False)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    random = np.random.default_rng(3)
+    return [random.permutation(61)[:length] for length in LENGTHS]
+
+
+def chosen_pages(q, keys, local, tokens, page) -> np.ndarray:
+    """The pages [p] that the query heads [g h] of one kv head with these keys [s h] read."""
+    stored = [keys[i : i + page] for i in range(0, len(keys), page)]
+    score = [np.maximum(q * one.min(0), q * one.max(0)).sum(-1).max() for one in stored]
+    partial = bool(stored) and len(stored[-1]) < page
+    if partial:
+        score[-1] = np.inf
+    places = max(-(-(tokens - local) // page), int(partial))
+    return np.sort(np.argsort(-np.array(score), kind="stable")[: max(places, 0)])
+
+
+# --- the rule on its own ---------------------------------------------------------------------------------------------
+
+SEQUENCES, HEADS, GROUP, DIM, PAGE, COLUMNS = 2, 2, 2, 3, 3, 5
+
+
+@remembered
+def selector():
+    def local(tokens, ratio, q, bounds, length, near, seen):
+        return Quest(tokens, ratio).select(q, bounds, length, local=near, seen=seen, page_size=PAGE)
+
+    return jax.jit(jax.shard_map(local, out_specs=P(BATCH, "tensor"), mesh=make_mesh()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    tokens=st.integers(1, 20) | st.just(EVERYTHING),
+    ratio=st.none() | st.sampled_from([0.25, 0.5, 1.0]),
+)
+def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, ratio):
+    """Whole numbers, so that scores are exact and many are equal."""
+    random = np.random.default_rng(seed)
+    length = random.integers(0, PAGE * COLUMNS + 1, (SEQUENCES, HEADS))
+    near, seen = random.integers(1, 8, SEQUENCES), random.integers(1, 30, SEQUENCES)
+    q = random.integers(-2, 3, (SEQUENCES, HEADS, GROUP, DIM))
+    k = random.integers(-3, 4, (SEQUENCES, HEADS, COLUMNS, PAGE, DIM))
+    exists = np.arange(PAGE * COLUMNS).reshape(COLUMNS, PAGE, 1) < length[..., None, None, None]
+    bounds = np.concatenate([np.where(exists, sign * k, np.inf).min(3) for sign in (1, -1)], -1)
+    queries = q.reshape(SEQUENCES, HEADS * GROUP, 1, DIM).astype(np.float32)
+
+    finite = np.where(np.isinf(bounds), 0, bounds).astype(np.float32)
+    score = np.asarray(page_scores(jnp.asarray(queries), jnp.asarray(finite)))
+    products = np.einsum("bkgh,bkpsh->bkgps", q, k).max(2)
+    assert (np.where(exists[..., 0], products, -np.inf) <= score[..., None]).all()
+
+    with jax.set_mesh(make_mesh()):
+        given_as = (np.int32(0 if ratio else tokens), np.float32(ratio or 0))
+        rows = [put(x.astype(np.int32), BATCH) for x in (near, seen)]
+        split = (BATCH, "tensor")
+        found = np.asarray(
+            selector()(
+                *map(put, given_as), put(queries, *split), put(bounds.astype(np.float32), *split),
+                put(length.astype(np.int32), *split), *rows,
+            )
+        )  # fmt: skip
+    for b, head in np.ndindex(SEQUENCES, HEADS):
+        keys = k[b, head].reshape(-1, DIM)[: length[b, head]].astype(np.float64)
+        budget = tokens if ratio is None else round(ratio * seen[b])
+        want = chosen_pages(q[b, head].astype(np.float64), keys, near[b], budget, PAGE)
+        np.testing.assert_array_equal(np.flatnonzero(found[b, head]), want)
+
+
+# --- what a decoded token attends to ---------------------------------------------------------------------------------
+
+
+@jax.jit
+def decoded(model, policy, cache, token):
+    """One token a sequence: the cache with it, and what each layer's attention saw and gave."""
+
+    def attend(step, pages, xs):
+        layer, policy = xs
+        o, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=one)
+        return o, pages, (layer, (step.q, step.k, step.v, o))
+
+    one = jnp.ones_like(cache.seen)
+    x, position = model.embed_tokens(token[:, None]), cache.seen[:, None]
+    _, pages, (layers, found) = scan_layers(model, x, position, attend, cache.pages, (cache.layers, policy))
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
+
+
+def read(model, policy, prompts, page_size, decoding=None):
+    """Prompts and then `STEPS` tokens: at each of them the cache before it and what `decoded` found, [l b …]."""
+    room = TOTAL - max(map(len, prompts))
+    cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=room)
+    steps = []
+    with use_mesh(model):
+        for index in range(STEPS):
+            before, token = cache, put(np.full(cache.seen.shape, 7 + index, np.int32), BATCH)
+            cache, found = decoded(model, decoding or policy.continuing, cache, token)
+            steps.append((before, [np.asarray(x, np.float64) for x in found]))
+    caches.check(cache, policy)
+    return steps
+
+
+def outputs(steps) -> np.ndarray:
+    return np.stack([found[-1] for _, found in steps])
+
+
+def row_entries(cache, layer, b, head):
+    """A row's keys and values [s 2h]: those in the ring, and those in the global region, in order."""
+    size, table = cache.page_size, np.asarray(cache.layers.page_table)[layer, b, head]
+    ring, length = caches.ring_pages(cache.window, size), int(cache.layers.length[layer, b, head])
+    pool = np.asarray(cache.pages.pool, np.float64)
+    near, far = (
+        pool[x].reshape(-1, pool.shape[-1]) for x in (table[:ring], table[ring : ring - (-length // size)])
+    )
+    return near[: min(int(cache.seen[b]), cache.window - 1)], far[:length]
+
+
+def evicting(model, **given):
+    """Heads of one layer share what an eviction left, so that rows are ragged."""
+    return make_policy("keydiff", model=model, entries=20, over="layer", selection="quest", **given)
+
+
+def admitting(model):
+    gates = tiny_gates(model)
+    return make_policy("wgkv", model=model, gates=gates, tau=0.5, window=6, selection="quest", ratio=0.25)
+
+
+@pytest.fixture(scope="module")
+def evicted(model, prompts):
+    return read(model, evicting(model, tokens=9, skip=1), prompts, 4)
+
+
+@pytest.fixture(scope="module")
+def admitted(model, prompts):
+    return read(model, admitting(model), prompts, 3)
+
+
+@pytest.mark.parametrize(("name", "window", "page"), [("evicted", 1, 4), ("admitted", 6, 3)])
+def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(request, name, window, page):
+    """With a number of tokens, the first layer left alone; and with a share of them."""
+    left_out = 0
+    for cache, (q, k, v, o) in request.getfixturevalue(name):
+        for layer, b, head in np.ndindex(np.shape(cache.layers.length)):
+            near, far = row_entries(cache, layer, b, head)
+            seen = int(cache.seen[b]) + 1
+            tokens = round(seen / 4) if name == "admitted" else 9 if layer else EVERYTHING
+            group = q[layer, b, 2 * head : 2 * head + 2, 0]
+            pages = chosen_pages(group, far[:, :8], min(seen, window), tokens, page)
+            visible = np.isin(np.arange(len(far)) // page, pages)
+            left_out += (~visible).sum()
+            keys = np.concatenate([near[:, :8], far[visible, :8], k[layer, b, head]])
+            values = np.concatenate([near[:, 8:], far[visible, 8:], v[layer, b, head]])
+            p = softmax(group @ keys.T / np.sqrt(8))
+            np.testing.assert_allclose(o[layer, b, 2 * head : 2 * head + 2, 0], p @ values, atol=1e-5)
+    assert left_out > 1000
+
+
+def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(model, prompts, evicted):
+    compiled = decoded._cache_size()
+    given = {"tokens": TOTAL}, {"tokens": 3, "skip": 3}
+    everything = [read(model, evicting(model, **budget), prompts, 4) for budget in given]
+    assert decoded._cache_size() == compiled
+    policy = evicting(model, tokens=1)
+    plain = read(model, policy, prompts, 4, policy.continuing.reading)
+    for steps in everything:
+        np.testing.assert_array_equal(outputs(steps), outputs(plain))
+    assert np.abs(outputs(evicted) - outputs(plain)).max() > 1e-2
+
+
+def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
+    """Beside it on the mesh is an empty row."""
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        split = tiny_model(qk_norm=False)
+        policy = admitting(split)
+        alone = [outputs(read(split, policy, [prompt], 3))[:, :, 0] for prompt in prompts]
+    np.testing.assert_allclose(np.stack(alone, 2), outputs(admitted), atol=1e-5)
+
+
+def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, monkeypatch):
+    used = []
+
+    def last_logits(model, policy, cache, tokens, valid, implementation=None):
+        used.append((tokens.shape[1], policy.selection))
+        return cache, jnp.zeros((len(prompts), 61))
+
+    monkeypatch.setattr(feeding, "last_logits", last_logits)
+    prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
+    assert used == [(64, None), (1, None)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": "quest"}, "quest: what a query reads is one of tokens and ratio, got none"),
+        (
+            {"name": "quest", "tokens": 8, "ratio": 0.5},
+            "quest: what a query reads is one of tokens and ratio, got tokens=8 and ratio=0.5",
+        ),
+        ({"name": "quest", "tokens": 0}, "quest: tokens must be a whole number of at least 1, got 0"),
+        ({"name": "quest", "ratio": 1.5}, "quest: ratio is the share that is read, above 0 and at most 1, got 1.5"),
+        ({"name": "quest", "tokens": 8, "skip": 4}, "quest: skip must be from 0 to the model's 3 layers, got 4"),
+        ({"name": "qest", "tokens": 8}, "unknown policy 'qest'; the nearest known: quest"),
+        ({"name": "full", "selection": "qust", "tokens": 8}, "unknown selection 'qust'; the nearest known: quest"),
+        (
+            {"name": "snapkv", "selection": "quest", "ratio": 0.5},
+            "quest: what a query reads is one of tokens and ratio, got none",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(model, arguments, says):
+    with pytest.raises(UserError) as error:
+        make_policy(model=model, **arguments)
+    assert str(error.value) == says
+
+
+def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
+    policy, (cache, _) = make_policy("full", selection="quest", model=model, tokens=8), evicted[0]
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, bounds=None))
+    with pytest.raises(UserError) as error:
+        sampling.sample(model, [[1], [2]], cache=cache, policy=policy)
+    assert str(error.value) == (
+        "policy full+quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
+        "that selects, too"
+    )
