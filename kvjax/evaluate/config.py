@@ -10,7 +10,7 @@ from kvjax.launch import MeshShape, parse_command
 
 POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "pyramidkv", "pyramidkv_patched", "adakv"),
-    *("expected_attention", "h2o", "r_kv", "wgkv", "wgkv+snapkv"),
+    *("expected_attention", "h2o", "r_kv", "quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
 DTYPES = "float32", "bfloat16", "float16"

@@ -132,8 +132,10 @@ CONTENDERS = {
     "random_eviction": Contender(
         lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads_once=True
     ),
+    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads_once=True),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads_once=True),
+    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads_once=True),
 }
 """What each means: docs of the functions of the same names in `kvjax.policies`, and README."""
 

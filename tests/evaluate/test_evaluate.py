@@ -18,8 +18,9 @@ from tests.tiny_models import tiny_gates
 POLICIES = ["full", "snapkv", "wgkv"]
 SMALL = [
     *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
-    *("--context", "64", "--chunk", "32", "--observed", "4", "--samples", "12", "--batch", "4"),
+    *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),
 ]
+"""Sizes with which all tasks run the same programs: batches of 4, chunks of which the last is nearly full."""
 TASKS = ["--budgets", "0.25", "0.5", "--tasks", "needle", "text"]
 SPEEDS = {"prefill_tok_s", "decode_tok_s"}
 
@@ -65,14 +66,14 @@ def test_every_cell_is_a_line(evaluated):
         (task, *pair) for task in ("needle", "text") for pair in wanted
     ]
     for cell in cells:
-        tokens = 60 if cell["task"] == "needle" else 47
-        assert cell["samples"] == (12 if cell["task"] == "needle" else 16)
+        tokens = 122 if cell["task"] == "needle" else 94
+        assert cell["samples"] == (48 if cell["task"] == "needle" else 4 * 31)
         assert np.mean(cell["kept"]) == pytest.approx(cell["kv_ratio"], abs=1e-4)
         if cell["policy"] == "full":
             assert (cell["footprint"], cell["peak_kv"], cell["kv_ratio"]) == (1, 1, 1)
             full_bytes = cell["bytes"]
         if cell["policy"] == "snapkv":
-            assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens)
+            assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens, abs=1e-5)
         if cell["policy"] == "wgkv":
             assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
             assert cell["peak_kv"] < 0.9
@@ -85,8 +86,9 @@ def test_every_cell_is_a_line(evaluated):
 def test_another_budget_compiles_nothing(evaluated):
     """Budgets and τ are traced: the second cell of a policy runs the first one's programs."""
     at_cell = evaluated[1]
+    for first in (1, 3):
+        assert at_cell[first] > at_cell[first - 1]
     for first in (1, 3, 6, 8):
-        assert at_cell[first] > at_cell[first - 1] or first > 5
         assert at_cell[first + 1] == at_cell[first], lines(evaluated[0])[first]["policy"]
 
 
@@ -118,8 +120,8 @@ def test_the_report_says_what_was_done(evaluated, capsys):
             assert f"{100 * cell['score']:.1f} at {cell['footprint']:.2f}" in report
             assert f"| snapkv | {budget:g} | " in report
     for said in (
-        "**Question-independent**", "## needle, 64 tokens", "## text, 64 tokens", "next tokens right", "90% at",
-        "12 answers a cell", "chunks of 32 tokens", "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
+        "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens", "next tokens right", "90% at",
+        "48 answers a cell", "chunks of 32 tokens", "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert said in report, said
     pictures = ["pareto", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
@@ -137,35 +139,32 @@ def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
     ]
     assert aware["question_aware"]
     assert aware["samples"] == blind["samples"]
-    assert aware["kv_ratio"] == pytest.approx(int(0.25 * 62) / 62)
+    assert aware["kv_ratio"] == pytest.approx(int(0.25 * 124) / 124, abs=1e-5)
     # the question is no longer read over the compressed context
     assert aware["footprint"] > blind["footprint"]
     assert aware["kept"] != blind["kept"]
     assert "**Question-aware**" in (tmp_path / "run" / "report.md").read_text()
 
 
-def test_ruler_is_answered_in_text(tmp_path):
-    """Made here, and RULER's own rows, of which the second repeats its question's text in its answer."""
-    rows = [
-        {"input": "The owl is grey.\nQuestion: Is the owl grey?\nAnswer:", "outputs": ["a"], "length": 9},
-        {"input": "The owl is red.\nQuestion: Is the owl grey?\nAnswer:", "outputs": ["§"], "length": 9},
-    ]
+def test_ruler_s_own_data_is_answered_in_text(tmp_path):
+    """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
+    row = {
+        "input": "The owl is grey.\nQuestion: Is the owl grey?\nAnswer:",
+        "outputs": ["e", "a", " "],
+        "length": 9,
+    }
+    rows = [row, row, row | {"outputs": ["§"]}, row | {"outputs": ["§"]}]
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    model = [*SMALL[:6], "--policies", "full", "--samples", "2", "--batch", "2"]
-    own = ["--tasks", "qa_1", "--context", "96", "--ruler-data", str(tmp_path)]
-    main([*model, *own, "--out", str(tmp_path / "own")])
-    (cell,) = lines(tmp_path / "own")
+    own = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--ruler-data", str(tmp_path)]
+    main([*SMALL, *own, "--out", str(tmp_path / "run")])
+    (cell,) = lines(tmp_path / "run")
     assert cell["published"]
-    assert (cell["samples"], cell["score"], cell["by_kind"]) == (2, 0.5, {"qa_1": 0.5})
-    assert "RULER's own data: qa_1" in (tmp_path / "own" / "report.md").read_text()
-    main([*model, "--tasks", "vt", "--context", "700", "--out", str(tmp_path / "made")])
-    (cell,) = lines(tmp_path / "made")
-    assert not cell["published"]
-    assert (cell["samples"], cell["context"], list(cell["by_kind"])) == (2, 700, ["vt"])
+    assert (cell["samples"], cell["score"], cell["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
+    assert "RULER's own data: qa_1" in (tmp_path / "run" / "report.md").read_text()
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
-    for option, was, now in (("--samples", "12", "8"), ("--chunk", "32", "16"), ("--seed", "0", "3")):
+    for option, was, now in (("--samples", "48", "8"), ("--chunk", "32", "16"), ("--seed", "0", "3")):
         with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
             main([*arguments, *TASKS, option, now, "--out", str(evaluated[0])])
     folder = tmp_path / "run"
