@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.mesh import put
+from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.policy import Policy
 
@@ -22,9 +22,9 @@ def with_tau(policy: Policy, tau: float) -> Policy:
     """A wgkv policy with another threshold; the same programs run it."""
     gated = policy.admission
     assert isinstance(gated, WGKV)
-    return dataclasses.replace(
-        policy, admission=dataclasses.replace(gated, tau=put(np.full(gated.tau.shape, tau, np.float32)))
-    )
+    with use_mesh(gated):
+        threshold = put(np.full(gated.tau.shape, tau, np.float32))
+    return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=threshold))
 
 
 class Calibration:

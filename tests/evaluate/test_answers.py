@@ -1,0 +1,117 @@
+"""Answers token by token against plain attention over the whole line, the search for τ, and the built-in gates."""
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.calls import Calls
+from kvjax.errors import UserError
+from kvjax.evaluate.accuracy import measure
+from kvjax.evaluate.answering import answers
+from kvjax.evaluate.asked import Asked, Context, question_aware
+from kvjax.evaluate.calibration import CLOSE, Calibration
+from kvjax.evaluate.pace import Pace
+from kvjax.evaluate.tasks import make_task
+from kvjax.policies import make_policy
+from kvjax.sampling import logits, prefill
+from kvjax.stopwatch import Stopwatch
+from tests.tiny_models import tiny_gates, tiny_model
+
+LINE = 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(eos_ids=(7,))
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    return [np.random.default_rng(seed).integers(0, 61, 20).astype(np.int32) for seed in range(3)]
+
+
+def said_by_attention(model, line, count):
+    """The most likely next token after each of the last `count` tokens."""
+    padded = np.pad(line, (0, LINE - line.size))
+    return logits(model, [padded])[0, line.size - count : line.size].argmax(-1)
+
+
+def test_answers_are_those_of_plain_attention(model, contexts):
+    """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
+    policy, calls, pace = make_policy("full", model=model), Calls(), Pace()
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
+    prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 5, 2)]
+    text = np.array([9, 8, 11, 30, 2], np.int32)
+    questions = [
+        Asked(prompt, 5, lambda said: 1.0, "", given=given)
+        for prompt, given in zip(prompts, (None, None, text), strict=True)
+    ]
+    for _ in range(2):  # the cache stays as it is
+        said = answers(model, policy, cache, questions, calls=calls, pace=pace, watch=Stopwatch())
+    for row in (0, 1):
+        line = np.concatenate([contexts[row], prompts[row], said[row][:-1]])
+        np.testing.assert_array_equal(said[row], said_by_attention(model, line, 5))
+    line = np.concatenate([contexts[2], prompts[2], text[:-1]])
+    np.testing.assert_array_equal(said[2], said_by_attention(model, line, 5))
+    assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 9, 2 * 6]
+    assert pace.per_second > 0
+
+
+def test_an_answer_ends_before_its_stop_token(model, contexts):
+    policy = make_policy("full", model=model)
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
+    prompt = np.array([5, 6], np.int32)
+    asked = [Asked(prompt, 9, lambda said: 1.0, "", stops=stops) for stops in (False, True, True)]
+
+    def run(stop):
+        told = tiny_model(eos_ids=(stop,))
+        return answers(told, policy, cache, asked, calls=Calls(), pace=Pace(), watch=Stopwatch())
+
+    free = run(60)
+    stop = int(free[1][4])
+    ended = run(stop)
+    np.testing.assert_array_equal(ended[0], free[0])
+    for row in (1, 2):
+        whole = free[row].tolist()
+        assert ended[row].tolist() == (whole[: whole.index(stop)] if stop in whole else whole)
+
+
+def test_a_question_joins_its_context_but_for_the_token_that_is_asked():
+    def asked(*ids):
+        return Asked(np.array(ids, np.int32), 1, lambda said: 1.0, "")
+
+    context = Context(np.array([1, 2], np.int32), (asked(3, 4, 5), asked(6)))
+    one, other = question_aware([context])
+    assert one.tokens.tolist() == [1, 2, 3, 4]
+    assert [q.prompt.tolist() for q in one.questions] == [[5]]
+    assert other.tokens.tolist() == [1, 2]
+    assert [q.prompt.tolist() for q in other.questions] == [[6]]
+
+
+def test_tau_meets_the_wanted_size(model):
+    gates = np.random.default_rng(0).beta(0.05, 0.3, 20_000)
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+    tried = []
+
+    def size_of(policy):
+        tau = float(np.asarray(policy.admission.tau)[0])
+        tried.append(tau)
+        return float(0.02 + 0.98 * (gates >= tau).mean())
+
+    search = Calibration(policy, size_of)
+    for ratio in (0.4, 0.05, 0.8, 0.06):
+        found = float(np.asarray(search.to(ratio).admission.tau)[0])
+        assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
+    assert len(tried) == len(set(tried)) < 40
+    with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
+        search.to(0.01)
+
+
+def test_the_built_in_gates_keep_what_is_asked_for():
+    model = kvjax.load_model("builtin")
+    task = make_task("recall")
+    policy = make_policy("wgkv", model=model, gates="builtin")
+    found = measure(model, policy, [task.sample(50 + seed, 512) for seed in range(4)])
+    assert found.answers == 64
+    assert found.accuracy > 0.9
+    assert found.kv_ratio < 0.2

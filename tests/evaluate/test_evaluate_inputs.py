@@ -1,0 +1,126 @@
+"""What an evaluation refuses: one line each, before anything is run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+
+TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
+SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--observed", "4"]
+
+
+@pytest.fixture(scope="module")
+def ruler_data(tmp_path_factory):
+    """RULER's own data: rows that cannot be cut, that are too long, and that lack a field."""
+    folder = tmp_path_factory.mktemp("ruler")
+    rows = {
+        "vt": {"input": "no question", "outputs": ["1"]},
+        "cwe": {"input": "word " * 300 + "\nQuestion: which?", "outputs": ["word"]},
+        "fwe": {"input": "a\nQuestion: which?"},
+    }
+    for name, row in rows.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (
+            ["--policies", "full", "snap_kv"],
+            r"--policies: unknown policy 'snap_kv'; the nearest known: snapkv",
+        ),
+        (["--policies", "full", "full"], "--policies names full twice"),
+        (["--policies", "wgkv"], "wgkv at 0.1 of 119 tokens: wgkv needs --gates, a folder"),
+        (["--policies", "wgkv", "--gates", "nowhere"], "nowhere holds no gates: it has no gates.safetensors"),
+        (["--policies", "wgkv", "--gates", "builtin"], "these gates are for .* the model has"),
+        (
+            ["--policies", "head_pattern"],
+            "head_pattern needs --pattern, or --gates for the order of the heads",
+        ),
+        (
+            ["--policies", "streaming_llm", "--budgets", "0.02"],
+            "budget of 2.4 entries .* does not hold 4 sinks",
+        ),
+        (
+            ["--policies", "snapkv", "--observed", "64"],
+            "budget of 11 of 119 entries per kv head is below the 64",
+        ),
+        (
+            ["--policies", "pyramidkv", "--observed", "32"],
+            "pyramidkv at 0.1 of .* more than 32 tokens, got 32",
+        ),
+        (["--budgets", "0.5", "1.5"], "--budgets are shares above 0 and at most 1, got 1.5"),
+        (["--budgets", "0"], "--budgets are shares above 0 and at most 1, got 0"),
+        (["--tasks", "needles"], "--tasks: unknown task 'needles'; the nearest known: needle"),
+        (["--tasks", "copy", "--context", "32"], "17 tokens are too few to hide 48 in"),
+        (["--tasks", "vt", "--context", "200"], "vt: 200 tokens are too few, the shortest prompt"),
+        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as `squad`"),
+        (["--samples", "0"], "--samples must be at least 1, got 0"),
+        (["--chunk", "0"], "--chunk must be at least 1, got 0"),
+        (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
+        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+    ],
+)
+def test_bad_values_are_named(args, message, tmp_path):
+    policies = [] if "--policies" in args else ["--policies", "full"]
+    tasks = [] if "--tasks" in args else ["--tasks", "needle"]
+    with pytest.raises(UserError, match=message) as error:
+        main([*SMALL, *policies, *tasks, *args, "--out", str(tmp_path / "run")])
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("vt", "--tasks vt: its samples hold context and question in one, .* use --question-aware"),
+        ("cwe", r"cwe.jsonl: sample 0 takes \d+ tokens with its answer, --context is 200"),
+        ("fwe", "fwe.jsonl: line 1 has no field `outputs`, it has input"),
+        ("niah_single_1", r"niah_single_1.jsonl: cannot be read \(No such file"),
+    ],
+)
+def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):
+    args = ["--policies", "full", "--tasks", task, "--context", "200", "--ruler-data", str(ruler_data)]
+    with pytest.raises(UserError, match=message):
+        main([*SMALL, *args, "--out", str(tmp_path / "run")])
+
+
+def test_another_model_needs_tasks_of_text(tmp_path):
+    """The built-in tasks are token ids of the built-in vocabulary."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in builtin_model("test_model").iterdir():
+        text = file.name == "tokenizer.json"
+        (folder / file.name).write_bytes(
+            file.read_bytes().replace(b"<|copy|>", b"<|else|>") if text else file.read_bytes()
+        )
+    with pytest.raises(
+        UserError, match="--tasks needle is made of the built-in .*; for any model: niah_single_1, "
+    ):
+        main(
+            [
+                "--model",
+                str(folder),
+                "--policies",
+                "full",
+                "--tasks",
+                "needle",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+
+
+def test_a_mistake_ends_in_one_line():
+    command = [sys.executable, "-m", "kvjax.evaluate", "--out", "x", "--polices", "full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert "--policies" in line
