@@ -55,6 +55,10 @@ class GenerateConfig:
     """With an eviction, instead of a ratio: entries with a lower score go."""
     observed: int | None = None
     """snapkv: the last tokens whose attention counts."""
+    first: int | None = None
+    """With an eviction: so many of the first entries always stay, in place of the method's own number."""
+    last: int | None = None
+    """The same of the newest."""
     selection: str | None = None
     """What a query reads of what is stored: quest."""
     tokens: int | None = None
@@ -82,7 +86,7 @@ class GenerateConfig:
         names = (
             *("gates", "pattern", "tau", "window", "sink", "ratio"),
             *("eviction", "entries", "threshold", "over", "when", "chunk", "every", "drop", "observed"),
-            *("selection", "tokens"),
+            *("first", "last", "selection", "tokens"),
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
