@@ -68,8 +68,9 @@ def cached_attention(
 ) -> tuple[Float[Array, "b n t h"], caches.Pages, caches.LayerCache]:
     """Attention of one layer's new tokens over the cache and among themselves, and the cache with them written.
 
-    A token sees exactly {j : i − j < window} ∪ {j kept}. Of each sequence's `t` tokens the first `valid` are real;
-    the rest are padding, whose output means nothing and which leaves no trace.
+    A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
+    that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
+    whose output means nothing and which leaves no trace.
     """
     window = policy.window
 

@@ -400,7 +400,7 @@ class Stats:
     """What a cache holds. Entries count keys with their values, ring and global region together.
 
     entries: by layer, sequence and kv head. tokens: seen, by sequence. pages: in use. page_bytes: bytes of one page.
-    bytes: of the allocated pool, on all devices. full_bytes: of a full cache of the same tokens.
+    bytes: of the allocated pool with what stands beside it, on all devices. full_bytes: of a full cache of them.
     """
 
     entries: Int[np.ndarray, "l b k"]

@@ -35,7 +35,7 @@ class GenerateConfig:
     """streaming_llm, head_pattern: first tokens that are always kept."""
     ratio: float | None = None
     """random: share of tokens to admit; head_pattern: share of heads that keep everything; with an eviction: share of
-    the prompt's entries that stay; quest: share of the tokens that a query reads."""
+    the prompt's entries that stay; quest, with neither: share of the tokens that are read."""
     eviction: str | None = None
     """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
     entries: int | None = None
@@ -55,10 +55,14 @@ class GenerateConfig:
     """With an eviction, instead of a ratio: entries with a lower score go."""
     observed: int | None = None
     """snapkv: the last tokens whose attention counts."""
+    first: int | None = None
+    """With an eviction: so many of the first entries always stay, in place of the method's own number."""
+    last: int | None = None
+    """The same of the newest."""
     selection: str | None = None
-    """What a query reads of what is stored: quest."""
+    """How a decoded token chooses the pages that it reads: quest."""
     tokens: int | None = None
-    """quest: so many entries of each kv head (or, without an eviction, a ratio of them)."""
+    """quest: entries of each kv head that it reads."""
     max_new_tokens: int = 128
     """Stop after so many."""
     temperature: float = 0.0
@@ -82,7 +86,7 @@ class GenerateConfig:
         names = (
             *("gates", "pattern", "tau", "window", "sink", "ratio"),
             *("eviction", "entries", "threshold", "over", "when", "chunk", "every", "drop", "observed"),
-            *("selection", "tokens"),
+            *("first", "last", "selection", "tokens"),
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

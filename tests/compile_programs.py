@@ -71,9 +71,15 @@ def programs(mesh):
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
 
+    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
+    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).traced)
+    empty = lambda policy: caches._empty(policy, *sizes, 4096, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
+    cache = jax.eval_shape(empty, busy)
+    arguments = model, busy, cache, *arguments[3:]
+    yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
+
     evicting = make_policy("adakv", model=model, ratio=0.25)
-    empty = lambda: caches._empty(evicting.traced, *sizes, 4096, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
-    cache = jax.eval_shape(empty)
+    cache = jax.eval_shape(empty, evicting.traced)
     per_layer = row(jnp.int32, (CONFIG.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,

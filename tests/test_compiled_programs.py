@@ -36,17 +36,20 @@ def reports(platform):
 
 def test_every_attention_is_a_kernel(reports, platform):
     kernels = {name: set(report["kernels"]) for name, report in reports.items()}
+    decode = {"paged_decode"} if platform == "tpu" else {"paged_decode", "paged_decode_merge"}
     assert kernels == {
         "training": {"vertical_slash", "vertical_slash_dq", "vertical_slash_dkv"},
         "prefill": {"vertical_slash", "far_list"} if platform == "tpu" else {"vertical_slash"},
-        "decode": {"paged_decode"} if platform == "tpu" else {"paged_decode", "paged_decode_merge"},
+        "decode": decode,
+        "decode, counted and chosen": decode | {"attention_mass"},
         "compaction": {"attention_mass"},
     }
 
 
-def test_decoding_copies_nothing_of_the_pool(reports, platform):
+@pytest.mark.parametrize("program", ["decode", "decode, counted and chosen"])
+def test_decoding_copies_nothing_of_the_pool(reports, platform, program):
     """A GPU's temporaries are the weights of a layer, gathered from their shards: those of a TPU are not counted."""
-    decode = reports["decode"]
+    decode = reports[program]
     assert decode["temporaries"] < decode["pool"] * (0.01 if platform == "tpu" else 0.3)
     assert decode["largest_copy"] < decode["pool"] / 50
 

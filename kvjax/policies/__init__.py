@@ -22,7 +22,7 @@ from kvjax.policies.eviction.expected_attention import expected_attention
 from kvjax.policies.eviction.h2o import h2o
 from kvjax.policies.eviction.keydiff import keydiff
 from kvjax.policies.eviction.knorm import knorm
-from kvjax.policies.eviction.method import Method
+from kvjax.policies.eviction.method import Method, Protected
 from kvjax.policies.eviction.r_kv import r_kv
 from kvjax.policies.eviction.random import random as random_eviction
 from kvjax.policies.eviction.snapkv import snapkv
@@ -80,8 +80,8 @@ def make_policy(
             be passed, and what was made for another model is refused.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
             eviction also those of `Budget` (ratio, entries, size or threshold), of `Shares` (over, pinned, pyramid), of
-            `Schedule` (when, chunk, every, drop), and `critical=True` for CriticalKV's second stage. A name that the
-            selection has in common with them (`ratio`) means theirs.
+            `Schedule` (when, chunk, every, drop), of `Protected` (first, last), and `critical=True` for CriticalKV's
+            second stage. A name that the selection has in common with them (`ratio`) means theirs.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -109,7 +109,8 @@ def make_policy(
         parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
     if eviction is not None:
         parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS, "eviction")]
-        parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule, "second": second_stage}
+        parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule}
+        parts |= {"protected": Protected, "second": second_stage}
     if selection is not None:
         parts["selection"] = SELECTIONS[_known(selection, SELECTIONS, "selection")]
     with use_mesh(model):
@@ -127,9 +128,11 @@ def second_stage(*, critical: bool = False, first_stage: float = 0.5) -> float |
     return first_stage if critical else None
 
 
-def _evicting(label, policy, *, eviction, budget, shares, schedule, second, admission=None) -> Policy:
+def _evicting(
+    label, policy, *, eviction, budget, shares, schedule, protected, second, admission=None
+) -> Policy:
     """The policy with an eviction."""
-    method = eviction if second is None else critical_kv(eviction, first=second)
+    method = protected.within(eviction if second is None else critical_kv(eviction, first=second))
     plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
     everything = isinstance(policy.admission, Full) and policy.window == 1
     if not everything and policy.window <= method.observed:

@@ -190,6 +190,19 @@ def test_everything_kept_is_the_full_cache(model, prompts):
     np.testing.assert_array_equal(sampling.sample(model, prompts, policy=policy, **options).tokens, whole)
 
 
+def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured):
+    """In place of what the method protects: here fewer of its last tokens than it looks back at."""
+    policy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, first=3, last=2)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    for b, layers in enumerate(captured):
+        place = np.arange(LENGTHS[b])
+        kept_anyway = (place < 3) | (place >= LENGTHS[b] - 2)
+        for layer, c in enumerate(layers):
+            scores = np.where(kept_anyway, np.inf, published.snapkv(c, OBSERVED))
+            for head, mask in enumerate(published.best(scores, 20)):
+                np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)
+
+
 def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
     """The next token sees the entries that stayed and itself."""
     policy = make_policy("knorm", model=model, entries=9)
@@ -296,6 +309,7 @@ def test_freed_pages_are_used_again(model, prompts):
             "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
             "least 65, got 9",
         ),
+        ({"name": "knorm", "ratio": 0.5, "last": -1}, "last must be a whole number of at least 0, got -1"),
         (
             {"name": "knorm", "admission": "random", "eviction": "snapkv", "ratio": 0.5},
             "knorm is an eviction itself, got eviction='snapkv' beside it",

@@ -31,12 +31,11 @@ def selector(over, tensor):
 
 
 def sorted_out(scores, eligible, count, over):
-    """The same by sorting; `count` [layers or 1, sequences]."""
+    """The same by sorting; `count` [layers, sequences]."""
     scores = np.where(np.isnan(scores), -np.inf, scores.astype(np.float64))
     # NaN is below −inf
     scores = np.where(np.isneginf(scores), -1e300, scores)
     chosen = np.zeros(SHAPE, bool)
-    count = np.broadcast_to(count, (LAYERS, SEQUENCES))
     for b in range(SEQUENCES):
         groups = {
             "head": [(np.s_[layer, b, k], count[layer, b]) for layer in range(LAYERS) for k in range(HEADS)],
@@ -75,7 +74,9 @@ def test_the_best_stay_and_ties_go_to_the_earlier(over, tensor, case):
 def test_a_score_that_is_no_number_is_the_worst():
     scores = np.full(SHAPE, -np.inf, np.float32)
     scores[..., 2] = np.nan
-    chosen = selector("head", 1)(scores, np.ones(SHAPE, bool), np.full((1, SEQUENCES), ENTRIES - 1, np.int32))
+    chosen = selector("head", 1)(
+        scores, np.ones(SHAPE, bool), np.full((LAYERS, SEQUENCES), ENTRIES - 1, np.int32)
+    )
     np.testing.assert_array_equal(chosen, np.broadcast_to(np.arange(ENTRIES) != 2, SHAPE))
 
 

@@ -1,7 +1,8 @@
 """What `make_policy` is told of an eviction method."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from kvjax.errors import UserError
 from kvjax.policies.interfaces import Eviction
 
 
@@ -18,3 +19,28 @@ class Method:
     recent: float = 0.0
     observed: int = 0
     attended: bool = False
+
+
+@dataclass(frozen=True)
+class Protected:
+    """first, last: so many of the very first and of the newest entries of each kv head always stay, in place of the
+    method's own numbers."""
+
+    first: int | None = None
+    last: int | None = None
+
+    def __post_init__(self):
+        for name in ("first", "last"):
+            number = getattr(self, name)
+            if number is not None and (number != int(number) or number < 0):
+                raise UserError(f"{name} must be a whole number of at least 0, got {number}")
+
+    def within(self, method: Method) -> Method:
+        """The method with these numbers."""
+        first, last = self.first, self.last
+        return replace(
+            method,
+            first=method.first if first is None else first,
+            last=method.last if last is None else last,
+            recent=method.recent if last is None else 0.0,
+        )
