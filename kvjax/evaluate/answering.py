@@ -36,16 +36,17 @@ def answers(
     cache: Cache,
     questions: Sequence[Asked],
     *,
+    stop: Sequence[int],
     calls: Calls,
     pace: Pace,
     watch: Stopwatch,
 ) -> list[Tokens]:
     """What the model says to each sequence's question, greedily; `cache` stays as it is.
 
-    calls, pace: records to add to. Raises CapacityError if the pool has no room for the answers.
+    stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
+    the pool has no room for the answers.
     """
     given, wanted = _fed(questions, cache.seen.shape[0])
-    stop = model.config.eos_ids
     said = np.zeros_like(given)
     stopped = np.zeros(given.shape[1], bool)
     with use_mesh(model):

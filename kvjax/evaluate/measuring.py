@@ -160,9 +160,8 @@ def measure(
         later, cache = _asking(policy, reading.cache)
         for questions in zip(*(context.questions for context in group), strict=True):
             calls = Calls()
-            said = answers(
-                model, later, cache, questions, calls=calls, pace=tally.decoding, watch=manner.watch
-            )
+            records = {"calls": calls, "pace": tally.decoding, "watch": manner.watch}
+            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
             tally.asked(questions, said, _joined(reading.calls, calls))
     return tally.found()
 

@@ -22,7 +22,7 @@ LINE = 40
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(eos_ids=(7,))
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
         for prompt, given in zip(prompts, (None, None, text), strict=True)
     ]
     for _ in range(2):  # the cache stays as it is
-        said = answers(model, policy, cache, questions, calls=calls, pace=pace, watch=Stopwatch())
+        said = answers(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
     for row in (0, 1):
         line = np.concatenate([contexts[row], prompts[row], said[row][:-1]])
         np.testing.assert_array_equal(said[row], said_by_attention(model, line, 5))
@@ -64,12 +64,12 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
     asked = [Asked(prompt, 9, lambda said: 1.0, "", stops=stops) for stops in (False, True, True)]
 
     def run(stop):
-        told = tiny_model(eos_ids=(stop,))
-        return answers(told, policy, cache, asked, calls=Calls(), pace=Pace(), watch=Stopwatch())
+        records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
+        return answers(model, policy, cache, asked, stop=stop, **records)
 
-    free = run(60)
+    free = run(())
     stop = int(free[1][4])
-    ended = run(stop)
+    ended = run((stop,))
     np.testing.assert_array_equal(ended[0], free[0])
     for row in (1, 2):
         whole = free[row].tolist()

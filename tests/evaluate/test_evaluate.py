@@ -148,8 +148,9 @@ def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
 
 def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
+    facts = "The owl is grey and sits on a branch of the old tree.\n"
     row = {
-        "input": "The owl is grey.\nQuestion: Is the owl grey?\nAnswer:",
+        "input": facts + "Question: Is the owl grey?\nAnswer:",
         "outputs": ["e", "a", " "],
         "length": 9,
     }
