@@ -180,6 +180,23 @@ def test_chunks_of_a_prompt_do_not_matter(models):
         twins.logits_after(twin, first, CONTEXT[:128], CONTEXT[128:])
 
 
+def test_what_h2o_counts_is_kvpress_observed_attention(models):
+    """Which divides each sum by the number of queries that saw the entry. kvpress has no H2O, which does not."""
+    twin, model = models["llama"]
+    twin.set_attn_implementation("eager")
+    try:
+        left = twins.keys(twins.read(twin, CONTEXT, presses.ObservedAttentionPress(0.5)))
+    finally:
+        twin.set_attn_implementation("sdpa")
+    whole = twins.keys(twins.read(twin, CONTEXT))
+    cache = prefill(model, [CONTEXT], policy=make_policy("h2o", model=model, ratio=1.0))
+    counted = np.asarray(cache.pages.attended)[np.asarray(cache.layers.page_table)[:, 0]].reshape(4, 4, -1)
+    mean = counted[..., :256] / np.arange(256, 0, -1)
+    stays = np.argsort(-mean, axis=-1, kind="stable")[..., :128]
+    for ours, some, every in zip(stays, left, whole, strict=True):
+        assert [set(head.tolist()) for head in ours] == [*map(twins.places, some, every)]
+
+
 def test_budgets_are_not_rounded_twice():
     """A tenth of 200 is 20; kvpress takes 1 − 0.9 times 200, which is 19.999… in binary."""
     assert whole(Budget(ratio=0.1).of(200, 1)) == 20
