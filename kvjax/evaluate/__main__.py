@@ -16,6 +16,7 @@ def main(args: list[str] | None = None) -> None:
     import jax
 
     from kvjax.evaluate.contenders import contender
+    from kvjax.evaluate.places import places
     from kvjax.evaluate.progress import Progress
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
@@ -24,11 +25,12 @@ def main(args: list[str] | None = None) -> None:
 
     for name in config.policies:
         contender(name)
+    compared = places(config)
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
-        evaluation = Evaluation(config, model)
+        evaluation = Evaluation(config, model, compared)
         results = Results(config)
-        wanted = [(*pair, place.task, place.length) for place in evaluation.places for pair in pairs(config)]
+        wanted = [(*pair, place.task, place.length) for place in compared for pair in pairs(config)]
         with Progress(len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)
     given = sys.argv[1:] if args is None else args

@@ -17,14 +17,17 @@ from kvjax.policies.admission.wgkv import load_gates
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a policy is made for: `ratio` of the entries of a context of `tokens` tokens, read in chunks of `chunk`.
+    """What a policy is made for: `ratio` of the entries of contexts of about `tokens` tokens, read in chunks of
+    `chunk`.
 
-    observed: last tokens that observers look back at. gates, pattern: folders. seed: of what is random.
+    shortest: tokens of the shortest of them. observed: last tokens that observers look back at. gates, pattern:
+    folders. seed: of what is random.
     """
 
     model: Decoder
     ratio: float
     tokens: int
+    shortest: int
     chunk: int
     observed: int
     gates: str | Path | None = None
@@ -111,7 +114,8 @@ def _check_holds(sizing: Sizing, least: int, what: str) -> None:
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(sizing).window - 1)
-    return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed)
+    # heads differ in what the gates let in, so the budget is that of all together
+    return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model")
 
 
 CONTENDERS = {
@@ -157,8 +161,8 @@ def sized(name: str, sizing: Sizing) -> Policy:
         policy = contender(name).make(sizing)
         plan, layers = policy.plan, sizing.model.config.num_layers
         if plan is not None and plan.schedule.when == "prompt":
-            kept = plan.kept([sizing.tokens], 1)
-            plan.counts(policy.name, [sizing.tokens], kept, policy.window - 1, layers)
+            kept = plan.kept([sizing.shortest], 1)
+            plan.counts(policy.name, [sizing.shortest], kept, policy.window - 1, layers)
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

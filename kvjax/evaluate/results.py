@@ -11,6 +11,7 @@ from kvjax.atomic import write_text
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.measuring import Found
+from kvjax.evaluate.places import Place
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
@@ -52,16 +53,7 @@ class Cell:
         return self.policy, self.budget, self.task, self.context
 
 
-def cell(
-    policy: str,
-    budget: float,
-    task: str,
-    context: int,
-    metric: str,
-    found: Found,
-    published: bool,
-    config: EvaluateConfig,
-) -> Cell:
+def cell(policy: str, budget: float, place: Place, found: Found, config: EvaluateConfig) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
     def speed(x):
@@ -70,9 +62,9 @@ def cell(
     return Cell(
         policy=policy,
         budget=budget,
-        task=task,
-        context=context,
-        metric=metric,
+        task=place.task,
+        context=place.length,
+        metric=place.source.metric,
         samples=found.answers,
         score=round(found.score, 6),
         footprint=round(found.footprint, 6),
@@ -83,7 +75,7 @@ def cell(
         decode_tok_s=speed(found.decode),
         by_kind={kind: round(score, 6) for kind, score in found.by_kind.items()},
         question_aware=config.question_aware,
-        published=published,
+        published=place.published,
         seed=config.seed,
         kept=found.kept.round(4).tolist(),
     )

@@ -49,7 +49,7 @@ def ruler_data(tmp_path_factory):
         ),
         (
             ["--policies", "snapkv", "--observed", "64"],
-            "budget of 11 of 119 entries per kv head is below the 64",
+            "budget of 12 of 122 entries per kv head is below the 64",
         ),
         (
             ["--policies", "pyramidkv", "--observed", "32"],

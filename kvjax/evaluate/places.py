@@ -1,0 +1,76 @@
+"""Where policies are compared: each task at each length, with the contexts that all of them read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.evaluate.asked import Context, question_aware
+from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.sources import Material, Source, check_separable, source
+from kvjax.evaluate.tasks.ruler import Files
+
+FIRST_SEED = 1_000_000
+"""Seeds of the contexts start here, those of run seed 1 a million further, and so on."""
+CALIBRATION_SEED = 500_000
+"""So much further start the contexts that τ is calibrated on."""
+CALIBRATION = 4
+"""How many they are."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A task at a length, with its contexts and those for calibration. batch: contexts at a time."""
+
+    task: str
+    length: int
+    source: Source
+    contexts: Sequence[Context]
+    calibration: Sequence[Context]
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Of a context, on average, to a sixteenth of the length: tasks whose contexts differ by a few tokens then get
+        the same windows, and run the same programs."""
+        mean, step = np.mean([len(context.tokens) for context in self.contexts]), max(1, self.length // 16)
+        return step * max(1, round(mean / step))
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of its shortest context."""
+        return min(len(context.tokens) for context in self.contexts)
+
+    @property
+    def published(self) -> bool:
+        return any(context.published for context in self.contexts)
+
+
+def places(config: EvaluateConfig) -> list[Place]:
+    """Every task at every length, with its contexts; no model is needed for them.
+
+    Raises UserError for a task or a length that does not do.
+    """
+    files = Files(config.essays, config.squad, config.hotpotqa)
+    material = Material(config.model, files, config.ruler_data, config.chat)
+    sources = {task: source(task, material) for task in config.tasks}
+    return [_place(task, length, sources[task], config) for length in config.context for task in config.tasks]
+
+
+def _place(task: str, length: int, found: Source, config: EvaluateConfig) -> Place:
+    first = FIRST_SEED * (1 + config.seed)
+    contexts = found.contexts(first, _whole_batches(config, found.worth(length)), length)
+    calibration = found.contexts(first + CALIBRATION_SEED, CALIBRATION, length)
+    if config.question_aware:
+        contexts, calibration = question_aware(contexts), question_aware(calibration)[:CALIBRATION]
+    else:
+        check_separable(task, contexts)
+    batches = -(-len(contexts) // config.batch)
+    return Place(task, length, found, contexts, calibration, -(-len(contexts) // batches))
+
+
+def _whole_batches(config: EvaluateConfig, worth: int) -> int:
+    """Contexts for so many answers or some more: batches of one size, since each size is a program of its own."""
+    count = -(-config.samples // worth)
+    batches = -(-count // config.batch)
+    return batches * -(-count // batches)
