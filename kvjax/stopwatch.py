@@ -1,9 +1,27 @@
 """How long the work took, whatever there was to compile."""
 
+import functools
 import time
 from typing import Any
 
 import jax
+
+
+class _Compiling:
+    """Seconds that JAX spent tracing and compiling in this process, from when it was first asked."""
+
+    seconds = 0.0
+
+    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration_secs
+
+
+@functools.cache
+def _compiling() -> _Compiling:
+    counter = _Compiling()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    return counter
 
 
 class Stopwatch:
@@ -13,16 +31,11 @@ class Stopwatch:
     """
 
     def __init__(self):
-        self.compiling, self.compiled = 0.0, False
-        jax.monitoring.register_event_duration_secs_listener(self._compiled)
-        self.last = time.perf_counter(), 0.0
-
-    def _compiled(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            self.compiling += duration_secs
+        self.last = time.perf_counter(), _compiling().seconds
+        self.compiled = False
 
     def lap(self) -> float:
         """Seconds since the last lap."""
-        before, self.last = self.last, (time.perf_counter(), self.compiling)
+        before, self.last = self.last, (time.perf_counter(), _compiling().seconds)
         self.compiled = self.last[1] > before[1]
         return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))

@@ -14,6 +14,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.calls import Calls
 from kvjax.compaction import compact, quota
+from kvjax.errors import UserError
 from kvjax.evaluate.answering import answers
 from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
@@ -170,7 +171,8 @@ def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers: without all that only a compaction needs, so that evictions that have done their work share one
     program."""
     later = dataclasses.replace(policy.continuing, name="answering")
-    assert later.eviction is None, "nothing is compacted while answers are decoded"
+    if later.eviction is not None:
+        raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
     layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], ()))
     pages = dataclasses.replace(cache.pages, attended=None)
     return later, dataclasses.replace(cache, pages=pages, layers=layers)

@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-MARKERS = "osD^v<>PX*hd"
+MARKERS = "osD^v<>PX*hdp"
+COLORS = (
+    *("black", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray"),
+    *("tab:olive", "tab:cyan", "gold", "tab:blue", "navy", "turquoise", "lime"),
+)
 
 
 def figure(width: float, height: float) -> Any:
@@ -64,8 +68,8 @@ def draw_tradeoff(file: Path, panels: dict[str, dict[str, list[tuple[float, floa
         for name, points in lines.items():
             place = names.index(name)
             x, score = zip(*sorted(points), strict=True)
-            style = {"color": f"C{place % 10}", "marker": MARKERS[place % len(MARKERS)], "markersize": 4}
-            axes.plot(x, [100 * s for s in score], label=name, linewidth=1, **style)
+            style = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
+            axes.plot(x, [100 * s for s in score], label=name, linewidth=1, markersize=4, **style)
         axes.set(xlabel=across, ylabel="score, %")
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
