@@ -124,11 +124,10 @@ def random_gated(model: Any, config: BenchmarkConfig):
     return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
 
 
-def eviction(model: Any, policy: Any, tokens: Any, config: BenchmarkConfig) -> Callable[[], Any] | None:
-    """The compaction that ends a policy's prefill, on its own; None for a policy that has none."""
-    import jax
-    import jax.numpy as jnp
-
+def eviction(
+    model: Any, policy: Any, tokens: Any, config: BenchmarkConfig
+) -> tuple[Any, Callable[[Any], Any]] | None:
+    """A cache before the compaction that ends a policy's prefill, and that compaction; None where there is none."""
     from kvjax import sampling
     from kvjax.compaction import compact, quota
 
@@ -140,7 +139,7 @@ def eviction(model: Any, policy: Any, tokens: Any, config: BenchmarkConfig) -> C
     def once(cache):
         return compact(model, policy.eviction, cache, kept, entries=config.context, over=over)
 
-    return lambda: once(jax.tree.map(jnp.copy, cache))
+    return cache, once
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
@@ -184,6 +183,9 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         out = jax.block_until_ready(f(*a))
         return time.perf_counter() - began, out
 
+    def copied(state):
+        return jax.block_until_ready(jax.tree.map(jnp.copy, state))
+
     share = 1 - config.sparsity
     policies = {"random + gates": random_gated(model, config)}
     policies |= {name: make_policy(name, model=model, ratio=share) for name in config.policies}
@@ -206,13 +208,13 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
             warm = {name: times["prefill", name][0] for name in dense}
             slow = {name for name in dense if warm[name] > 2 * min(warm.values())}
             sizes = {name: caches.stats(states[name]) for name in policies}
+        # decoding and compaction take the state's memory over, and a slow prefill's state must last
         for name, (_, decode) in paths.items():
-            # decoding takes the state's memory over, and a slow prefill's state must last
-            seconds, _ = clock(decode, jax.block_until_ready(jax.tree.map(jnp.copy, states[name])))
+            seconds, _ = clock(decode, copied(states[name]))
             times.setdefault(("decode", name), []).append(seconds / config.new_tokens)
-        for name, evict in evictions.items():
-            if evict is not None:
-                times.setdefault(("eviction", name), []).append(clock(evict)[0])
+        for name, found in evictions.items():
+            if found is not None:
+                times.setdefault(("eviction", name), []).append(clock(found[1], copied(found[0]))[0])
     median = {key: float(np.median(found)) for key, found in times.items()}
     rows = []
     for name in policies:

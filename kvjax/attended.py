@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import LayerCache, Pages
 from kvjax.step import Step
@@ -21,11 +21,12 @@ def count_attention(
     step: Step,
     lse: Float[Array, "b n t"],
     valid: Int[Array, " b"],
+    chosen: Bool[Array, "b k c"] | None = None,
 ) -> Pages:
     """`pages` with what the first `valid` of a call's tokens paid to the entries stored before it and to each other.
 
     Local to one shard and layer; for caches without a ring, where every token is stored. lse: of each query's logits
-    over all that it sees.
+    over all that it sees. chosen: the pages that were read; None: all.
     """
     assert pages.attended is not None
     capacity, page_size, _ = pages.pool.shape
@@ -42,7 +43,8 @@ def count_attention(
     attended = pages.attended.at[jnp.where(known, page, capacity), place % page_size].set(own, mode="drop")
 
     width = min(columns, -(-ENTRIES // page_size))
-    table = jnp.pad(before.page_table, ((0, 0), (0, 0), (0, -columns % width)), constant_values=capacity)
+    table = before.page_table if chosen is None else jnp.where(chosen, before.page_table, capacity)
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -columns % width)), constant_values=capacity)
 
     def block(i, attended):
         pages_of = lax.dynamic_slice_in_dim(table, i * width, width, 2)

@@ -82,8 +82,10 @@ def cached_attention(
         layer = dataclasses.replace(layer, state=(admitting, observing))
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         kept = priority >= policy.admission.keep().threshold
+        chosen = None
         if step.q.shape[2] == 1:
-            o, lse = _decode(policy.selection, step, pages, layer, seen, window, implementation)
+            chosen = _chosen(policy.selection, step, pages, layer, seen, window)
+            o, lse = _decode(step, pages, layer, chosen, seen, window, implementation)
         else:
             o, lse = _prefill(step, pages, layer, kept, seen, valid, window, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
@@ -91,7 +93,7 @@ def cached_attention(
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(pages, layer, kv, priority, kept, after(seen, o), valid, window)
         if policy.attended:
-            pages = count_attention(pages, before, layer, step, lse, valid)
+            pages = count_attention(pages, before, layer, step, lse, valid, chosen)
         return o, pages, layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
@@ -99,24 +101,26 @@ def cached_attention(
     return jax.shard_map(local, out_specs=(HEADS, *specs))(whole, step, pages, layer, seen, valid)
 
 
-def _decode(selection, step, pages, layer, seen, window, implementation):
-    """One token: everything that is stored is visible to it, of which it reads what is selected."""
+def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:
+    """The pages of the global region that the policy's selection has one token read; None: all."""
+    if selection is None:
+        return None
     page_size = pages.pool.shape[1]
-    ring = caches.ring_pages(window, page_size)
-    chosen = None
-    if selection is not None:
-        bounds = pages.bounds.at[layer.page_table[..., ring:]].get(mode="clip")
-        local = jnp.minimum(seen + 1, window)
-        chosen = selection.select(
-            step.q, bounds, layer.length, local=local, seen=seen + 1, page_size=page_size
-        )
+    table = layer.page_table[..., caches.ring_pages(window, page_size) :]
+    bounds = pages.bounds.at[table].get(mode="clip")
+    local = jnp.minimum(seen + 1, window)
+    return selection.select(step.q, bounds, layer.length, local=local, seen=seen + 1, page_size=page_size)
+
+
+def _decode(step, pages, layer, chosen, seen, window, implementation):
+    """One token: everything that is stored is visible to it, of which it reads the chosen pages."""
     return paged_decode(
         step.q,
         pages.pool,
         layer.page_table,
         layer.length,
         jnp.minimum(seen, window - 1),
-        ring_pages=ring,
+        ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
         new=(step.k, step.v),
         pages=chosen,
         implementation=implementation,

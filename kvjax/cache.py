@@ -130,7 +130,8 @@ def pages_for(
     local_rows = layers * batch * heads // tensor
     ring = ring_pages(policy.window, page_size)
     if capacity is None:
-        need = np.minimum(policy.expected_entries(tokens) * MARGIN, tokens)
+        entry_bytes = layers * heads * page_bytes // page_size
+        need = np.minimum(policy.expected_entries(tokens, entry_bytes) * MARGIN, tokens)
         held = np.maximum(need - min(tokens, policy.window - 1), 0)
         # a mean says little of one row: each may have a page more, as long as there are tokens for it
         most = -(-max(tokens - policy.window + 1, 0) // page_size)

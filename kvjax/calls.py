@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from kvjax.cache import Cache
+from kvjax.errors import UserError
 
 
 @dataclass
@@ -13,12 +14,13 @@ class Calls:
     """A record that `kvjax.sampling` writes to, call by call; every decoded token is a call.
 
     held: entries of a kv head, the mean over layers and heads, before each call. tokens: how many tokens the call ran.
-    dropped: how many of all tokens were only read to look at others.
+    dropped: how many of all tokens were only read to look at others. since: tokens before the first call.
     """
 
     held: list[Float[np.ndarray, " b"]] = field(default_factory=list)
     tokens: list[Int[np.ndarray, " b"]] = field(default_factory=list)
     dropped: Int[np.ndarray, " b"] | int = 0
+    since: int = 0
 
     def feed(self, cache: Cache, tokens: Int[np.ndarray, " b"]) -> None:
         """About to run so many tokens of each of the first sequences over `cache`."""
@@ -39,6 +41,10 @@ class Calls:
 
     def _add(self, length, seen, window, tokens):
         sequences = len(tokens)
+        if not self.tokens:
+            self.since = int(seen[:sequences].max())
+        elif len(self.tokens[0]) != sequences or not seen[:sequences].any():
+            raise UserError("a record of calls is of one batch of sequences: begin another one for others")
         ring = np.minimum(seen[:sequences], window - 1)
         self.held.append(length[:, :sequences].mean((0, 2)) + ring)
         self.tokens.append(tokens)

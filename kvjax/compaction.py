@@ -86,16 +86,29 @@ def quota(
     return _on_devices(plan, cache, due, counts[..., None], forced, slots, dropped, since)
 
 
-def overflow_quota(policy: Policy, cache: Cache, due: Sequence[bool]) -> Quota:
-    """What stays where a share of every head's own entries goes (`when="overflow"`)."""
+def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
+    """What stays where every head loses a share of its own entries, once or as often as it takes until a sequence has
+    lost as many as it is `over` its budget (`when="overflow"`). Nothing for one that is not."""
     plan = policy.plan
     assert plan is not None
-    length = np.asarray(cache.layers.length)[:, : len(due)]
-    slots = policy.window - 1
-    seen = np.asarray(cache.seen)[: len(due)]
+    length = np.asarray(cache.layers.length)[:, : len(over)]
+    seen, slots = np.asarray(cache.seen)[: len(over)], policy.window - 1
     forced = [plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))]
-    counts = length - np.floor(plan.schedule.drop * (1 + 1e-12) * length).astype(np.int32)
-    return _on_devices(plan, cache, due, counts, forced, slots, [0] * len(due), None)
+    stay = _stay(plan, forced, slots)
+    counts = length.copy()
+    while (low := (length - counts).sum((0, 2)) < over).any():
+        free = np.maximum(counts - stay, 0)
+        gone = np.floor(plan.schedule.drop * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
+        if not gone.any():
+            break
+        counts -= gone
+    return _on_devices(plan, cache, over > 0, counts, forced, slots, [0] * len(over), None)
+
+
+def _stay(plan, forced, slots) -> Int[np.ndarray, "b 1"]:
+    """How many entries of the global region always stay in each row of a sequence."""
+    return (np.maximum(0, np.array(forced, np.int32) - slots) + plan.first)[:, None]
 
 
 def entry_bytes(cache: Cache) -> int:
@@ -114,6 +127,7 @@ def _on_devices(plan, cache, due, counts, forced, slots, dropped, since) -> Quot
     def by_row(x):
         return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
 
+    counts = np.maximum(counts, _stay(plan, forced, slots))
     zero = np.zeros((layers, len(due), heads), np.int32)
     floor = -np.inf if plan.budget.threshold is None else plan.budget.threshold
     return Quota(
@@ -194,7 +208,7 @@ def _kept(
     old = exists & (place < quota.since[..., None])
     eligible = exists & ~old & (length[..., None] - place > quota.dropped[:, None, None])
     forced = _forced(length, eligible, quota)
-    eligible &= forced | (scores >= quota.floor)
+    eligible &= forced | ~(scores < quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
     chosen = top(scores, eligible, quota.count, over)

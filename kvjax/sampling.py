@@ -144,10 +144,14 @@ def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     return rows
 
 
-def _new_cache(model, policy, rows, tokens, page_size, capacity) -> Cache:
-    shards, config = batch_shards(), model.config
-    if policy.plan is not None and policy.plan.schedule.when == "patched":
-        tokens += policy.plan.observed
+def _new_cache(model, policy, rows, room, page_size, capacity) -> Cache:
+    """An empty cache for prompts and `room` more tokens."""
+    shards, config, plan = batch_shards(), model.config, policy.plan
+    tokens = max(row.size for row in rows) + room
+    if plan is not None and plan.schedule.when == "patched":
+        tokens += plan.observed
+    if plan is not None and plan.schedule.while_decoding and capacity is None:
+        tokens -= room  # which is made when the prompt was compacted
     return caches.empty(
         policy,
         batch=-(-len(rows) // shards) * shards,
@@ -196,8 +200,7 @@ def prefill(
     with use_mesh(model):
         policy = _on_mesh(policy)
         rows = _rows(model, tokens)
-        longest = max(row.size for row in rows) + max_new_tokens
-        cache = _new_cache(model, policy, rows, longest, page_size, capacity)
+        cache = _new_cache(model, policy, rows, max_new_tokens, page_size, capacity)
         return schedule.read(model, policy, cache, rows, max_new_tokens, chunk, calls, implementation)[0]
 
 
@@ -256,9 +259,8 @@ def stream(
     with use_mesh(model):
         policy = _on_mesh(policy)
         rows = _rows(model, prompts)
-        longest = max(row.size for row in rows)
         if cache is None:
-            held = _new_cache(model, policy, rows, longest + max_new_tokens, page_size, capacity)
+            held = _new_cache(model, policy, rows, max_new_tokens, page_size, capacity)
             held, after = schedule.read(
                 model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )
@@ -268,17 +270,19 @@ def stream(
                     "capacity is stated where the cache is made (prefill), not where it is continued"
                 )
             _check_continues(cache, model, policy, rows)
-            held = schedule.with_room(cache, policy, longest + max_new_tokens, max_new_tokens)
+            longest = max(row.size for row in rows)
+            held = schedule.with_room(cache, policy, longest, max_new_tokens)
             held, after = feed(model, policy.continuing, held, rows, chunk, calls, implementation)
-            held = schedule.within_bounds(model, policy, held, len(rows))
+            held = schedule.at_end(model, policy, held, len(rows))
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~_is_stop(token, draw)
     yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
-        count = schedule.next_block(policy, held, before, made - 1, min(block, max_new_tokens - made))
         with use_mesh(model):
+            left = min(block, max_new_tokens - made)
+            count, held = schedule.next_block(policy, held, before, made - 1, left)
             held, drawn, token, running, fed = decode_block(
                 model, policy.continuing, held, token, running, draw, key, np.int32(made),
                 count=count, greedy=greedy, implementation=implementation,
@@ -301,6 +305,14 @@ def _check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
     if cache.window != policy.window:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+    later = policy.continuing
+    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0]))(jnp.arange(layers)))
+    held = cache.layers.state if later.eviction is not None else (cache.layers.state[0], ())
+    sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]
+    if sizes[0] != sizes[1] or (later.attended and cache.pages.attended is None):
+        raise UserError(
+            f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"
+        )
     if policy.selection is not None and cache.pages.bounds is None:
         raise UserError(
             f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "

@@ -24,36 +24,45 @@ def read(model, policy, cache, rows, room, chunk, calls=None, implementation=Non
     plan = policy.plan
     if plan is None:
         return run(cache, rows)
-    if not plan.schedule.in_chunks:
-        at_end = _quota_at_end(policy, cache, rows)
-        cache, logits = run(cache, rows)
-        cache = within_bounds(model, policy, _compacted(model, policy, cache, at_end), len(rows))
-        return cache if cache.bounded else _trimmed(cache, _pages_with_room(policy, cache, room)), logits
+    if plan.schedule.while_decoding or plan.schedule.in_chunks:
+        # at once, and not when a prompt or an answer has grown to it
+        plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
     logits = None
-    for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
-        before = jnp.copy(cache.layers.length) if plan.by_chunk else None
-        cache, logits = run(cache, [row[start : start + plan.schedule.chunk] for row in rows], logits=logits)
-        cache = _after_chunk(model, policy, cache, rows, start, before, run, calls)
-    # the pool was made for what is held while reading
-    return cache if cache.bounded or not room else with_room(cache, policy, room), logits
+    if plan.schedule.in_chunks:
+        for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
+            before = jnp.copy(cache.layers.length) if plan.by_chunk else None
+            cache, logits = run(
+                cache, [row[start : start + plan.schedule.chunk] for row in rows], logits=logits
+            )
+            cache = _after_chunk(model, policy, cache, rows, start, before, run, calls)
+    elif plan.schedule.while_decoding:
+        cache, logits = run(cache, rows)
+        cache = at_end(model, policy, cache, len(rows))
+    else:
+        kept = quota(policy, cache, [row.size for row in rows])
+        cache, logits = run(cache, rows)
+        cache = _compacted(model, policy, cache, kept)
+    return _fitted(policy, cache, room), logits
 
 
-def _quota_at_end(policy, cache, rows):
-    """What stays of whole prompts; None for nothing to do. Made before anything is read: a context or a budget that
-    does not suit the method is refused at once."""
-    plan, lengths = policy.plan, np.array([row.size for row in rows])
-    if not plan.schedule.while_decoding:
-        return quota(policy, cache, lengths.tolist())
-    plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
-    return None if plan.schedule.when == "overflow" else _periodic_quota(policy, cache, lengths, True)
+def at_end(model, policy, cache, sequences):
+    """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
+    if policy.plan is None or not policy.plan.schedule.while_decoding:
+        return cache
+    return _brought_down(model, policy, cache, np.ones(sequences, bool))
 
 
-def _periodic_quota(policy, cache, seen, asked):
-    """What stays of those of the sequences asked for that have more than their budget; None: none has."""
-    plan = policy.plan
-    # a prompt that is too short to be looked at by its end is grown by its answer
-    due = asked & (seen > plan.observed) & (seen > plan.kept(seen.tolist(), entry_bytes(cache)))
-    return quota(policy, cache, seen.tolist(), due=due.tolist()) if due.any() else None
+def _brought_down(model, policy, cache, asked):
+    """The cache with those of the sequences asked for brought down to their budgets that have more."""
+    plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
+    kept = plan.kept(seen.tolist(), entry_bytes(cache))
+    due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
+    if plan.schedule.when == "overflow":
+        over = np.maximum(_entries_over(policy, cache, len(asked)), 0) * due
+        return _compacted(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
+    if not due.any():
+        return cache
+    return _compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
 
 
 def _after_chunk(model, policy, cache, rows, start, before, run, calls):
@@ -84,13 +93,14 @@ def _after_chunk(model, policy, cache, rows, start, before, run, calls):
 
 
 def next_block(policy, cache, running, fed, block):
-    """How many tokens, at most `block`, may be decoded before the cache must be looked at again, when `fed` were.
+    """How many tokens, at most `block`, may be decoded before the cache must be looked at again, when `fed` were; and
+    the cache, with room for them.
 
     A power of two where a plan decides, so that few programs are compiled.
     """
     plan = policy.plan
     if plan is None or not plan.schedule.while_decoding:
-        return block
+        return block, cache
     if plan.schedule.when == "every":
         left = plan.schedule.every - fed % plan.schedule.every
     else:
@@ -98,7 +108,10 @@ def next_block(policy, cache, running, fed, block):
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
         left = max(1, int(-over.max()) // (layers * heads))
-    return 1 << (min(left, block).bit_length() - 1)
+    count = 1 << (min(left, block).bit_length() - 1)
+    short = 0 if cache.bounded else _pages_for(cache, count) - int(np.asarray(cache.pages.free_count).min())
+    # what was planned for may not have come: a prompt too short to be compacted, a budget that is not met yet
+    return count, cache if short <= 0 else _grown(cache, max(short, _pool(cache) // 4), 0)
 
 
 def after_block(model, policy, cache, running, fed):
@@ -106,28 +119,9 @@ def after_block(model, policy, cache, running, fed):
     plan = policy.plan
     if plan is None or not plan.schedule.while_decoding or not running.any():
         return cache
-    if plan.schedule.when == "overflow":
-        return within_bounds(model, policy, cache, len(running), running)
-    if fed % plan.schedule.every:
+    if plan.schedule.when == "every" and fed % plan.schedule.every:
         return cache
-    seen = np.asarray(cache.seen)[: len(running)]
-    return _compacted(model, policy, cache, _periodic_quota(policy, cache, seen, running))
-
-
-def within_bounds(model, policy, cache, sequences, running=True):
-    """The cache with no more entries than a schedule of overflows allows its first sequences."""
-    plan = policy.plan
-    if plan is None or plan.schedule.when != "overflow":
-        return cache
-    while True:
-        seen = np.asarray(cache.seen)[:sequences]
-        due = (_entries_over(policy, cache, sequences) > 0) & (seen > plan.observed) & running
-        before = np.asarray(cache.layers.length).sum()
-        if not due.any():
-            return cache
-        cache = _compacted(model, policy, cache, overflow_quota(policy, cache, due.tolist()))
-        if np.asarray(cache.layers.length).sum() == before:  # rows of a few entries have no tenth to lose
-            return cache
+    return _brought_down(model, policy, cache, running)
 
 
 def _entries_over(policy, cache, sequences):
@@ -140,9 +134,9 @@ def _entries_over(policy, cache, sequences):
 
 
 def _compacted(model, policy, cache, kept):
-    if kept is None:
-        return cache
     longest = int(np.asarray(cache.layers.length).max())
+    if longest == 0:
+        return cache
     return compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=policy.plan.shares.over)
 
 
@@ -152,50 +146,72 @@ _trimmed = jax.jit(caches.trimmed, static_argnums=1)
 _grown = jax.jit(caches.grown, static_argnums=(1, 2))
 
 
-def _pages_with_room(policy, cache, tokens):
-    """Pages of a shard that what is stored takes and, in any row, so many more tokens, as far as the plan lets them."""
-    free = np.asarray(cache.pages.free_count)
-    pool, rows = cache.pages.pool.shape[0] // len(free), cache.layers.length.size // len(free)
-    most = -(-tokens // cache.page_size) + 1 if tokens else 0
-    return min(pool, pool - int(free.min()) + rows * most, _pages_allowed(policy, cache, tokens))
+def _pool(cache):
+    """Pages of a shard."""
+    return cache.pages.pool.shape[0] // len(np.asarray(cache.pages.free_count))
 
 
-def _pages_allowed(policy, cache, tokens, unplanned=0):
-    """Pages of a shard that its rows can ever take in the next `tokens` decoded tokens, if the plan compacts them
-    meanwhile; `unplanned` tokens come before any compaction."""
-    plan = policy.plan
-    if plan is None or not plan.schedule.while_decoding:
-        return np.inf
-    layers, batch, heads = cache.layers.length.shape
+def _shard_sums(cache, rows):
+    """Sums of an `[l b k]` array over each shard's rows."""
     shards = len(np.asarray(cache.pages.free_count))
-    batch, own = batch // batch_shards(), heads // (shards // batch_shards())
+    layers, _, heads = rows.shape
+    tensor = shards // batch_shards()
+    return rows.reshape(layers, batch_shards(), -1, tensor, heads // tensor).sum((0, 2, 4))
+
+
+def _pages_for(cache, tokens):
+    """The most pages of a shard that `tokens` more entries in each row take, beside those in use."""
+    length = np.asarray(cache.layers.length)
+    return int(
+        _shard_sums(cache, -(-(length + tokens) // cache.page_size) - -(-length // cache.page_size)).max()
+    )
+
+
+def _wanted(policy, cache, asked, answered):
+    """Pages of a shard for what is stored and, in each sequence, a question and an answer of so many tokens."""
+    free, pool = int(np.asarray(cache.pages.free_count).min()), _pool(cache)
+    used, tokens, plan = pool - free, asked + answered, policy.plan
+    if tokens == 0:
+        return max(used, 1)
+    layers, batch, heads = cache.layers.length.shape
+    # every row may start a page, and then takes what the policy admits of the new tokens
+    kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads))
+    each = np.ceil(np.minimum(kept, tokens) / cache.page_size) + 1
+    tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
+    need = used + batch // batch_shards() * caches.largest_shard(each, tensor)
+    need = min(need, used + _pages_for(cache, tokens))
+    if plan is None or not plan.schedule.while_decoding:
+        return need
+    # or what the budget lets stand, and what comes between two compactions
+    between = asked + max(plan.schedule.every, 1)
+    share = plan.kept([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
+    budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
     ring = caches.ring_pages(cache.window, cache.page_size)
-    seen = int(np.asarray(cache.seen).max())
-    kept = plan.kept([seen + tokens], entry_bytes(cache))[0]
-    # heads that compete may leave all of a budget to those of one shard
-    even = plan.schedule.when == "every" and plan.shares.over == "head" and plan.shares.pyramid is None
-    between = max(plan.schedule.every, 1) + unplanned
-    entries = layers * batch * ((own if even else heads) * kept + own * between)
-    return int(entries // cache.page_size) + layers * batch * own * (ring + 1)
+    planned = int(_shard_sums(cache, budget + ring).max())
+    return min(need, max(planned, used + _pages_for(cache, between)))
 
 
-def with_room(cache, policy, tokens, new=0):
-    """A copy of `cache` that can take `tokens` more tokens a sequence, the last `new` of them decoded; its pool grows
-    unless its size was stated."""
-    page_size = cache.page_size
-    seen = int(np.asarray(cache.seen).max())
-    ring, table = caches.ring_pages(cache.window, page_size), cache.layers.page_table
-    columns = ring + -(-max(seen + tokens - cache.window + 1, 0) // page_size) - table.shape[-1]
-    pages = 0
-    if not cache.bounded:
-        layers, batch, heads = cache.layers.length.shape
-        free = int(np.asarray(cache.pages.free_count).min())
-        rows = (layers, batch // batch_shards(), heads)
-        # every row may start a page, and then takes what the policy admits of the new tokens
-        kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, rows[::2])
-        each = -(-np.minimum(kept, tokens) // page_size) + 1
-        shards = len(np.asarray(cache.pages.free_count))
-        pool = cache.pages.pool.shape[0] // shards
-        need = pool - free + rows[1] * caches.largest_shard(each, shards // batch_shards())
-        pages = max(0, min(need, _pages_allowed(policy, cache, new, tokens - new)) - pool)
-    return _grown(cache, int(pages), max(columns, 0))
+def _columns(cache, tokens):
+    """Columns that the page table lacks for `tokens` more tokens."""
+    seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
+    most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
+    ring = caches.ring_pages(cache.window, cache.page_size)
+    return max(0, ring + -(-most // cache.page_size) - cache.layers.page_table.shape[-1])
+
+
+def _fitted(policy, cache, tokens):
+    """The cache with a pool as large as what is stored takes and so many decoded tokens, unless its size was stated."""
+    columns = _columns(cache, tokens)
+    pages = _pool(cache) if cache.bounded else _wanted(policy, cache, 0, tokens)
+    if pages < _pool(cache):
+        cache = _trimmed(cache, pages)
+    if columns or pages > _pool(cache):
+        cache = _grown(cache, pages - _pool(cache), columns)
+    return cache
+
+
+def with_room(cache, policy, asked, answered):
+    """A copy of `cache` that can take a question and an answer of so many tokens a sequence; its pool grows unless
+    its size was stated."""
+    pages = _pool(cache) if cache.bounded else _wanted(policy, cache, asked, answered)
+    return _grown(cache, max(0, pages - _pool(cache)), _columns(cache, asked + answered))

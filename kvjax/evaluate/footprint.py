@@ -44,6 +44,11 @@ class Occupancy:
         """The most entries at one time over those of full attention at the end."""
         return float((self.held + self.tokens).max() / self.length)
 
+    @property
+    def final(self) -> float:
+        """The entries of the last call over those of full attention."""
+        return float((self.held + self.tokens)[-1] / self.length)
+
 
 def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
     """Tokens of each call: a prompt in chunks, then `output` tokens one by one."""
@@ -54,7 +59,9 @@ def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
 
 
 def measured(calls: Calls, sequence: int) -> Occupancy:
-    """What a cache really held of one of its sequences: the entries of its mean kv head."""
+    """What a cache really held of one of its sequences, from its first token on: the entries of its mean kv head."""
+    if calls.since:
+        raise UserError(f"these calls begin after {calls.since} tokens: record those of the context too")
     tokens = np.array([x[sequence] for x in calls.tokens])
     ran = tokens > 0
     held = np.array([x[sequence] for x in calls.held])
@@ -84,8 +91,14 @@ def mixed(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
     """The mean head where each share of the heads is of one kind; the shares add up to 1."""
     if abs(sum(share for share, _ in parts) - 1) > 1e-9:
         raise UserError(f"the shares of heads must add up to 1, got {[share for share, _ in parts]}")
-    held = np.sum([share * part.held for share, part in parts], axis=0)
-    return Occupancy(held, parts[0][1].tokens)
+    first = parts[0][1]
+    if any(
+        not np.array_equal(part.tokens, first.tokens) or part.dropped != first.dropped for _, part in parts
+    ):
+        raise UserError("heads can only be mixed if they hold entries of the same calls")
+    return Occupancy(
+        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.dropped
+    )
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def make_policy(
         if eviction not in (None, _known(name, POLICIES, "policy")):
             raise UserError(f"{name} is an eviction itself, got eviction={eviction!r} beside it")
         eviction = name
+    if eviction == "expected_attention" and arguments.get("critical"):
+        arguments = {"values": False} | arguments  # CriticalKV weighs by values itself
     parts: dict[str, Callable[..., Any]] = {}
     if admission is not None or eviction is None:
         parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
@@ -134,7 +136,14 @@ def _evicting(
     """The policy with an eviction."""
     method = protected.within(eviction if second is None else critical_kv(eviction, first=second))
     plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
+    if second is not None and budget.threshold is not None:
+        raise UserError(f"{label}: critical_kv shares out the places of a budget, and a threshold has none")
     everything = isinstance(policy.admission, Full) and policy.window == 1
+    if everything and schedule.when != "prompt" and plan.last < plan.observed:
+        raise UserError(
+            f"{label}: when={schedule.when!r} looks back at the last {plan.observed} tokens again and again, so they "
+            f"must stay: last must be at least {plan.observed}, got {plan.last}"
+        )
     if not everything and policy.window <= method.observed:
         raise UserError(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "

@@ -91,15 +91,15 @@ class Shares:
             raise UserError(f"the pyramid's β must be above 1, got {self.pyramid}")
 
     def counts(
-        self, kept: Sequence[float], tokens: Sequence[int], layers: int, newest: Sequence[int]
+        self, kept: Sequence[float], tokens: Sequence[int], layers: int, stay: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head, by layer and sequence, if a sequence keeps `kept` of `tokens` on average.
 
-        `newest`: how many of the last tokens a pyramid keeps in every layer.
+        `stay`: how many a pyramid leaves every layer.
         """
         rows = [
-            [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, last, self.pyramid)
-            for n, t, last in zip(kept, tokens, newest, strict=True)
+            [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, least, self.pyramid)
+            for n, t, least in zip(kept, tokens, stay, strict=True)
         ]
         return np.array(rows, np.int32).reshape(len(rows), layers).T
 
@@ -154,4 +154,6 @@ def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int,
     if tokens + window < 2 * free:
         return [forced + free] * layers
     step = (high - low) // (layers - 1)
+    if step < layers:  # rounding it down would give the upper layers a part of what is not theirs
+        return [forced + high - layer * (high - low) // (layers - 1) for layer in range(layers)]
     return [forced + high - layer * step for layer in range(layers)]

@@ -1,5 +1,6 @@
 """When a cache is compacted, and how much stays: what the host knows of an eviction."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError, at_least_one
+from kvjax.mesh import axis_size
 from kvjax.policies.budget import Budget, Shares, whole
 
 WHEN = "prompt", "chunk", "patched", "every", "overflow"
@@ -74,9 +76,9 @@ class Plan:
             raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
         if when == "patched" and not self.observed:
             raise UserError("when='patched' is for methods that look back at the last tokens")
-        if when == "chunk" and self.budget.size is None:
+        if self.schedule.in_chunks and self.budget.size is None:
             kept = whole(self.budget.of(chunk, 1))
-            stay = self.newest(kept) + self.first
+            stay = self.stay(kept)
             if kept < stay:
                 raise UserError(
                     f"the budget of {kept} of a chunk's {chunk} entries per kv head is below the {stay} that always "
@@ -101,6 +103,10 @@ class Plan:
         """How many of the newest of `kept` entries always stay."""
         return max(self.last, int(self.recent * kept))
 
+    def stay(self, kept: int | float, ring: int = 0) -> int:
+        """How many of `kept` entries always stay, the last `ring` of them in the ring."""
+        return max(self.newest(kept), ring) + self.first
+
     def kept(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
         return [self.budget.of(count, entry_bytes) for count in tokens]
@@ -114,10 +120,10 @@ class Plan:
         Raises:
             UserError: a context that is not longer than what is observed, a budget below what always stays.
         """
-        newest = [self.newest(share) for share in kept]
-        for count, share, last in zip(tokens, kept, newest, strict=True):
-            self._check(policy, count, whole(share), max(last, ring) + self.first)
-        return self.shares.counts(kept, tokens, layers, newest)
+        stay = [self.stay(share, ring) for share in kept]
+        for count, share, least in zip(tokens, kept, stay, strict=True):
+            self._check(policy, count, whole(share), least)
+        return self.shares.counts(kept, tokens, layers, stay)
 
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int
@@ -135,7 +141,7 @@ class Plan:
         the ring."""
         if not self.budget.proportional:
             kept = whole(self.budget.of(2**62, entry_bytes))
-            stay = max(self.newest(kept), ring) + self.first
+            stay = self.stay(kept, ring)
             if kept < stay:
                 raise UserError(
                     f"{policy}: the budget of {kept} entries per kv head is below the {stay} that always stay"
@@ -151,8 +157,23 @@ class Plan:
                 f"{policy}: the budget of {kept} of {tokens} entries per kv head is below the {stay} that always stay"
             )
 
-    def most(self, tokens: int) -> float:
+    def due(self, tokens: int, kept: float, ring: int) -> bool:
+        """Whether a sequence of so many tokens has more than its budget of `kept` entries, and enough of both for the
+        method: an answer may still make up for a prompt that is too short."""
+        over = self.budget.threshold is not None or tokens > kept
+        return over and tokens > self.observed and whole(kept) >= self.stay(kept, ring)
+
+    def most(self, tokens: int, entry_bytes: int) -> float:
         """Entries of a kv head that are held at most at one time while `tokens` tokens are read."""
-        if not self.schedule.in_chunks or self.budget.size is not None:
+        chunk = self.schedule.chunk
+        if not self.schedule.in_chunks:
             return float(tokens)
-        return min(float(tokens), self.budget.of(tokens, 1) + self.schedule.chunk + self.observed)
+        if self.by_chunk:
+            # a chunk keeps whole entries, in each layer
+            kept = math.ceil(tokens / chunk) * (whole(self.budget.of(chunk, entry_bytes)) + 1)
+        else:
+            kept = self.budget.of(tokens, entry_bytes)
+        if self.shares.over != "head":
+            # heads that compete may leave all of a budget to those of one shard
+            kept *= axis_size("tensor")
+        return float(min(tokens, kept + chunk + self.observed))

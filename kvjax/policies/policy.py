@@ -51,11 +51,14 @@ class Policy:
         """The states of one layer's admission and eviction before the first token."""
         return self.admission.init(batch), () if self.eviction is None else self.eviction.init(batch)
 
-    def expected_entries(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head."""
+    def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
+        """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head.
+        `entry_bytes`: one token's key and value in all layers and heads."""
         ring = min(tokens, self.window - 1)
         stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
-        return ring + (stored if self.plan is None else np.minimum(stored, self.plan.most(tokens)))
+        return ring + (
+            stored if self.plan is None else np.minimum(stored, self.plan.most(tokens, entry_bytes))
+        )
 
 
 def check_window(policy: str, window: int | None) -> int:

@@ -64,7 +64,7 @@ def captured_layers(model, prompt) -> list[Captured]:
 def scored(model, policy, prompts):
     """A prefilled cache's scores `[l b k s]`, aligned with the right end."""
     with use_mesh(model):
-        cache = sampling._new_cache(model, policy, prompts, max(LENGTHS), PAGE, None)
+        cache = sampling._new_cache(model, policy, prompts, 0, PAGE, None)
         quota = compaction.quota(policy, cache, [len(x) for x in prompts])
         cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))

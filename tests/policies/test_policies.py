@@ -173,7 +173,7 @@ def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, ga
     policy: Any = make_policy("wgkv", model=model, gates=tmp_path)
     assert policy.window == 6
     np.testing.assert_allclose(policy.admission.tau, 0.2)
-    np.testing.assert_allclose(policy.expected_entries(106), 5 + 0.25 * 101)
+    np.testing.assert_allclose(policy.expected_entries(106, 1), 5 + 0.25 * 101)
     other = tiny_model(num_layers=2)
     with pytest.raises(UserError, match=r"\(3, 4, 8\), the model has \(2, 4, 8\)"):
         make_policy("wgkv", model=other, gates=tmp_path)
@@ -183,10 +183,10 @@ def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, ga
 
 
 def test_expected_entries(model):
-    assert make_policy("full").expected_entries(100).item() == 100
+    assert make_policy("full").expected_entries(100, 1).item() == 100
     streaming = make_policy("streaming_llm", model=model, window=11, sink=4)
-    np.testing.assert_array_equal(streaming.expected_entries(100), np.full((3, 4), 14))
-    np.testing.assert_array_equal(streaming.expected_entries(8), np.full((3, 4), 8))
+    np.testing.assert_array_equal(streaming.expected_entries(100, 1), np.full((3, 4), 14))
+    np.testing.assert_array_equal(streaming.expected_entries(8, 1), np.full((3, 4), 8))
 
 
 @pytest.mark.parametrize(
