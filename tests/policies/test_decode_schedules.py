@@ -152,6 +152,68 @@ def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
             np.testing.assert_array_equal(cache.layers.length[layer, b], want)
 
 
+def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts):
+    """It is answered as by the full cache until it is long enough, and its pool is never too small."""
+    policy = make_policy("snapkv", model=model, observed=70, ratio=0.5, when="every", every=2)
+    out, held = held_by(model, prompts[:1], policy, capacity=None, max_new_tokens=8)
+    full = sampling.sample(model, prompts[:1], max_new_tokens=8, eos=())
+    np.testing.assert_array_equal(out.tokens, full.tokens)
+    assert held[0].tolist() == list(range(60, 67))
+
+
+def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):
+    cache, most = sampling.prefill(model, prompts, policy=periodic, page_size=PAGE), []
+    for _ in range(3):
+        questions = [prompt[:17] for prompt in prompts]
+        *_, (_, cache) = sampling.stream(
+            model, questions, policy=periodic, cache=cache, max_new_tokens=3, eos=(), block=2
+        )
+        most.append(np.asarray(cache.layers.length).max())
+        pages_are_whole(cache)
+    assert most == [ENTRIES + 2] * 3
+
+
+def test_nothing_protected_overflows(model, prompts):
+    """However much goes at a time: the last entries stay, and the others among which most are lost."""
+    policy = make_policy("snapkv", model=model, observed=16, entries=40, when="overflow", drop=0.9)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
+    captured = captured_layers(model, prompts[0])
+    for layer, c in enumerate(captured):
+        for head in range(4):
+            np.testing.assert_allclose(entries(cache, layer, 0, head), c.k[head][44:], atol=1e-4)
+
+
+def test_a_global_region_without_entries_has_nothing_to_lose(model):
+    """A prompt within the window of an admission."""
+    policy = make_policy("full", model=model, window=40, eviction="tova", entries=50, when="every", every=4)
+    _, held = held_by(model, [np.arange(20)], policy, capacity=None, max_new_tokens=4)
+    assert held[0].tolist() == [20, 21, 22]
+
+
+def test_only_what_was_read_is_counted(model, prompts):
+    """Beside Quest: every query's attention adds up to one."""
+    policy = make_policy(
+        "h2o", model=model, entries=1000, when="every", every=64, selection="quest", tokens=16
+    )
+    *_, (_, cache) = sampling.stream(
+        model, prompts, policy=policy, max_new_tokens=8, eos=(), block=7, page_size=PAGE, capacity=100
+    )
+    table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
+    counted = np.append(np.asarray(cache.pages.attended).sum(1), 0)[np.minimum(table, pool)].sum(-1)
+    np.testing.assert_allclose(
+        counted, np.broadcast_to(np.asarray(cache.seen)[:, None], (3, 2, 4)), rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("when", ["prompt", "every"])
+def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
+    """R-KV has nothing to look at where all entries are its own queries'."""
+    options = {"every": 1} if when == "every" else {}
+    policy = make_policy("r_kv", model=model, observed=8, entries=8, first=0, when=when, **options)
+    cache = sampling.prefill(model, [np.arange(9)], policy=policy, page_size=PAGE)
+    assert (np.asarray(cache.layers.length) == 8).all()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -166,6 +228,14 @@ def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
             "when='overflow' needs a budget in entries or size",
         ),
         ({"when": "overflow", "over": "layer"}, "when='overflow' takes a share of every head's own entries"),
+        (
+            {"when": "overflow", "last": 2},
+            "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
+        ),
+        (
+            {"critical": True, "entries": None, "threshold": 0.1},
+            "critical_kv shares out the places of a budget",
+        ),
         ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
         ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
         ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),
@@ -188,6 +258,14 @@ def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, whe
         UserError, match="the budget of 5 entries per kv head is below the 6 that always stay"
     ):
         sampling.prefill(model, [np.arange(4)], policy=policy)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "r_kv"])
+def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
+    cache = sampling.prefill(model, prompts, page_size=PAGE)
+    evicting = make_policy(policy, model=model, entries=ENTRIES, when="every", every=4)
+    with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
+        sampling.sample(model, prompts, cache=cache, policy=evicting)
 
 
 def test_attention_is_not_counted_within_a_window(model):
