@@ -21,7 +21,7 @@ class GenerateConfig:
     """A model folder, a hub id, or `builtin`."""
     policy: str = "full"
     """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
-    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction)."""
+    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest."""
     gates: Path | None = None
     """wgkv: a folder with trained gates (the `gates` of a training run's --out), or `builtin` for the built-in
     model's."""

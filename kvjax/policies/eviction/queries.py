@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh import BATCH, P
 from kvjax.step import Step, Stored
+from kvjax.struct import static, struct
 from pallas_kernels.attention_mass import attention_mass
 
 Queries = Float[Array, "b n w h"]
@@ -24,6 +25,19 @@ class Shape(NamedTuple):
     observed: int
     head_dim: int
     dtype: str
+
+
+@struct
+class Observing:
+    """A method whose memory is the last queries."""
+
+    shape: Shape = static()
+
+    def init(self, batch: int) -> Queries:
+        return empty(self.shape, batch)
+
+    def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
+        return remember(state, step, seen, valid)
 
 
 def shape_for(model: Any, observed: int) -> Shape:

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, at_least_one
 from kvjax.mesh import put
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
-from kvjax.step import Step, Stored
+from kvjax.step import Stored
 from kvjax.struct import static, struct
 
 ROWS = 128
@@ -21,7 +21,7 @@ ROWS = 128
 
 
 @struct
-class RKV:
+class RKV(queries.Observing):
     """λ · importance − (1 − λ) · redundancy  (Sec. 3.4, eq. 5).
 
     importance (eq. 2 and 3): the largest logit of a group's query heads, its softmax over the keys before the last
@@ -32,14 +32,7 @@ class RKV:
 
     balance: Float[Array, "*l"]
     alike: Float[Array, "*l"]
-    shape: queries.Shape = static()
     pool: int = static()
-
-    def init(self, batch: int) -> Queries:
-        return queries.empty(self.shape, batch)
-
-    def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
-        return queries.remember(state, step, seen, valid)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         seen = stored.eligible
@@ -88,10 +81,6 @@ def r_kv(
     if sink < 0:
         raise UserError(f"r_kv: sink must be at least 0, got {sink}")
     layers = model.config.num_layers
-    method = RKV(
-        put(np.full(layers, balance, np.float32)),
-        put(np.full(layers, alike, np.float32)),
-        queries.shape_for(model, observed),
-        pool,
-    )
+    shape, each = queries.shape_for(model, observed), np.ones(layers, np.float32)
+    method = RKV(shape, put(balance * each), put(alike * each), pool)
     return Method(method, last=observed, first=sink, observed=observed)

@@ -4,34 +4,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, at_least_one
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
-from kvjax.step import Step, Stored
+from kvjax.step import Stored
 from kvjax.struct import static, struct
 
 GROUP = "mean", "max"
 
 
 @struct
-class SnapKV:
+class SnapKV(queries.Observing):
     """Attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring keys
     (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
     of a group for each query, and of the neighbours."""
 
-    shape: queries.Shape = static()
     pool: int = static()
     pooling: str = static()
     group: str = static()
-
-    def init(self, batch: int) -> Queries:
-        return queries.empty(self.shape, batch)
-
-    def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
-        return queries.remember(state, step, seen, valid)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         observed = self.shape.observed

@@ -4,26 +4,18 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
-from kvjax.step import Step, Stored
-from kvjax.struct import static, struct
+from kvjax.step import Stored
+from kvjax.struct import struct
 
 
 @struct
-class TOVA:
+class TOVA(queries.Observing):
     """The last query's attention, averaged over all heads of the layer (Sec. 3.2)."""
-
-    shape: queries.Shape = static()
-
-    def init(self, batch: int) -> Queries:
-        return queries.empty(self.shape, batch)
-
-    def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
-        return queries.remember(state, step, seen, valid)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         mass = queries.attention(state, stored)
