@@ -66,7 +66,7 @@ def main(args: list[str] | None = None) -> None:
             calls = Calls()
             sample(
                 model, prompts, policy=policy, max_new_tokens=config.new_tokens, temperature=config.temperature,
-                key=jax.random.key(config.seed), eos=(), calls=calls,
+                key=jax.random.key(config.seed), eos=(), calls=calls, block=2,
             )  # fmt: skip
             held = np.array(calls.held)
             times = (np.diff(held, axis=0) < 0).sum(0)

@@ -43,6 +43,17 @@ def test_needle_draws_what_it_prints(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_gates_make_a_cache_overflow_less_often(tmp_path):
+    sizes = ["--prompts", "2", "--prompt-tokens", "96", "--new-tokens", "64", "--entries", "64"]
+    done = run("overflow.py", *sizes, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone, gated = done.stdout.splitlines()
+    evictions = [float(line.split(": ")[1].split()[0]) for line in (alone, gated)]
+    assert alone.startswith("snapkv: ")
+    assert gated.startswith("wgkv+snapkv: ")
+    assert evictions[0] >= 8 > evictions[1]
+
+
 def test_generate_answers_each_question_from_the_text(tmp_path):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 8)
     asked = ["--questions", "def second", "class Third", "--max-new-tokens", "4"]
