@@ -1,11 +1,12 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown
 from kvjax.policies.interfaces import Admission, Eviction, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.struct import static, struct
@@ -58,17 +59,19 @@ class Policy:
         return ring + (stored if self.plan is None else np.minimum(stored, self.plan.most(tokens)))
 
 
-def check_window(policy: str, window: int | None) -> int:
-    """`window` if it is a whole number of at least 1."""
-    if window is None or int(window) != window or window < 1:
-        raise UserError(f"{policy}: window must be a whole number of at least 1, got {window}")
-    return int(window)
-
-
-def check_heads(policy: str, shape: tuple[int, ...], layers: int | None, kv_heads: int | None) -> None:
-    """Refuse a table of heads that belongs to another model."""
-    given = (layers or shape[0], kv_heads or shape[1])
-    if tuple(shape) != given:
-        raise UserError(
-            f"{policy}: made for {shape[0]} layers × {shape[1]} kv heads, the model has {given[0]} × {given[1]}"
-        )
+def head_table(
+    policy: str, name: str, value: Any, layers: int | None, kv_heads: int | None, *, shares: bool = True
+) -> Float[np.ndarray, "l k"]:
+    """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of this model."""
+    try:
+        table = np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        table = np.array(np.nan)
+    if table.ndim != 2 or not np.isfinite(table).all() or (shares and ((table < 0) | (table > 1)).any()):
+        numbers = "numbers from 0 to 1" if shares else "finite numbers"
+        raise UserError(f"{policy}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
+    given = (layers or table.shape[0], kv_heads or table.shape[1])
+    if table.shape != given:
+        made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
+        raise UserError(f"{policy}: {name} {made_for}, the model has {given[0]} × {given[1]}")
+    return table
