@@ -18,17 +18,20 @@ from kvjax import cache as caches
 from kvjax import schedule
 from kvjax.cache import Cache, Stats
 from kvjax.calls import Calls
-from kvjax.errors import UserError, real_number, shown, whole_number
+from kvjax.errors import UserError, one_of, real_number, shown, whole_number
 from kvjax.feeding import extend, feed, padded
 from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
+from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 Prompts = Iterable[Any]
 """Token ids, a sequence a prompt."""
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
+COLDEST = 1e-6
+"""Logits divided by a smaller temperature may not be finite."""
 BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
 
@@ -154,8 +157,8 @@ def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     return rows
 
 
-def _check_made(where, model, policy, calls, cache=None):
-    """Refuse what was not made for its place."""
+def _check_made(where, model, policy=None, calls=None, cache=None, implementation=None):
+    """Refuse what was not made for its place, and a policy for another model."""
     for name, given, kind, source in (
         ("model", model, Decoder, "kvjax.load_model"),
         ("policy", policy, Policy | None, "kvjax.make_policy"),
@@ -164,6 +167,15 @@ def _check_made(where, model, policy, calls, cache=None):
     ):
         if not isinstance(given, kind):
             raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}")
+    if implementation is not None:
+        one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
+    if policy is not None:
+        layers, heads = model.config.num_layers, model.config.num_kv_heads
+        fits = all(leaf.shape[0] == layers for leaf in jax.tree.leaves(policy))
+        if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
+            raise UserError(
+                f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
+            )
 
 
 def _check_key(key: Any) -> None:
@@ -232,7 +244,7 @@ def prefill(
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
-    _check_made("prefill", model, policy, calls)
+    _check_made("prefill", model, policy, calls, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     page_size, chunk = (
         whole_number("prefill", "page_size", page_size),
@@ -248,6 +260,7 @@ def prefill(
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    _check_made("logits", model)
     with use_mesh(model):
         rows = _rows(model, tokens)
         if len({row.size for row in rows}) > 1:
@@ -287,13 +300,15 @@ def stream(
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
     Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
     """
-    _check_made("sample", model, policy, calls, cache)
+    _check_made("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
-    temperature = real_number("sample", "temperature", temperature, 0)
+    temperature = real_number("sample", "temperature", temperature, 0.0)
+    if temperature > 0:
+        real_number("sample", "temperature above 0", temperature, COLDEST)
     top_k = whole_number("sample", "top_k", top_k, 0)
-    top_p = real_number("sample", "top_p", top_p, above=0, most=1)
+    top_p = real_number("sample", "top_p", top_p, above=0.0, most=1.0)
     if temperature > 0 and key is None:
         raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
     _check_key(key)

@@ -43,7 +43,7 @@ class Budget:
         if name in ("entries", "size"):
             number = whole_number("budget", name, number, most=MOST)
         elif name == "ratio":
-            number = real_number("budget", "ratio", number, above=0, most=1)
+            number = real_number("budget", "ratio", number, above=0.0, most=1.0)
         else:
             number = real_number("budget", name, number)
         object.__setattr__(self, name, number)
@@ -89,10 +89,10 @@ class Shares:
 
     def __post_init__(self):
         one_of("budget", "over", self.over, OVER)
-        pinned = real_number("budget", "pinned", self.pinned, 0, 1)
+        pinned = real_number("budget", "pinned", self.pinned, 0.0, 1.0)
         object.__setattr__(self, "pinned", pinned)
         if self.pyramid is not None:
-            object.__setattr__(self, "pyramid", real_number("budget", "pyramid", self.pyramid, above=1))
+            object.__setattr__(self, "pyramid", real_number("budget", "pyramid", self.pyramid, above=1.0))
 
     def counts(
         self, kept: Sequence[float], tokens: Sequence[int], layers: int, newest: Sequence[int]

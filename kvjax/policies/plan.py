@@ -34,7 +34,7 @@ class Schedule:
         whole = {"chunk": 0, "every": 1 if self.when == "every" else 0}
         for name, least in whole.items():
             object.__setattr__(self, name, whole_number("schedule", name, getattr(self, name), least))
-        drop = real_number("schedule", "drop", self.drop, above=0, most=1)
+        drop = real_number("schedule", "drop", self.drop, above=0.0, most=1.0)
         object.__setattr__(self, "drop", drop)
         if self.chunk and not self.in_chunks:
             raise UserError(f"chunk={self.chunk} needs when='chunk' or when='patched'")

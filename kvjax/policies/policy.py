@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.interfaces import Admission, Eviction, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.struct import static, struct
@@ -59,19 +59,25 @@ class Policy:
         return ring + (stored if self.plan is None else np.minimum(stored, self.plan.most(tokens)))
 
 
+NO_TABLE: np.ndarray = np.zeros(0)
+
+
 def head_table(
     policy: str, name: str, value: Any, layers: int | None, kv_heads: int | None, *, shares: bool = True
 ) -> Float[np.ndarray, "l k"]:
     """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of this model."""
     try:
-        table = np.asarray(value, np.float64)
+        given = np.asarray(value)
+        table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE
     except (TypeError, ValueError):
-        table = np.array(np.nan)
-    if table.ndim != 2 or not np.isfinite(table).all() or (shares and ((table < 0) | (table > 1)).any()):
+        table = NO_TABLE
+    outside = ~np.isfinite(table) | (shares & ((table < 0) | (table > 1)))
+    if table.ndim != 2 or table.size == 0 or outside.any():
         numbers = "numbers from 0 to 1" if shares else "finite numbers"
         raise UserError(f"{policy}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
-    given = (layers or table.shape[0], kv_heads or table.shape[1])
-    if table.shape != given:
+    wanted = zip(("layers", "kv_heads"), (layers, kv_heads), table.shape, strict=True)
+    shape = tuple(size if own is None else whole_number(policy, what, own) for what, own, size in wanted)
+    if table.shape != shape:
         made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
-        raise UserError(f"{policy}: {name} {made_for}, the model has {given[0]} × {given[1]}")
+        raise UserError(f"{policy}: {name} {made_for}, the model has {shape[0]} × {shape[1]}")
     return table

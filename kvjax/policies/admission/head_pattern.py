@@ -101,7 +101,7 @@ def head_pattern(
     if ratio is None:
         retrieval = weights >= 0.5
     else:
-        retrieval = choose_heads(weights, real_number("head_pattern", "ratio", ratio, 0, 1))
+        retrieval = choose_heads(weights, real_number("head_pattern", "ratio", ratio, 0.0, 1.0))
     sink = whole_number("head_pattern", "sink", sink, 0)
     return Policy(
         HeadPattern(put(retrieval, None, "tensor"), put(np.full(len(weights), sink, np.int32))),

@@ -68,7 +68,7 @@ def random(
         whole_number("random", name, size) for name, size in (("layers", layers), ("kv_heads", kv_heads))
     )
     if rates is None:
-        table = np.full((layers, kv_heads), real_number("random", "ratio", ratio, 0, 1))
+        table = np.full((layers, kv_heads), real_number("random", "ratio", ratio, 0.0, 1.0))
     else:
         table = head_table("random", "rates", rates, layers, kv_heads)
     seeds = np.full(layers, whole_number("random", "seed", seed, 0), np.int32)

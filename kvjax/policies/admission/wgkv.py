@@ -226,7 +226,7 @@ def wgkv(
         raise UserError(f"wgkv: gates must be a folder of gates or a WriteGate, got {shown(gates)}")
     layers, kv_heads, fan_in, _ = gates.w1.shape
     _check_made_for((layers, kv_heads, fan_in // 2), model)
-    tau = real_number("wgkv", "tau", description.get("tau", 0.1) if tau is None else tau, 0, 1)
+    tau = real_number("wgkv", "tau", description.get("tau", 0.1) if tau is None else tau, 0.0, 1.0)
     window = whole_number("wgkv", "window", description.get("window") if window is None else window)
     known = description.get("rate") if rate is None else rate
     known = np.ones((layers, kv_heads)) if known is None else known

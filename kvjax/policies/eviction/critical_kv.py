@@ -52,6 +52,6 @@ def _output_norm(stored: Stored) -> Float[Array, "b k s"]:
 
 def critical_kv(base: Method, *, first: float = 0.5, epsilon: float = 1e-4) -> Method:
     """Over the scores of `base`."""
-    first = real_number("critical_kv", "first_stage", first, 0, 1)
-    epsilon = real_number("critical_kv", "epsilon", epsilon, 0)
+    first = real_number("critical_kv", "first_stage", first, 0.0, 1.0)
+    epsilon = real_number("critical_kv", "epsilon", epsilon, 0.0)
     return replace(base, eviction=CriticalKV(base.eviction, first, epsilon))

@@ -100,7 +100,7 @@ def expected_attention(
     """The first `sink` entries stay. `future`: how many positions the queries are expected at."""
     where = "expected_attention"
     future, sink = whole_number(where, "future", future), whole_number(where, "sink", sink, 0)
-    epsilon = real_number(where, "epsilon", epsilon, 0)
+    epsilon = real_number(where, "epsilon", epsilon, 0.0)
     one_of(where, "values", values, (True, False))
     config = model.config
     layers = config.num_layers

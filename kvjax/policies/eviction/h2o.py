@@ -21,5 +21,5 @@ class H2O(Unobserved):
 
 def h2o(*, recent: float = 0.5) -> Method:
     """`recent`: the share of the budget that goes to the newest entries whatever their attention."""
-    recent = real_number("h2o", "recent", recent, 0, 1)
+    recent = real_number("h2o", "recent", recent, 0.0, 1.0)
     return Method(H2O(), recent=recent, attended=True)

@@ -83,7 +83,7 @@ def r_kv(
 ) -> Method:
     """The last `observed` and the first `sink` entries stay. `balance`: λ."""
     observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
-    balance, alike = real_number("r_kv", "balance", balance, 0, 1), real_number("r_kv", "alike", alike)
+    balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)
     sink = whole_number("r_kv", "sink", sink, 0)
     layers = model.config.num_layers
     method = RKV(

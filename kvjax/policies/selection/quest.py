@@ -72,7 +72,7 @@ def quest(*, layers: int, tokens: int | None = None, ratio: float | None = None,
         raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
     tokens = 0 if tokens is None else whole_number("quest", "tokens", tokens, most=EVERYTHING)
     if ratio is not None:
-        ratio = real_number("quest", "ratio", ratio, above=0, most=1)
+        ratio = real_number("quest", "ratio", ratio, above=0.0, most=1.0)
     layers = whole_number("quest", "layers", layers)
     whole = np.arange(layers) < whole_number(f"quest on {layers} layers", "skip", skip, 0, layers)
     return Quest(
