@@ -20,7 +20,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, whole_number
 from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards
 from kvjax.policies.policy import Policy
 from kvjax.struct import static, struct
@@ -138,7 +138,8 @@ def pages_for(
         pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
         return max(1, batch * largest_shard(np.broadcast_to(pages, (layers, heads)), tensor))
     if not isinstance(capacity, str):
-        pages = -(-int(capacity) * local_rows // page_size)
+        what = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
+        pages = -(-whole_number("cache", what, capacity, most=2**62) * local_rows // page_size)
     elif capacity.endswith("%"):
         pages = int(_number(capacity[:-1], capacity) / 100 * _device_bytes()) // page_bytes
     else:
@@ -188,8 +189,7 @@ def empty(
 ) -> Cache:
     """A cache that has seen nothing, for `batch` sequences (a multiple of the mesh's batch shards) of at most `tokens`
     tokens each, on the current mesh. `capacity` as in `pages_for`."""
-    if page_size < 1:
-        raise UserError(f"page_size must be at least 1, got {page_size}")
+    page_size = whole_number("cache", "page_size", page_size)
     local_batch = batch // batch_shards()
     page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
     page_bytes += 4 * page_size * policy.attended

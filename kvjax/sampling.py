@@ -6,7 +6,7 @@ tokens, stop flags and the pool's free count between blocks only.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -18,17 +18,20 @@ from kvjax import cache as caches
 from kvjax import schedule
 from kvjax.cache import Cache, Stats
 from kvjax.calls import Calls
-from kvjax.errors import UserError, at_least_one
+from kvjax.errors import UserError, one_of, real_number, shown, whole_number
 from kvjax.feeding import extend, feed, padded
 from kvjax.mesh import BATCH, P, adopt, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
+from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
-Prompts = Sequence[Any] | np.ndarray
+Prompts = Iterable[Any]
 """Token ids, a sequence a prompt."""
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
+COLDEST = 1e-6
+"""Logits divided by a smaller temperature may not be finite."""
 BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
 
@@ -123,12 +126,22 @@ def _on_mesh(policy: Policy | None) -> Policy:
 
 def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     """The prompts as arrays of token ids, checked."""
-    if isinstance(prompts, str) or any(isinstance(prompt, str) for prompt in prompts):
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
+    if any(isinstance(prompt, str) for prompt in prompts):
         raise UserError("prompts must be token ids, got text: encode it with the model's tokenizer")
-    rows = [np.asarray(prompt) for prompt in prompts]
-    if not rows:
+    if not prompts:
         raise UserError("no prompt was given")
-    for index, row in enumerate(rows):
+    rows = []
+    for index, prompt in enumerate(prompts):
+        try:
+            rows.append(row := np.asarray(prompt))
+        except ValueError:
+            raise UserError(
+                f"prompt {index} must be a list of whole token ids, got {shown(prompt)}"
+            ) from None
         if row.size == 0:
             raise UserError(f"prompt {index} is empty: it needs at least one token")
         if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
@@ -142,6 +155,45 @@ def _rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
                 f"the model's vocabulary is 0 … {model.config.vocab_size - 1}"
             )
     return rows
+
+
+def _check_made(where, model, policy=None, calls=None, cache=None, implementation=None):
+    """Refuse what was not made for its place, and a policy for another model."""
+    for name, given, kind, source in (
+        ("model", model, Decoder, "kvjax.load_model"),
+        ("policy", policy, Policy | None, "kvjax.make_policy"),
+        ("cache", cache, Cache | None, "kvjax.prefill"),
+        ("calls", calls, Calls | None, "kvjax.calls.Calls()"),
+    ):
+        if not isinstance(given, kind):
+            raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}")
+    if implementation is not None:
+        one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
+    if policy is not None:
+        layers, heads = model.config.num_layers, model.config.num_kv_heads
+        fits = all(leaf.shape[0] == layers for leaf in jax.tree.leaves(policy))
+        if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
+            raise UserError(
+                f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
+            )
+
+
+def _check_key(key: Any) -> None:
+    """Refuse what is no single random key."""
+    if key is not None:
+        try:
+            jax.eval_shape(jax.random.fold_in, key, 0)
+        except (TypeError, ValueError):
+            raise UserError(f"sample: key must be one jax.random.key(seed), got {shown(key)}") from None
+
+
+def _token_ids(eos: Iterable[int]) -> tuple[int, ...]:
+    """The stop tokens that the user named."""
+    try:
+        tokens = tuple(eos)
+    except TypeError:
+        raise UserError(f"sample: eos must be a list of token ids, got {shown(eos)}") from None
+    return tuple(whole_number("sample", "a token id of eos", token, 0) for token in tokens)
 
 
 def _new_cache(model, policy, rows, room, page_size, capacity) -> Cache:
@@ -196,7 +248,12 @@ def prefill(
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
-    at_least_one("prefill", chunk=chunk)
+    _check_made("prefill", model, policy, calls, implementation=implementation)
+    max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
+    page_size, chunk = (
+        whole_number("prefill", "page_size", page_size),
+        whole_number("prefill", "chunk", chunk),
+    )
     with use_mesh(model):
         policy = _on_mesh(policy)
         rows = _rows(model, tokens)
@@ -206,6 +263,7 @@ def prefill(
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    _check_made("logits", model)
     with use_mesh(model):
         rows = _rows(model, tokens)
         if len({row.size for row in rows}) > 1:
@@ -245,14 +303,19 @@ def stream(
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
     Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
     """
-    at_least_one("sample", max_new_tokens=max_new_tokens, chunk=chunk, block=block)
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise UserError(
-            f"expected temperature ≥ 0, top_k ≥ 0 and 0 < top_p ≤ 1, got {temperature}, {top_k} and {top_p}"
-        )
+    _check_made("sample", model, policy, calls, cache, implementation)
+    max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
+    page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
+    block = whole_number("sample", "block", block)
+    temperature = real_number("sample", "temperature", temperature, 0.0)
+    if temperature > 0:
+        real_number("sample", "temperature above 0", temperature, COLDEST)
+    top_k = whole_number("sample", "top_k", top_k, 0)
+    top_p = real_number("sample", "top_p", top_p, above=0.0, most=1.0)
     if temperature > 0 and key is None:
         raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
-    stop = tuple(model.config.eos_ids if eos is None else eos)
+    _check_key(key)
+    stop = tuple(model.config.eos_ids if eos is None else _token_ids(eos))
     draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
     key = jax.random.key(0) if key is None else key
     # the caller's code runs between the blocks, so no mesh may stay set there
@@ -355,6 +418,8 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
     Raises:
         UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
     """
+    if arguments.get("eos") is not None:
+        arguments["eos"] = _token_ids(arguments["eos"])
     parts: list[list[np.ndarray]] = []
     cache = None
     for block, cache in stream(model, prompts, **arguments):

@@ -281,12 +281,15 @@ def test_the_default_pool_holds_what_chance_admits(model):
         ),
         (lambda m: sampling.sample(m, ["text"]), "must be token ids"),
         (lambda m: sampling.sample(m, [[1, 61]]), r"token id 61, the model's vocabulary is 0 … 60"),
-        (lambda m: sampling.sample(m, [[1]], max_new_tokens=0), "max_new_tokens must be at least 1"),
+        (
+            lambda m: sampling.sample(m, [[1]], max_new_tokens=0),
+            "max_new_tokens must be a whole number of at least 1",
+        ),
         (lambda m: sampling.sample(m, [[1]], temperature=1.0), "needs key"),
         (lambda m: sampling.sample(m, [[1]], top_p=0.0), "top_p"),
         (lambda m: sampling.prefill(m, [[1]], capacity="12 apples"), "capacity '12 apples'"),
         (lambda m: sampling.prefill(m, [[1]], capacity="-3GiB"), "positive number"),
-        (lambda m: sampling.prefill(m, [[1]], page_size=0), "page_size must be at least 1"),
+        (lambda m: sampling.prefill(m, [[1]], page_size=0), "page_size must be a whole number of at least 1"),
         (
             lambda m: sampling.prefill(m, [[1]], policy=make_policy("full", window=50), capacity=20),
             "capacity 20: .* fewer than",

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import use_mesh
 from kvjax.policies.admission.full import Full, full
 from kvjax.policies.admission.head_pattern import head_pattern
@@ -87,6 +87,12 @@ def make_policy(
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
             that means nothing.
     """
+    parts_named = {"name": name, "admission": admission, "eviction": eviction, "selection": selection}
+    for what, given in parts_named.items():
+        if given is not None and not isinstance(given, str):
+            raise UserError(f"make_policy: {what} must be the name of a method, got {shown(given)}")
+    if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
+        raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
     made_of = (name,) if name else (admission, eviction)
     label = "+".join(x for x in (*made_of, selection) if x) or "full"
     if name in SELECTIONS:
@@ -125,9 +131,13 @@ def make_policy(
         return policy if chosen is None else dataclasses.replace(policy, name=label, selection=chosen)
 
 
-def second_stage(*, critical: bool = False, first_stage: float = 0.5) -> float | None:
-    """The share of the places that the scores alone give, before CriticalKV weighs the rest; None: all of them."""
-    return first_stage if critical else None
+def second_stage(*, critical: bool = False, first_stage: float | None = None) -> float | None:
+    """The share of the places that the scores alone give (half of them if it is not stated), before CriticalKV weighs
+    the rest; None: all of them."""
+    one_of("critical_kv", "critical", critical, (True, False))
+    if not critical and first_stage is not None:
+        raise UserError(f"critical_kv: first_stage={shown(first_stage)} needs critical=True")
+    return (0.5 if first_stage is None else first_stage) if critical else None
 
 
 def _evicting(
@@ -188,8 +198,11 @@ def _divided(
             )
     given = dict(arguments)
     if model is not None:
-        shape = {"layers": model.config.num_layers, "kv_heads": model.config.num_kv_heads, "model": model}
-        given = shape | given
+        shape = {"layers": model.config.num_layers, "kv_heads": model.config.num_kv_heads}
+        for name, size in shape.items():
+            if name in given and whole_number(label, name, given[name]) != size:
+                raise UserError(f"{label}: {name} is {given[name]}, the model has {size}")
+        given = given | shape | {"model": model}
     needed = [
         name
         for parameters in known.values()

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, one_of, real_number, shown, whole_number
 from kvjax.policies.top import OVER
+
+MOST = 2**62
+"""No context has so many entries or bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +37,16 @@ class Budget:
         names = "ratio", "entries", "size", "threshold"
         given = {name: x for name in names if (x := getattr(self, name)) is not None}
         if len(given) != 1:
-            raise UserError(f"a budget is one of ratio, entries, size and threshold, got {given or 'none'}")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise UserError(f"ratio is the share that stays, above 0 and at most 1, got {self.ratio}")
+            got = shown(given) if given else "none"
+            raise UserError(f"a budget is one of ratio, entries, size and threshold, got {got}")
         ((name, number),) = given.items()
-        if name in ("entries", "size") and (number != int(number) or number < 1):
-            raise UserError(f"{name} must be a whole number of at least 1, got {number}")
-        if not math.isfinite(number):
-            raise UserError(f"{name} must be a finite number, got {number}")
+        if name in ("entries", "size"):
+            number = whole_number("budget", name, number, most=MOST)
+        elif name == "ratio":
+            number = real_number("budget", "ratio", number, above=0.0, most=1.0)
+        else:
+            number = real_number("budget", name, number)
+        object.__setattr__(self, name, number)
 
     @property
     def proportional(self) -> bool:
@@ -83,12 +88,11 @@ class Shares:
     pyramid: float | None = None
 
     def __post_init__(self):
-        if self.over not in OVER:
-            raise UserError(f"over is one of {', '.join(OVER)}, got {self.over!r}")
-        if not 0 <= self.pinned <= 1:
-            raise UserError(f"the pinned share must be from 0 to 1, got {self.pinned}")
-        if self.pyramid is not None and self.pyramid <= 1:
-            raise UserError(f"the pyramid's β must be above 1, got {self.pyramid}")
+        one_of("budget", "over", self.over, OVER)
+        pinned = real_number("budget", "pinned", self.pinned, 0.0, 1.0)
+        object.__setattr__(self, "pinned", pinned)
+        if self.pyramid is not None:
+            object.__setattr__(self, "pyramid", real_number("budget", "pyramid", self.pyramid, above=1.0))
 
     def counts(
         self, kept: Sequence[float], tokens: Sequence[int], layers: int, stay: Sequence[int]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError, at_least_one
+from kvjax.errors import UserError, one_of, real_number, whole_number
 from kvjax.mesh import axis_size
 from kvjax.policies.budget import Budget, Shares, whole
 
@@ -32,18 +32,16 @@ class Schedule:
     drop: float = 0.1
 
     def __post_init__(self):
-        if self.when not in WHEN:
-            raise UserError(f"when is one of {', '.join(WHEN)}, got {self.when!r}")
+        one_of("schedule", "when", self.when, WHEN)
+        whole = {"chunk": 0, "every": 1 if self.when == "every" else 0}
+        for name, least in whole.items():
+            object.__setattr__(self, name, whole_number("schedule", name, getattr(self, name), least))
+        drop = real_number("schedule", "drop", self.drop, above=0.0, most=1.0)
+        object.__setattr__(self, "drop", drop)
         if self.chunk and not self.in_chunks:
             raise UserError(f"chunk={self.chunk} needs when='chunk' or when='patched'")
-        if self.when == "every":
-            at_least_one("when='every'", every=self.every)
-        elif self.every:
+        if self.every and self.when != "every":
             raise UserError(f"every={self.every} needs when='every'")
-        if not 0 < self.drop <= 1:
-            raise UserError(
-                f"drop is the share of a head's entries that goes, above 0 and at most 1, got {self.drop}"
-            )
 
     @property
     def in_chunks(self) -> bool:

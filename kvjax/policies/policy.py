@@ -1,11 +1,12 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.interfaces import Admission, Eviction, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.struct import static, struct
@@ -61,17 +62,25 @@ class Policy:
         )
 
 
-def check_window(policy: str, window: int | None) -> int:
-    """`window` if it is a whole number of at least 1."""
-    if window is None or int(window) != window or window < 1:
-        raise UserError(f"{policy}: window must be a whole number of at least 1, got {window}")
-    return int(window)
+NO_TABLE: np.ndarray = np.zeros(0)
 
 
-def check_heads(policy: str, shape: tuple[int, ...], layers: int | None, kv_heads: int | None) -> None:
-    """Refuse a table of heads that belongs to another model."""
-    given = (layers or shape[0], kv_heads or shape[1])
-    if tuple(shape) != given:
-        raise UserError(
-            f"{policy}: made for {shape[0]} layers × {shape[1]} kv heads, the model has {given[0]} × {given[1]}"
-        )
+def head_table(
+    policy: str, name: str, value: Any, layers: int | None, kv_heads: int | None, *, shares: bool = True
+) -> Float[np.ndarray, "l k"]:
+    """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of this model."""
+    try:
+        given = np.asarray(value)
+        table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE
+    except (TypeError, ValueError):
+        table = NO_TABLE
+    outside = ~np.isfinite(table) | (shares & ((table < 0) | (table > 1)))
+    if table.ndim != 2 or table.size == 0 or outside.any():
+        numbers = "numbers from 0 to 1" if shares else "finite numbers"
+        raise UserError(f"{policy}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
+    wanted = zip(("layers", "kv_heads"), (layers, kv_heads), table.shape, strict=True)
+    shape = tuple(size if own is None else whole_number(policy, what, own) for what, own, size in wanted)
+    if table.shape != shape:
+        made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
+        raise UserError(f"{policy}: {name} {made_for}, the model has {shape[0]} × {shape[1]}")
+    return table

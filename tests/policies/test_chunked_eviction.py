@@ -147,7 +147,10 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
             {"name": "knorm", "admission": "streaming_llm", "window": 9},
             "knorm: when='chunk' counts the tokens of a chunk, which an admission does not all store",
         ),
-        ({"when": "sometimes"}, "when is one of prompt, chunk, patched, every, overflow, got 'sometimes'"),
+        (
+            {"when": "sometimes"},
+            "schedule: when is one of prompt, chunk, patched, every, overflow, got 'sometimes'",
+        ),
         ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk' or when='patched'"),
         ({"chunk": 6}, "when='chunk' needs a chunk of more than 6 tokens, got 6"),
         (

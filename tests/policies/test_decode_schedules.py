@@ -217,11 +217,11 @@ def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"when": "every"}, "when='every': every must be at least 1, got 0"),
+        ({"when": "every"}, "schedule: every must be a whole number of at least 1, got 0"),
         ({"every": 8}, "every=8 needs when='every'"),
         (
             {"when": "overflow", "drop": 0.0},
-            "drop is the share of a head's entries that goes, above 0 and at most 1",
+            "drop must be a finite number, above 0 and at most 1",
         ),
         (
             {"when": "overflow", "entries": None, "ratio": 0.5},

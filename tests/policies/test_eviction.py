@@ -289,15 +289,24 @@ def test_freed_pages_are_used_again(model, prompts):
             {"name": "snapkv", "ratio": 0.5, "entries": 8},
             "a budget is one of ratio, entries, size and threshold, got",
         ),
-        ({"name": "snapkv", "ratio": 1.5}, "ratio is the share that stays, above 0 and at most 1, got 1.5"),
+        (
+            {"name": "snapkv", "ratio": 1.5},
+            "budget: ratio must be a finite number, above 0 and at most 1, got 1.5",
+        ),
         ({"name": "snapkv", "entries": 0}, "entries must be a whole number of at least 1, got 0"),
         ({"name": "snapvk", "ratio": 0.5}, "unknown policy 'snapvk'; the nearest known: snapkv"),
         (
             {"name": "adakv", "eviction": "knrm", "ratio": 0.5},
             "unknown eviction 'knrm'; the nearest known: knorm",
         ),
-        ({"name": "adakv", "pinned": 2.0, "ratio": 0.5}, "the pinned share must be from 0 to 1, got 2.0"),
-        ({"name": "pyramidkv", "pyramid": 0.5, "ratio": 0.5}, "the pyramid's β must be above 1, got 0.5"),
+        (
+            {"name": "adakv", "pinned": 2.0, "ratio": 0.5},
+            "budget: pinned must be a finite number, at least 0 and at most 1, got 2.0",
+        ),
+        (
+            {"name": "pyramidkv", "pyramid": 0.5, "ratio": 0.5},
+            "budget: pyramid must be a finite number, above 1, got 0.5",
+        ),
         (
             {"name": "random", "eviction": "knorm", "ratio": 0.5, "window": 9},
             "random: ratio is an argument of the admission and of the budget",

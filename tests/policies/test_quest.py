@@ -229,8 +229,11 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
             "quest: what a query reads is one of tokens and ratio, got tokens=8 and ratio=0.5",
         ),
         ({"name": "quest", "tokens": 0}, "quest: tokens must be a whole number of at least 1, got 0"),
-        ({"name": "quest", "ratio": 1.5}, "quest: ratio is the share that is read, above 0 and at most 1, got 1.5"),
-        ({"name": "quest", "tokens": 8, "skip": 4}, "quest: skip must be from 0 to the model's 3 layers, got 4"),
+        ({"name": "quest", "ratio": 1.5}, "quest: ratio must be a finite number, above 0 and at most 1, got 1.5"),
+        (
+            {"name": "quest", "tokens": 8, "skip": 4},
+            "quest on 3 layers: skip must be a whole number of at most 3, got 4",
+        ),
         ({"name": "qest", "tokens": 8}, "unknown policy 'qest'; the nearest known: quest"),
         ({"name": "full", "selection": "qust", "tokens": 8}, "unknown selection 'qust'; the nearest known: quest"),
         (

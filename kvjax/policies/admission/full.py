@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from kvjax.errors import whole_number
 from kvjax.policies.interfaces import Keep
-from kvjax.policies.policy import Policy, check_window
+from kvjax.policies.policy import Policy
 from kvjax.step import Step
 from kvjax.struct import struct
 
@@ -29,4 +30,4 @@ class Full:
 
 def full(*, window: int = 1) -> Policy:
     """Plain attention over everything. The window changes nothing but where entries lie; 1 leaves no ring."""
-    return Policy(Full(), name="full", window=check_window("full", window))
+    return Policy(Full(), name="full", window=whole_number("full", "window", window))

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
 from kvjax.policies.interfaces import Keep
-from kvjax.policies.policy import Policy, check_heads, check_window
+from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
@@ -92,21 +92,19 @@ def head_pattern(
         weights, own_sink, own_window = read_pattern(pattern)
         sink, window = (own_sink if sink is None else sink), (own_window if window is None else window)
     else:
-        weights = np.asarray(pattern, np.float64)
+        weights = pattern
         if sink is None or window is None:
             raise UserError(
                 "head_pattern: a table of weights needs sink and window as well; a pattern folder has them"
             )
-    if weights.ndim != 2:
-        raise UserError(f"head_pattern: expected weights of shape (layers, kv heads), got {weights.shape}")
-    check_heads("head_pattern", weights.shape, layers, kv_heads)
-    if ratio is not None and not 0 <= ratio <= 1:
-        raise UserError(f"head_pattern: ratio must be in [0, 1], got {ratio}")
-    if sink < 0:
-        raise UserError(f"head_pattern: sink must be at least 0, got {sink}")
-    retrieval = weights >= 0.5 if ratio is None else choose_heads(weights, ratio)
+    weights = head_table("head_pattern", "pattern", weights, layers, kv_heads, shares=False)
+    if ratio is None:
+        retrieval = weights >= 0.5
+    else:
+        retrieval = choose_heads(weights, real_number("head_pattern", "ratio", ratio, 0.0, 1.0))
+    sink = whole_number("head_pattern", "sink", sink, 0)
     return Policy(
         HeadPattern(put(retrieval, None, "tensor"), put(np.full(len(weights), sink, np.int32))),
         name="head_pattern",
-        window=check_window("head_pattern", window),
+        window=whole_number("head_pattern", "window", window),
     )

@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
 from kvjax.policies.interfaces import Keep
-from kvjax.policies.policy import Policy, check_heads, check_window
+from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
@@ -64,12 +64,16 @@ def random(
     measured to have)."""
     if (ratio is None) == (rates is None):
         raise UserError("random: give either ratio (one number) or rates (layers × kv heads)")
-    table = np.full((layers, kv_heads), ratio, np.float32) if rates is None else np.asarray(rates, np.float32)
-    check_heads("random", table.shape, layers, kv_heads)
-    if not (np.isfinite(table).all() and (table >= 0).all() and (table <= 1).all()):
-        raise UserError(f"random: admission rates must be in [0, 1], got {ratio if rates is None else table}")
+    layers, kv_heads = (
+        whole_number("random", name, size) for name, size in (("layers", layers), ("kv_heads", kv_heads))
+    )
+    if rates is None:
+        table = np.full((layers, kv_heads), real_number("random", "ratio", ratio, 0.0, 1.0))
+    else:
+        table = head_table("random", "rates", rates, layers, kv_heads)
+    seeds = np.full(layers, whole_number("random", "seed", seed, 0), np.int32)
     return Policy(
-        Random(put(table, None, "tensor"), put(np.full(layers, seed, np.int32))),
+        Random(put(table.astype(np.float32), None, "tensor"), put(seeds)),
         name="random",
-        window=check_window("random", window),
+        window=whole_number("random", "window", window),
     )

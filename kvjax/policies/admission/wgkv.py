@@ -19,10 +19,10 @@ from jaxtyping import Array, Float
 from safetensors.numpy import load_file, save_file
 
 from kvjax.builtin import BUILTIN, builtin_gates
-from kvjax.errors import UserError
+from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.mesh import axis_size, put, use_mesh
 from kvjax.policies.interfaces import Keep
-from kvjax.policies.policy import Policy, check_window
+from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import static, struct
 
@@ -222,15 +222,14 @@ def wgkv(
     description: dict[str, Any] = {}
     if isinstance(gates, (str, Path)):
         gates, description = load_gates(gates, model)
+    if not isinstance(gates, WriteGate):
+        raise UserError(f"wgkv: gates must be a folder of gates or a WriteGate, got {shown(gates)}")
     layers, kv_heads, fan_in, _ = gates.w1.shape
     _check_made_for((layers, kv_heads, fan_in // 2), model)
-    tau = float(description.get("tau", 0.1) if tau is None else tau)
-    if not 0 <= tau <= 1:
-        raise UserError(f"wgkv: tau must be in [0, 1], got {tau}")
-    window = check_window("wgkv", description.get("window") if window is None else window)
+    tau = real_number("wgkv", "tau", description.get("tau", 0.1) if tau is None else tau, 0.0, 1.0)
+    window = whole_number("wgkv", "window", description.get("window") if window is None else window)
     known = description.get("rate") if rate is None else rate
-    table = np.ones((layers, kv_heads), np.float32) if known is None else np.asarray(known, np.float32)
-    if table.shape != (layers, kv_heads):
-        raise UserError(f"wgkv: rate should have shape {(layers, kv_heads)}, got {table.shape}")
+    known = np.ones((layers, kv_heads)) if known is None else known
+    table = head_table("wgkv", "rate", known, layers, kv_heads).astype(np.float32)
     admission = WGKV(gates, put(np.full(layers, tau, np.float32)), put(table, None, "tensor"))
     return Policy(admission, name="wgkv", window=window)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import real_number
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction, State
 from kvjax.policies.top import top
@@ -52,6 +52,6 @@ def _output_norm(stored: Stored) -> Float[Array, "b k s"]:
 
 def critical_kv(base: Method, *, first: float = 0.5, epsilon: float = 1e-4) -> Method:
     """Over the scores of `base`."""
-    if not 0 <= first <= 1:
-        raise UserError(f"critical_kv: first_stage is a share of the places, from 0 to 1, got {first}")
+    first = real_number("critical_kv", "first_stage", first, 0.0, 1.0)
+    epsilon = real_number("critical_kv", "epsilon", epsilon, 0.0)
     return replace(base, eviction=CriticalKV(base.eviction, first, epsilon))

@@ -8,7 +8,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import at_least_one
+from kvjax.errors import one_of, real_number, whole_number
 from kvjax.mesh import BATCH, P, put
 from kvjax.policies.eviction.method import Method
 from kvjax.step import Step, Stored
@@ -98,7 +98,10 @@ def expected_attention(
     *, model: Any, future: int = 512, sink: int = 4, epsilon: float = 0.0, values: bool = True
 ) -> Method:
     """The first `sink` entries stay. `future`: how many positions the queries are expected at."""
-    at_least_one("expected_attention", future=future)
+    where = "expected_attention"
+    future, sink = whole_number(where, "future", future), whole_number(where, "sink", sink, 0)
+    epsilon = real_number(where, "epsilon", epsilon, 0.0)
+    one_of(where, "values", values, (True, False))
     config = model.config
     layers = config.num_layers
     frequencies, scale = config.rotation()

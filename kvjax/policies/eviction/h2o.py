@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from kvjax.errors import UserError
+from kvjax.errors import real_number
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.unobserved import Unobserved
 from kvjax.step import Stored
@@ -21,6 +21,5 @@ class H2O(Unobserved):
 
 def h2o(*, recent: float = 0.5) -> Method:
     """`recent`: the share of the budget that goes to the newest entries whatever their attention."""
-    if not 0 <= recent <= 1:
-        raise UserError(f"h2o: recent is a share of the budget, from 0 to 1, got {recent}")
+    recent = real_number("h2o", "recent", recent, 0.0, 1.0)
     return Method(H2O(), recent=recent, attended=True)

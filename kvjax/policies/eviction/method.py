@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from kvjax.errors import UserError
+from kvjax.errors import whole_number
 from kvjax.policies.interfaces import Eviction
 
 
@@ -32,8 +32,8 @@ class Protected:
     def __post_init__(self):
         for name in ("first", "last"):
             number = getattr(self, name)
-            if number is not None and (number != int(number) or number < 0):
-                raise UserError(f"{name} must be a whole number of at least 0, got {number}")
+            if number is not None:
+                object.__setattr__(self, name, whole_number("eviction", name, number, 0))
 
     def within(self, method: Method) -> Method:
         """The method with these numbers."""

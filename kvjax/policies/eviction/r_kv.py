@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from kvjax.errors import UserError, at_least_one
+from kvjax.errors import real_number, whole_number
 from kvjax.mesh import put
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
@@ -75,11 +75,9 @@ def r_kv(
     *, model: Any, observed: int = 8, pool: int = 7, balance: float = 0.1, alike: float = 0.5, sink: int = 4
 ) -> Method:
     """The last `observed` and the first `sink` entries stay. `balance`: λ."""
-    at_least_one("r_kv", observed=observed, pool=pool)
-    if not 0 <= balance <= 1:
-        raise UserError(f"r_kv: balance must be from 0 to 1, got {balance}")
-    if sink < 0:
-        raise UserError(f"r_kv: sink must be at least 0, got {sink}")
+    observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
+    balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)
+    sink = whole_number("r_kv", "sink", sink, 0)
     layers = model.config.num_layers
     shape, each = queries.shape_for(model, observed), np.ones(layers, np.float32)
     method = RKV(shape, put(balance * each), put(alike * each), pool)

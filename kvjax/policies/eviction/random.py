@@ -6,6 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.errors import whole_number
 from kvjax.mesh import put
 from kvjax.policies.admission.random import uniform
 from kvjax.policies.eviction.method import Method
@@ -33,4 +34,5 @@ class RandomScore(Unobserved):
 
 
 def random(*, model: Any, seed: int = 0) -> Method:
+    seed = whole_number("random_eviction", "seed", seed, 0)
     return Method(RandomScore(put(np.full(model.config.num_layers, seed, np.int32))))

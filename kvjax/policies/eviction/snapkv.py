@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.errors import UserError, at_least_one
+from kvjax.errors import one_of, whole_number
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
@@ -46,9 +46,8 @@ def snapkv(
 ) -> Method:
     """The last `observed` entries stay. `pool`: how many neighbours share their attention, as their "average" or the
     "max". `group`: what counts of a group's query heads, "mean" or "max"."""
-    at_least_one("snapkv", observed=observed, pool=pool)
-    for name, value, known in (("pooling", pooling, tuple(queries.POOLING)), ("group", group, GROUP)):
-        if value not in known:
-            raise UserError(f"snapkv: {name} is one of {', '.join(known)}, got {value!r}")
+    observed, pool = whole_number("snapkv", "observed", observed), whole_number("snapkv", "pool", pool)
+    one_of("snapkv", "pooling", pooling, tuple(queries.POOLING))
+    one_of("snapkv", "group", group, GROUP)
     method = SnapKV(queries.shape_for(model, observed), pool, pooling, group)
     return Method(method, last=observed, observed=observed)

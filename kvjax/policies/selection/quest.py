@@ -4,15 +4,13 @@ A page's keys lie in a box, from the smallest to the largest of each component. 
 with the query than the box's best corner, so the pages with the best corners are read.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.mesh import put
 from kvjax.policies.top import top
 from kvjax.struct import struct
@@ -70,16 +68,14 @@ def quest(*, layers: int, tokens: int | None = None, ratio: float | None = None,
         UserError: not exactly one of `tokens` and `ratio`, or values out of their range.
     """
     if (tokens is None) == (ratio is None):
-        given = "got none" if tokens is None else f"got tokens={tokens} and ratio={ratio}"
+        given = "got none" if tokens is None else f"got tokens={shown(tokens)} and ratio={shown(ratio)}"
         raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
-    if tokens is not None and (int(tokens) != tokens or not 1 <= tokens <= EVERYTHING):
-        raise UserError(f"quest: tokens must be a whole number of at least 1, got {tokens}")
-    if ratio is not None and not (math.isfinite(ratio) and 0 < ratio <= 1):
-        raise UserError(f"quest: ratio is the share that is read, above 0 and at most 1, got {ratio}")
-    if not 0 <= skip <= layers:
-        raise UserError(f"quest: skip must be from 0 to the model's {layers} layers, got {skip}")
-    whole = np.arange(layers) < skip
+    tokens = 0 if tokens is None else whole_number("quest", "tokens", tokens, most=EVERYTHING)
+    if ratio is not None:
+        ratio = real_number("quest", "ratio", ratio, above=0.0, most=1.0)
+    layers = whole_number("quest", "layers", layers)
+    whole = np.arange(layers) < whole_number(f"quest on {layers} layers", "skip", skip, 0, layers)
     return Quest(
-        put(np.where(whole, EVERYTHING, tokens or 0).astype(np.int32)),
+        put(np.where(whole, EVERYTHING, tokens).astype(np.int32)),
         put(np.where(whole, 0, ratio or 0).astype(np.float32)),
     )

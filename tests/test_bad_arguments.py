@@ -1,0 +1,221 @@
+"""Every bad argument ends in one line that names it and what was given, before anything compiles."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from kvjax import sampling
+from kvjax.errors import UserError, real_number, whole_number
+from kvjax.policies import make_policy
+from tests.tiny_models import tiny_gates, tiny_model
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(qk_norm=False)
+
+
+@pytest.fixture(scope="module")
+def gates(model):
+    return tiny_gates(model)
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """As users run it: without the type checks of the other tests, which would refuse most of these values."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(scope="module")
+def key():
+    return jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def compiled(model, gates, key):
+    """Of the programs that are compiled from here on the times."""
+    times = []
+
+    def note(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            times.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    return times
+
+
+POLICIES = {
+    "snapkv": {"name": "snapkv", "ratio": 0.5},
+    "chunks": {"name": "snapkv", "ratio": 0.5, "when": "chunk"},
+    "periods": {"name": "snapkv", "ratio": 0.5, "when": "every"},
+    "overflows": {"name": "snapkv", "entries": 70, "when": "overflow"},
+    "unbudgeted": {"name": "snapkv"},
+    "critical_kv": {"name": "critical_kv", "ratio": 0.5},
+    "expected_attention": {"name": "expected_attention", "ratio": 0.5},
+    "r_kv": {"name": "r_kv", "ratio": 0.5},
+    "h2o": {"name": "h2o", "ratio": 0.5},
+    "random_eviction": {"name": "random_eviction", "ratio": 0.5},
+    "quest": {"name": "quest", "tokens": 8},
+    "quest by ratio": {"name": "quest"},
+    "full": {"name": "full"},
+    "streaming_llm": {"name": "streaming_llm", "window": 8},
+    "random": {"name": "random", "window": 8, "ratio": 0.5},
+    "rates": {"name": "random", "window": 8},
+    "head_pattern": {"name": "head_pattern", "pattern": np.ones((3, 4)), "window": 8, "sink": 1},
+    "wgkv": {"name": "wgkv", "window": 8},
+    "anything": {},
+}
+BAD_POLICIES = [
+    ("unbudgeted", "entries", (NAN, INF, "64", [64], True, 1.5, 0)),
+    ("unbudgeted", "size", (INF, "2GiB", True, -1)),
+    ("unbudgeted", "ratio", ("0.5", True, NAN, 0, [0.5])),
+    ("unbudgeted", "threshold", ("a", INF, True, 1e39)),
+    ("snapkv", "pinned", ("a", None, NAN, 2)),
+    ("snapkv", "pyramid", ("a", NAN, INF, 1)),
+    ("snapkv", "over", (5, None, ["head"], np.ones(3))),
+    ("snapkv", "observed", ("8", None, 2.5, 0, NAN, np.ones((9, 9)), 2**31)),
+    ("snapkv", "pool", ("5", 2.5, None)),
+    ("snapkv", "pooling", (None, ["max"])),
+    ("snapkv", "group", (5,)),
+    ("snapkv", "first", ("a", NAN, INF, -1, 2.5)),
+    ("snapkv", "last", ("a", True)),
+    ("snapkv", "critical", ("yes", None, 2)),
+    ("snapkv", "first_stage", (0.3,)),
+    ("snapkv", "when", (5, None)),
+    ("snapkv", "model", ("builtin", 5)),
+    ("chunks", "chunk", ("128", NAN, 16.5, None, -1)),
+    ("periods", "every", ("8", None, 2.5, INF)),
+    ("overflows", "drop", (None, "a", NAN, 0)),
+    ("critical_kv", "first_stage", ("a", NAN, 1.5)),
+    ("expected_attention", "future", ("a", 2.5, 0)),
+    ("expected_attention", "epsilon", ("a", NAN, None)),
+    ("expected_attention", "sink", ("a", -1, 2.5)),
+    ("expected_attention", "values", ("yes",)),
+    ("r_kv", "balance", ("a", NAN)),
+    ("r_kv", "alike", ("a", NAN)),
+    ("r_kv", "sink", ("a", 2.5, -1)),
+    ("r_kv", "observed", (1.5,)),
+    ("h2o", "recent", ("a", None, 2)),
+    ("random_eviction", "seed", ("a", None, 2**40)),
+    ("quest by ratio", "tokens", ("a", NAN, INF)),
+    ("quest by ratio", "ratio", ("a", NAN)),
+    ("quest", "skip", ("a", None, 1.5, 4)),
+    ("full", "window", ("a", NAN, INF, None, True)),
+    ("streaming_llm", "window", ("a", None, 2.5)),
+    ("streaming_llm", "sink", ("a", None, 2.5, -1, 2**31)),
+    ("streaming_llm", "layers", ("a", 5, np.ones(2))),
+    ("random", "ratio", ("a", NAN, -1, [0.5])),
+    ("random", "seed", ("a", 2.5, -1)),
+    (
+        "rates",
+        "rates",
+        (
+            "a",
+            0.5,
+            [["0.5"] * 4] * 3,
+            [[1], [1, 2]],
+            np.full((3, 4), NAN),
+            np.full((3, 4), 2),
+            np.ones((2, 4)),
+        ),
+    ),
+    ("head_pattern", "pattern", (5, [[1], [1, 2]], np.full((3, 4), NAN), np.ones(3), np.ones((0, 4)))),
+    ("head_pattern", "ratio", ("a", NAN)),
+    ("head_pattern", "sink", ("a", 2.5)),
+    ("head_pattern", "window", ("a", INF)),
+    ("wgkv", "tau", ("a", NAN, 2)),
+    ("wgkv", "window", ("a", None)),
+    ("wgkv", "rate", ("a", np.full((3, 4), 1.5), np.ones(2))),
+    ("wgkv", "gates", (5, [1])),
+    ("anything", "name", (5, ["snapkv"])),
+    ("anything", "admission", (5,)),
+    ("anything", "eviction", (["snapkv"],)),
+    ("anything", "selection", (5, True)),
+]
+PROMPTS = [[1, 2, 3]]
+BAD_CALLS = [
+    ("sample", "max_new_tokens", ("5", None, 2.5, 0, True, NAN)),
+    ("sample", "temperature", ("a", NAN, -1, None, 1e-40)),
+    ("sample", "top_k", ("a", 1.5, -1)),
+    ("sample", "top_p", ("a", NAN, 0, 2)),
+    ("sample", "key", (5, "a", np.zeros(2))),
+    ("sample", "eos", (5, "a", [1.5], np.array(5), [-1], [2**40])),
+    ("sample", "block", (None, 2.5, 0)),
+    ("sample", "cache", ("x",)),
+    ("sample", "page_size", ("16", 0)),
+    ("sample", "chunk", ("a",)),
+    ("prefill", "max_new_tokens", ("a", None, -5, 2.5)),
+    ("prefill", "page_size", (2.5, "16", None, 0)),
+    ("prefill", "capacity", (NAN, [5], True, 0, "x", "5", "aGiB")),
+    ("prefill", "chunk", (2.5, None, 0)),
+    ("prefill", "policy", ("snapkv", 5)),
+    ("prefill", "calls", ("x",)),
+    ("prefill", "implementation", ("x", 5, [5])),
+    ("prefill", "model", ("x", None)),
+    ("prefill", "prompt", (None, 5, [[1, [2]]], "text", ["text"], [None], [{1, 2}], [[True]], [[2**70]], np.array(5))),
+]  # fmt: skip
+
+
+def one_line(call, argument, value):
+    with pytest.raises(UserError) as error:
+        call()
+    line = str(error.value)
+    assert type(error.value) is UserError
+    assert "\n" not in line
+    assert argument in line
+    # what is an array or a list is shown by its beginning, in one line
+    assert isinstance(value, np.ndarray | jax.Array | list) or str(value) in line
+
+
+@pytest.mark.parametrize(("policy", "argument", "values"), BAD_POLICIES)
+def test_of_make_policy(model, gates, compiled, policy, argument, values):
+    given = {"model": model} | ({"gates": gates} if policy == "wgkv" else {}) | POLICIES[policy]
+    for value in values:
+        one_line(partial(make_policy, **given | {argument: value}), argument, value)
+    assert not compiled
+
+
+@pytest.mark.parametrize(("function", "argument", "values"), BAD_CALLS)
+def test_of_calls(model, key, compiled, function, argument, values):
+    call = getattr(sampling, function)
+    for value in values:
+        given = {} if argument in ("model", "prompt") else {argument: value}
+        prompts = value if argument == "prompt" else PROMPTS
+        of = value if argument == "model" else model
+        one_line(partial(call, of, prompts, **given), argument, value)
+        if argument in ("chunk", "page_size", "policy", "calls", "implementation", "prompt"):
+            one_line(partial(next, sampling.stream(of, prompts, key=key, **given)), argument, value)
+    assert not compiled
+
+
+def test_a_policy_of_another_model_is_refused(model):
+    for shape in ({"layers": 2, "kv_heads": 4}, {"layers": 3, "kv_heads": 2}):
+        policy = make_policy("streaming_llm", window=2, **shape)
+        for call in (sampling.prefill, sampling.sample):
+            with pytest.raises(
+                UserError, match="policy streaming_llm is for another model than this of 3 layers × 4"
+            ):
+                call(model, PROMPTS, policy=policy)
+
+
+def test_numbers_of_any_kind_are_python_numbers():
+    for value in (8, 8.0, np.int64(8), np.float32(8), np.array(8), jnp.int32(8)):
+        for check, kind in ((whole_number, int), (real_number, float)):
+            got = check("", "", value)
+            assert got == 8
+            assert type(got) is kind
+
+
+def test_prompts_and_stop_tokens_may_come_one_by_one(model):
+    plain = sampling.sample(model, PROMPTS, max_new_tokens=2, eos=())
+    assert plain.stop_reasons == ["length"]
+    stop = plain.tokens[0][0]
+    ended = sampling.sample(model, iter(PROMPTS), max_new_tokens=2, eos=iter([stop]))
+    assert ended.stop_reasons == ["eos"]
+    assert ended.tokens[0].size == 0
