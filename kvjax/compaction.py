@@ -98,7 +98,7 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():
         free = np.maximum(counts - stay, 0)
-        gone = np.floor(plan.schedule.drop * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.floor(plan.schedule.lost * (1 + 1e-12) * counts).astype(np.int32)
         gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
         if not gone.any():
             break

@@ -91,7 +91,7 @@ BAD_POLICIES = [
     ("snapkv", "model", ("builtin", 5)),
     ("chunks", "chunk", ("128", NAN, 16.5, None, -1)),
     ("periods", "every", ("8", None, 2.5, INF)),
-    ("overflows", "drop", (None, "a", NAN, 0)),
+    ("overflows", "drop", ("a", NAN, 0)),
     ("critical_kv", "first_stage", ("a", NAN, 1.5)),
     ("expected_attention", "future", ("a", 2.5, 0)),
     ("expected_attention", "epsilon", ("a", NAN, None)),

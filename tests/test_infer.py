@@ -43,6 +43,7 @@ def test_needle_draws_what_it_prints(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_gates_make_a_cache_overflow_less_often(tmp_path):
     sizes = ["--prompts", "2", "--prompt-tokens", "96", "--new-tokens", "64", "--entries", "64"]
     done = run("overflow.py", *sizes, cwd=tmp_path)

@@ -77,9 +77,9 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
     ("name", "window"),
     [
         ("full", 1),
-        ("streaming_llm", 6),
+        pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
         ("head_pattern", 6),
-        ("wgkv", 1),
+        pytest.param("wgkv", 1, marks=pytest.mark.thorough),
         ("wgkv", 6),
     ],
 )

@@ -22,26 +22,33 @@ class Schedule:
         cache never holds all of it; "patched" (PruLong, arXiv:2506.17121, Sec. 4.3), the same, but what looks at a
         chunk are the prompt's own last tokens, read once more behind each chunk but the last and dropped again;
         "every", at the prompt's end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133);
-        "overflow", as soon as there are more entries than the budget allows, when every head loses a share `drop` of
-        what it has beyond the window (WG-KV's composition with SnapKV).
+        "overflow", as soon as there are more entries than the budget allows, when every head loses a share `drop` (a
+        tenth if it is not stated) of what it has beyond the window (WG-KV's composition with SnapKV).
     """
 
     when: str = "prompt"
     chunk: int = 0
     every: int = 0
-    drop: float = 0.1
+    drop: float | None = None
 
     def __post_init__(self):
         one_of("schedule", "when", self.when, WHEN)
         whole = {"chunk": 0, "every": 1 if self.when == "every" else 0}
         for name, least in whole.items():
             object.__setattr__(self, name, whole_number("schedule", name, getattr(self, name), least))
-        drop = real_number("schedule", "drop", self.drop, above=0.0, most=1.0)
-        object.__setattr__(self, "drop", drop)
+        if self.drop is not None:
+            object.__setattr__(self, "drop", real_number("schedule", "drop", self.drop, above=0.0, most=1.0))
+            if self.when != "overflow":
+                raise UserError(f"drop={self.drop:g} needs when='overflow'")
         if self.chunk and not self.in_chunks:
             raise UserError(f"chunk={self.chunk} needs when='chunk' or when='patched'")
         if self.every and self.when != "every":
             raise UserError(f"every={self.every} needs when='every'")
+
+    @property
+    def lost(self) -> float:
+        """The share of a head's entries that goes on an overflow."""
+        return 0.1 if self.drop is None else self.drop
 
     @property
     def in_chunks(self) -> bool:

@@ -52,6 +52,7 @@ FIELDS = {
 
 # torch wants a compiler for flex_attention, which is there where there is a GPU.
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.thorough
 def test_the_whole_gpu_path(tmp_path, capsys):
     bench.measure(TINY, tmp_path / "rows.json")
     content = json.loads((tmp_path / "rows.json").read_text())

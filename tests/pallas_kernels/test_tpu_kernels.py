@@ -69,8 +69,11 @@ def outcome(request):
         yield lambda test: running[test.node.name].result()
 
 
+CHIPS = [chip if chip == "v5e" else pytest.param(chip, marks=pytest.mark.thorough) for chip in TPUS]
+
+
 @WITH_LIBTPU
-@pytest.mark.parametrize("chip", TPUS)
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("op", OPS)
 def test_compiles_for_a_tpu(op, chip, outcome, request):
     reports = outcome(request)

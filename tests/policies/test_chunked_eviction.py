@@ -9,9 +9,8 @@ from kvjax.errors import UserError
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published
-from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, model, pages_are_whole
+from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
 
-__all__ = ["model"]
 CHUNK = 20
 LENGTHS = 55, 41
 

@@ -11,9 +11,8 @@ from kvjax.calls import Calls
 from kvjax.errors import UserError
 from kvjax.policies import make_policy
 from tests.policies import published
-from tests.policies.test_eviction import PAGE, captured_layers, entries, model, pages_are_whole, prompts
+from tests.policies.test_eviction import PAGE, captured_layers, entries, pages_are_whole
 
-__all__ = ["model", "prompts"]
 NEW = 30
 ENTRIES, EVERY = 24, 8
 
@@ -219,6 +218,7 @@ def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
     [
         ({"when": "every"}, "schedule: every must be a whole number of at least 1, got 0"),
         ({"every": 8}, "every=8 needs when='every'"),
+        ({"drop": 0.5}, "drop=0.5 needs when='overflow'"),
         (
             {"when": "overflow", "drop": 0.0},
             "drop must be a finite number, above 0 and at most 1",

@@ -15,24 +15,11 @@ from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies
 from kvjax.policies import make_policy
 from tests.policies import published
+from tests.policies.conftest import LENGTHS
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
 
-LENGTHS = 60, 41
 OBSERVED, PAGE = 6, 4
-
-
-@pytest.fixture(scope="module")
-def model():
-    """Without QK-norm, which would give all keys one norm."""
-    return tiny_model(qk_norm=False)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    """No token twice: the first layer's scores would be equal up to their last bit."""
-    random = np.random.default_rng(3)
-    return [random.permutation(61)[:length] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")

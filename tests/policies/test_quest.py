@@ -22,19 +22,7 @@ from kvjax.sampling import prefill
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_gates, tiny_model
 
-LENGTHS = 60, 50
 STEPS, TOTAL = 5, 65
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model(qk_norm=False)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    random = np.random.default_rng(3)
-    return [random.permutation(61)[:length] for length in LENGTHS]
 
 
 def chosen_pages(q, keys, local, tokens, page) -> np.ndarray:
@@ -199,6 +187,7 @@ def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(mode
     assert np.abs(outputs(evicted) - outputs(plain)).max() > 1e-2
 
 
+@pytest.mark.thorough
 def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
     """Beside it on the mesh is an empty row."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
