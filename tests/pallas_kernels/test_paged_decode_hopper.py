@@ -16,6 +16,8 @@ from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.test_paged_decode import cache, compiled
 from tests.pallas_kernels.test_vertical_slash_hopper import INTERPRETED
 
+pytestmark = pytest.mark.thorough
+
 # b, n, k, t, h, page, columns, ring pages; lengths of the rings and of the global regions; multiprocessors
 CASES = {
     "every sort of length, small pages": ((3, 2, 1, 2, 64, 16, 26, 2), (5, 0, 32), (384, 0, 129), 2),

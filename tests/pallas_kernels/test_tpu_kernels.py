@@ -92,6 +92,7 @@ def test_copies_and_reads_do_not_race(op, mode, outcome, request):
     assert not report["races"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("op", "bug"), [(op, bug) for op in OPS for bug in CASES[op].BUGS])
 def test_a_planted_bug_is_noticed(op, bug, outcome, request):
     source_of(op, CASES[op].BUGS[bug][0])

@@ -21,6 +21,8 @@ from tests.pallas_kernels.closeness import assert_attention_close
 FOREVER = jnp.iinfo(jnp.int32).max
 NEW = jax.__version_info__ >= (0, 11)
 
+pytestmark = pytest.mark.thorough
+
 # n, k, t, s, h, window, gated, ending; every one walks more tiles than fit into shared memory
 CASES = {
     "two heads a program, band and far list, gates": (2, 1, 128, 640, 64, 32, True, True),
