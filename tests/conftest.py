@@ -8,10 +8,9 @@ from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# a folder for each process: one that reads what another is still writing crashes
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(
-    Path(__file__).parent.parent / ".jax_cache" / os.environ.get("PYTEST_XDIST_WORKER", "alone")
-)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
+# only a cache of bounded size is locked, and a process that reads what another is still writing crashes
+os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(8 * 2**30)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -144,6 +144,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_many_tiles(implementation):
     """More rows of both kinds than a tile has anywhere."""
     shape = (1, 1, 1, 600, 1100, 32)
@@ -186,6 +187,7 @@ def test_pages(implementation):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_on_a_mesh_inside_a_scan(implementation):
     spec = P(("data", "fsdp"), "tensor")
     q, k, valid, _ = tensors((4, 8, 4, 20, 70, 32), 0)
@@ -233,6 +235,7 @@ def test_memory_stays_far_below_all_logits():
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.thorough
 def test_lowers_for_cuda(head_dim, dtype):
     q, k = (jax.ShapeDtypeStruct((1, n, s, head_dim), dtype) for n, s in ((4, 100), (2, 3000)))
     call = functools.partial(attention_mass, over="sum", group="mean", implementation="gpu")

@@ -194,6 +194,7 @@ HEADS = [  # dtype, head_dim, query heads of one, tokens, page
 
 
 @pytest.mark.parametrize(("dtype", "h", "g", "t", "page"), HEADS)
+@pytest.mark.thorough
 def test_lowers_for_cuda(dtype, h, g, t, page):
     b, k, columns = 2, 4, 32
     shapes = [(b, k * g, t, h), (256, page, 2 * h), (b, k, columns), (b, k), (b,), (b, k, t, h)]

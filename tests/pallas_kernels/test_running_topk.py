@@ -111,6 +111,7 @@ def test_means_the_reference(implementation, shape, seed):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_a_long_row(implementation):
     """Not a power of two, and several blocks of everything."""
     check(implementation, (1, 1, 5000, 4500, 100), 0)
@@ -138,6 +139,7 @@ def test_k_is_a_number_an_array_or_one_for_each_row(implementation):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_on_a_mesh_inside_a_scan(implementation):
     spec = P(("data", "fsdp"), "tensor")
     rank, competes = permutations((4, 4, 70, 70, 5), 0)
@@ -174,6 +176,7 @@ def test_memory_stays_far_below_all_pairs(implementation):
 
 
 @pytest.mark.parametrize("s", [1000, 1 << 17])
+@pytest.mark.thorough
 def test_lowers_for_cuda(s):
     rank = jax.ShapeDtypeStruct((1, 2, s), jnp.int32)
     call = functools.partial(running_topk, k=44, window=64, implementation="gpu")

@@ -256,6 +256,7 @@ def test_gradient_against_float64(implementation, shape, window, gated, ending):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_gradient_in_bfloat16(implementation):
     """Its products take probabilities of 8 bits: 2% of the largest gradient. The gate's own gradient is float32."""
     b, n, _, t, _, h = SHAPES["square"]
@@ -269,6 +270,7 @@ def test_gradient_in_bfloat16(implementation):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.thorough
 def test_on_a_mesh(implementation, monkeypatch):
     """Forward with ends, and the gradient through rematerialisation that saves o and lse by name.
 
@@ -322,6 +324,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+@pytest.mark.thorough
 def test_lowers_for_cuda(head_dim, dtype):
     """Forward, dq and dk with dv, inside `shard_map`, its axes checked."""
     q, k = (jax.ShapeDtypeStruct((1, n, 300, head_dim), dtype) for n in (4, 2))
