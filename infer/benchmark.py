@@ -129,17 +129,14 @@ def eviction(
 ) -> tuple[Any, Callable[[Any], Any]] | None:
     """A cache before the compaction that ends a policy's prefill, and that compaction; None where there is none."""
     from kvjax import sampling
-    from kvjax.compaction import compact, quota
+    from kvjax.compaction import quota
+    from kvjax.schedule import compacted
 
     if policy.plan is None:
         return None
     cache = sampling.prefill(model, [tokens], policy=policy.traced, page_size=config.page_size)
-    kept, over = quota(policy, cache, [config.context]), policy.plan.shares.over
-
-    def once(cache):
-        return compact(model, policy.eviction, cache, kept, entries=config.context, over=over)
-
-    return cache, once
+    kept = quota(policy, cache, [config.context])
+    return cache, lambda cache: compacted(model, policy, cache, kept)
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:

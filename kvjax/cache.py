@@ -221,14 +221,14 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
     bounds = attended = None
     if policy.selection is not None:
         bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, dtype, out_sharding=P(SHARDS, None))
+    if policy.attended:
+        attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
     layer_cache = LayerCache(
         page_table=table,
         length=jnp.zeros((layers, batch, kv_heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
         priority=jnp.full((layers, batch, kv_heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         state=jax.vmap(lambda _: policy.init(batch))(jnp.arange(layers)),
     )
-    if policy.attended:
-        attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, bounds, attended)
     return Cache(pages_, layer_cache, seen, window=policy.window, bounded=bounded)

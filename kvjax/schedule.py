@@ -41,7 +41,7 @@ def read(model, policy, cache, rows, room, chunk, calls=None, implementation=Non
     else:
         kept = quota(policy, cache, [row.size for row in rows])
         cache, logits = run(cache, rows)
-        cache = _compacted(model, policy, cache, kept)
+        cache = compacted(model, policy, cache, kept)
     return _fitted(policy, cache, room), logits
 
 
@@ -59,10 +59,10 @@ def _brought_down(model, policy, cache, asked):
     due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
     if plan.schedule.when == "overflow":
         over = np.maximum(_entries_over(policy, cache, len(asked)), 0) * due
-        return _compacted(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
+        return compacted(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
     if not due.any():
         return cache
-    return _compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
+    return compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
 
 
 def _after_chunk(model, policy, cache, rows, start, before, run, calls):
@@ -86,7 +86,7 @@ def _after_chunk(model, policy, cache, rows, start, before, run, calls):
         since=before,
         dropped=[row.size for row in patch],
     )
-    cache = _compacted(model, policy, cache, kept)
+    cache = compacted(model, policy, cache, kept)
     return (
         dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
     )
@@ -133,7 +133,8 @@ def _entries_over(policy, cache, sequences):
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)
 
 
-def _compacted(model, policy, cache, kept):
+def compacted(model, policy, cache, kept):
+    """The cache (donated) after a compaction by a quota, compiled for its longest row."""
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache

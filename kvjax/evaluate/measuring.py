@@ -13,18 +13,18 @@ from jaxtyping import Float
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.calls import Calls
-from kvjax.compaction import compact, quota
+from kvjax.compaction import quota
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import answers
 from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
-from kvjax.feeding import bucket
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.sampling import CHUNK, prefill
+from kvjax.schedule import compacted
 from kvjax.stopwatch import Stopwatch
 
 
@@ -102,15 +102,13 @@ def compressed(
     model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
 ) -> Reading:
     """A copy of what was read without compaction, compacted as the policy plans for the prompt's end."""
-    plan = policy.plan
-    if plan is None:
+    if policy.plan is None:
         return reading
     watch.lap()
     with use_mesh(model):
         cache = jax.tree.map(jnp.copy, reading.cache)
         kept = quota(policy, cache, [len(context.tokens) for context in group])
-        longest = int(np.asarray(cache.layers.length).max())
-        cache = compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=plan.shares.over)
+        cache = compacted(model, policy, cache, kept)
     jax.block_until_ready(cache)
     seconds = watch.lap()
     return Reading(cache, reading.calls, reading.seconds + seconds, reading.compiled or watch.compiled)
