@@ -134,7 +134,9 @@ def eviction(
 
     if policy.plan is None:
         return None
-    cache = sampling.prefill(model, [tokens], policy=policy.traced, page_size=config.page_size)
+    cache = sampling.prefill(
+        model, [tokens], policy=dataclasses.replace(policy, plan=None), page_size=config.page_size
+    )
     kept = quota(policy, cache, [config.context])
     return cache, lambda cache: compacted(model, policy, cache, kept)
 
@@ -170,7 +172,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
                 model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
             ),
             lambda cache: sampling.decode_block(
-                model, policy.continuing, cache, first, running, draw, jax.random.key(0), np.int32(1),
+                model, policy.continuing.traced, cache, first, running, draw, jax.random.key(0), np.int32(1),
                 count=config.new_tokens, greedy=True,
             )[0],
         )  # fmt: skip

@@ -195,7 +195,16 @@ def empty(
     page_bytes += 4 * page_size * policy.attended
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
     return _empty(
-        policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, pages, capacity is not None
+        policy.traced,
+        batch,
+        layers,
+        kv_heads,
+        head_dim,
+        tokens,
+        dtype,
+        page_size,
+        pages,
+        capacity is not None,
     )
 
 

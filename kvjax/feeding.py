@@ -77,13 +77,12 @@ def feed(model, policy, cache, rows, chunk, calls=None, implementation=None, log
     """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
     of `logits` where a row is empty."""
     longest = max(row.size for row in rows)
-    policy = policy.reading
     for start in range(0, longest, chunk):
         part = [row[start : start + chunk] for row in rows]
         if calls is not None:
             calls.feed(cache, np.array([row.size for row in part]))
         tokens, valid = padded(part, bucket(min(chunk, longest - start)))
-        cache, new = last_logits(model, policy, cache, tokens, valid, implementation=implementation)
+        cache, new = last_logits(model, policy.reading, cache, tokens, valid, implementation=implementation)
         logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
     caches.check(cache, policy)
     return cache, logits

@@ -40,6 +40,8 @@ class GenerateConfig:
     """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
     entries: int | None = None
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
+    size: int | None = None
+    """The same in bytes, all layers and kv heads together."""
     over: str | None = None
     """With an eviction, who shares the budget: head, layer or model."""
     when: str | None = None
@@ -85,7 +87,18 @@ class GenerateConfig:
     def method_arguments(self) -> dict[str, Any]:
         names = (
             *("gates", "pattern", "tau", "window", "sink", "ratio"),
-            *("eviction", "entries", "threshold", "over", "when", "chunk", "every", "drop", "observed"),
+            *(
+                "eviction",
+                "entries",
+                "size",
+                "threshold",
+                "over",
+                "when",
+                "chunk",
+                "every",
+                "drop",
+                "observed",
+            ),
             *("first", "last", "selection", "tokens"),
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

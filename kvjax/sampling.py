@@ -347,7 +347,7 @@ def stream(
             left = min(block, max_new_tokens - made)
             count, held = schedule.next_block(policy, held, before, made - 1, left)
             held, drawn, token, running, fed = decode_block(
-                model, policy.continuing, held, token, running, draw, key, np.int32(made),
+                model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
                 count=count, greedy=greedy, implementation=implementation,
             )  # fmt: skip
         caches.check(held, policy)

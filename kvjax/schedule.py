@@ -18,9 +18,7 @@ from kvjax.mesh import batch_shards
 
 def read(model, policy, cache, rows, room, chunk, calls=None, implementation=None):
     """Prompts into an empty cache, compacted as the policy plans, with `room` for so many more tokens; as `feed`."""
-    run = functools.partial(
-        feed, model, policy.traced, chunk=chunk, calls=calls, implementation=implementation
-    )
+    run = functools.partial(feed, model, policy, chunk=chunk, calls=calls, implementation=implementation)
     plan = policy.plan
     if plan is None:
         return run(cache, rows)

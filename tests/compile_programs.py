@@ -72,7 +72,7 @@ def programs(mesh):
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
 
     h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
-    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).traced)
+    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
     empty = lambda policy: caches._empty(policy, *sizes, 4096, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
     cache = jax.eval_shape(empty, busy)
     arguments = model, busy, cache, *arguments[3:]

@@ -21,6 +21,10 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
 
+# Nearly all the time of the tests is compiling, which takes a third less without LLVM's optimisations. Not in the
+# environment: what is compiled for a TPU in a process of its own shall be what users get.
+jax.config.update("jax_disable_most_optimizations", True)
+
 MAPS = Path("/proc/self/maps")
 """Linux's list of the pieces of memory that this process has mapped."""
 

@@ -59,7 +59,7 @@ def answers(
             if not running.any():
                 break
             fed = put(given[block], None, BATCH), put(running, None, BATCH)
-            cache, last, new, before = _say(model, policy, cache, last, *fed)
+            cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
             said[block] = np.asarray(new)
             caches.check(cache, policy)
             pace.add(STEPS * len(questions), watch.lap(), watch.compiled)

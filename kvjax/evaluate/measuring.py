@@ -128,7 +128,7 @@ class Readings:
         """Group `index` in a cache, as `policy` would have it at any budget."""
         reading = self._kept.get(index)
         if reading is None:
-            reading = read(model, policy.traced, group, manner)
+            reading = read(model, dataclasses.replace(policy, plan=None), group, manner)
             if sum(kept.bytes for kept in self._kept.values()) + reading.bytes <= self._limit:
                 self._kept[index] = reading
         return compressed(model, policy, reading, group, manner.watch)
@@ -168,7 +168,7 @@ def measure(
 def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers: without all that only a compaction needs, so that evictions that have done their work share one
     program."""
-    later = dataclasses.replace(policy.continuing, name="answering")
+    later = policy.continuing
     if later.eviction is not None:
         raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
     layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], ()))

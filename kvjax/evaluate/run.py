@@ -1,6 +1,5 @@
 """All cells of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -73,8 +72,7 @@ class Evaluation:
         readings = Readings() if entry.reads_once else None
         search: Calibration | None = None
         for budget in budgets:
-            # a name is a part of compiled programs, and several methods read in the same way
-            policy = dataclasses.replace(sized(name, self._sizing(place, budget)), name="compared")
+            policy = sized(name, self._sizing(place, budget))
             try:
                 if entry.calibrated:
                     search = search or Calibration(policy, lambda policy: self._size(policy, place, manner))

@@ -159,9 +159,14 @@ def _evicting(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "
             f"window must be at least {method.observed + 1}, got {policy.window}"
         )
-    if not everything and plan.schedule.in_chunks:
+    if not everything and schedule.when == "patched":
         raise UserError(
-            f"{label}: when={schedule.when!r} counts the tokens of a chunk, which an admission does not all store"
+            f"{label}: when='patched' reads tokens behind a chunk, which would push its own out of an admission's window"
+        )
+    if not everything and plan.by_chunk:
+        raise UserError(
+            f"{label}: a budget of each chunk counts its tokens, which an admission does not all store: "
+            "state entries or size"
         )
     if not everything and method.attended:
         raise UserError(

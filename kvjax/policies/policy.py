@@ -32,21 +32,21 @@ class Policy:
 
     @property
     def traced(self) -> "Policy":
-        """What compiled programs see: no budget, so that one program serves all."""
-        return dataclasses.replace(self, plan=None)
+        """What compiled programs see: no budget and no name, so that one program serves all that run alike."""
+        return dataclasses.replace(self, name="", plan=None)
 
     @property
     def continuing(self) -> "Policy":
-        """What they see once the prompt was read: where nothing will be compacted any more, no method that looks at
+        """What goes on once the prompt was read: where nothing will be compacted any more, no method that looks at
         tokens for it."""
         if self.plan is not None and self.plan.schedule.while_decoding:
-            return self.traced
+            return self
         return dataclasses.replace(self, eviction=None, plan=None, attended=False)
 
     @property
     def reading(self) -> "Policy":
-        """What prompts are read with: selection is for decoding, however a prompt is cut."""
-        return dataclasses.replace(self, selection=None)
+        """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut."""
+        return dataclasses.replace(self.traced, selection=None)
 
     def init(self, batch: int) -> tuple[State, State]:
         """The states of one layer's admission and eviction before the first token."""

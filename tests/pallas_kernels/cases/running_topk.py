@@ -39,7 +39,7 @@ COMPILE = {
     "on shards": (on_shards, (argument(2, 2, 1000), argument(2, 2)), ()),
     "in XLA": (
         functools.partial(running_topk, k=1980, window=64),
-        (argument(1, 2, 1 << 17),),
+        (argument(1, 2, 1 << 13),),
         (),
     ),
 }
