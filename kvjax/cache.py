@@ -103,6 +103,13 @@ def _device_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
+def rounded_up(number: int) -> int:
+    """The number, or up to a sixteenth more: contexts of about one length get tables and pools of one size, and run
+    the programs that were compiled for the first of them."""
+    step = 1 << max(0, number.bit_length() - 5)
+    return -(-number // step) * step
+
+
 def parse_capacity(text: str) -> int | str:
     """A capacity as written on a command line: `4096` entries per kv head, `2GiB`, or `30%` of a device's memory."""
     return int(text) if text.isdigit() else text
@@ -188,8 +195,9 @@ def empty(
     capacity: int | str | None = None,
 ) -> Cache:
     """A cache that has seen nothing, for `batch` sequences (a multiple of the mesh's batch shards) of at most `tokens`
-    tokens each, on the current mesh. `capacity` as in `pages_for`."""
+    tokens each (`rounded_up`), on the current mesh. `capacity` as in `pages_for`."""
     page_size = whole_number("cache", "page_size", page_size)
+    tokens = rounded_up(tokens)
     local_batch = batch // batch_shards()
     page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
     page_bytes += 4 * page_size * policy.attended

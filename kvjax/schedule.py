@@ -190,27 +190,35 @@ def _wanted(policy, cache, asked, answered):
     return min(need, max(planned, used + _pages_for(cache, between)))
 
 
+def _lacking(policy, cache, asked, answered):
+    """Pages that the pool lacks for that, rounded up; below 0 if it has more, and 0 if its size was stated."""
+    need, have = _wanted(policy, cache, asked, answered), _pool(cache)
+    rounded = caches.rounded_up(need)
+    return 0 if cache.bounded or need <= have <= rounded else rounded - have
+
+
 def _columns(cache, tokens):
-    """Columns that the page table lacks for `tokens` more tokens."""
+    """Columns that the page table lacks for `tokens` more tokens, if any; then also for as many as that is rounded up
+    to."""
     seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
     most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
     ring = caches.ring_pages(cache.window, cache.page_size)
-    return max(0, ring + -(-most // cache.page_size) - cache.layers.page_table.shape[-1])
+    have, need = cache.layers.page_table.shape[-1], ring + -(-most // cache.page_size)
+    return caches.rounded_up(need) - have if need > have else 0
 
 
 def _fitted(policy, cache, tokens):
     """The cache with a pool as large as what is stored takes and so many decoded tokens, unless its size was stated."""
-    columns = _columns(cache, tokens)
-    pages = _pool(cache) if cache.bounded else _wanted(policy, cache, 0, tokens)
-    if pages < _pool(cache):
-        cache = _trimmed(cache, pages)
-    if columns or pages > _pool(cache):
-        cache = _grown(cache, pages - _pool(cache), columns)
+    lacking, columns = _lacking(policy, cache, 0, tokens), _columns(cache, tokens)
+    if lacking < 0:
+        cache = _trimmed(cache, _pool(cache) + lacking)
+    if columns or lacking > 0:
+        cache = _grown(cache, max(0, lacking), columns)
     return cache
 
 
 def with_room(cache, policy, asked, answered):
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence; its pool grows unless
     its size was stated."""
-    pages = _pool(cache) if cache.bounded else _wanted(policy, cache, asked, answered)
-    return _grown(cache, max(0, pages - _pool(cache)), _columns(cache, asked + answered))
+    lacking = _lacking(policy, cache, asked, answered)
+    return _grown(cache, max(0, lacking), _columns(cache, asked + answered))

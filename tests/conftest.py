@@ -11,6 +11,8 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+# nearly all the time of the tests is compiling
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"
@@ -20,10 +22,6 @@ import pytest
 from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
-
-# Nearly all the time of the tests is compiling, which takes a third less without LLVM's optimisations. Not in the
-# environment: what is compiled for a TPU in a process of its own shall be what users get.
-jax.config.update("jax_disable_most_optimizations", True)
 
 MAPS = Path("/proc/self/maps")
 """Linux's list of the pieces of memory that this process has mapped."""

@@ -9,7 +9,7 @@ import kvjax.sampling as sampling
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.feeding import extend
+from kvjax.feeding import extend, last_logits
 from kvjax.mesh import AXES, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
@@ -82,7 +82,7 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
     [
         ("full", 1),
         pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
-        ("head_pattern", 6),
+        pytest.param("head_pattern", 6, marks=pytest.mark.thorough),
         pytest.param("wgkv", 1, marks=pytest.mark.thorough),
         ("wgkv", 6),
     ],
@@ -258,6 +258,17 @@ def test_the_default_pool_follows_the_policy_not_the_context(model):
     full = caches.stats(sampling.prefill(model, prompt))
     assert full.kv_ratio == 1
     assert full.full_bytes <= full.bytes <= 1.05 * full.full_bytes
+
+
+def test_prompts_of_about_one_length_share_programs(model):
+    """Also where they end at another number of pages, and whatever the method is called."""
+    programs = last_logits, sampling.decode_block
+    counts = []
+    for length, name in ((101, "snapkv"), (98, "snapkv"), (99, "adakv")):
+        policy = make_policy(name, model=model, entries=40, observed=8, over="head")
+        sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
+        counts.append([program._cache_size() for program in programs])
+    assert counts[0] == counts[1] == counts[2]
 
 
 def test_the_default_pool_holds_what_chance_admits(model):

@@ -161,7 +161,7 @@ def _evicting(
         )
     if not everything and schedule.when == "patched":
         raise UserError(
-            f"{label}: when='patched' reads tokens behind a chunk, which would push its own out of an admission's window"
+            f"{label}: when='patched' reads tokens behind a chunk, which would push its own out of an admission's ring"
         )
     if not everything and plan.by_chunk:
         raise UserError(

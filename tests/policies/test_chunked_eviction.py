@@ -169,7 +169,7 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
         ),
         (
             {"admission": "streaming_llm", "window": 9, "when": "patched"},
-            "snapkv: when='patched' reads tokens behind a chunk, which would push its own out of an admission's window",
+            "snapkv: when='patched' reads tokens behind a chunk, which would push its own out of an admission's ring",
         ),
         (
             {"when": "sometimes"},

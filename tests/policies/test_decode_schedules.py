@@ -104,10 +104,8 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
     policy = make_policy("h2o", model=model, entries=1000, when="every", every=4)
     prompt = prompts[0]
     options = {"max_new_tokens": 9, "eos": (), "chunk": 30, "block": 4, "page_size": PAGE, "capacity": 100}
-    blocks = []
-    for (block,), cache in sampling.stream(model, [prompt], policy=policy, **options):
-        blocks.append(block)
-    answer = np.concatenate(blocks)
+    blocks = list(sampling.stream(model, [prompt], policy=policy, **options))
+    answer, cache = np.concatenate([block for (block,), _ in blocks]), blocks[-1][1]
     for layer, c in enumerate(captured_layers(model, np.concatenate([prompt, answer[:8]]))):
         want = published.h2o(c)
         for head in range(4):
