@@ -1,6 +1,9 @@
 """What is asked once a context was compacted: questions of several tokens, in padded batches, over rows of which each
 layer and head kept another number of entries."""
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,11 +50,8 @@ def entries(cache, layer, b, head):
     return np.split(pool[pages].reshape(-1, pool.shape[-1])[:length], 2, 1)
 
 
-def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
-    lengths = np.asarray(cache.layers.length)
-    assert len({tuple(lengths[layer, 0]) for layer in range(3)}) == 3
-    assert all(len(set(lengths[layer, 0])) > 1 for layer in range(3))
-    stored = {row: entries(cache, *row) for row in np.ndindex(lengths.shape)}
+def questions_over(model, policy, cache):
+    """q, k, v and o of questions to the two sequences, by layer."""
 
     def attend(step, pages, xs):
         layer, policy = xs
@@ -64,7 +64,15 @@ def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
         position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
         xs = cache.layers, policy.continuing
         found = scan_layers(model, model.embed_tokens(tokens), position, attend, cache.pages, xs)[2]
-    q, k, v, o = (np.asarray(x, np.float64) for x in found)
+    return [np.asarray(x, np.float64) for x in found]
+
+
+def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
+    lengths = np.asarray(cache.layers.length)
+    assert len({tuple(lengths[layer, 0]) for layer in range(3)}) == 3
+    assert all(len(set(lengths[layer, 0])) > 1 for layer in range(3))
+    stored = {row: entries(cache, *row) for row in np.ndindex(lengths.shape)}
+    q, k, v, o = questions_over(model, policy, cache)
     for (layer, b, head), (old_k, old_v) in stored.items():
         count, old = QUESTIONS[b], len(old_k)
         keys = np.concatenate([old_k, k[layer, b, head, :count]])
@@ -73,6 +81,19 @@ def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
         for n in (2 * head, 2 * head + 1):
             p = softmax(np.where(sees, q[layer, b, n, :count] @ keys.T / np.sqrt(8), -np.inf))
             np.testing.assert_allclose(o[layer, b, n, :count], p @ values, atol=1e-5)
+
+
+def test_the_order_of_entries_does_not_matter(model, policy, cache):
+    pool, table = np.array(cache.pages.pool), np.asarray(cache.layers.page_table)
+    random, before = np.random.default_rng(0), np.array(cache.pages.pool)
+    for row, length in np.ndenumerate(np.asarray(cache.layers.length)):
+        place, order = np.arange(length), random.permutation(length)
+        page, offset = table[row][place // 4], place % 4
+        pool[page, offset] = before[page[order], offset[order]]
+    assert (pool != before).any()
+    shuffled = dataclasses.replace(cache.pages, pool=jax.device_put(pool, cache.pages.pool.sharding))
+    found = questions_over(model, policy, dataclasses.replace(cache, pages=shuffled))
+    np.testing.assert_allclose(found[3], questions_over(model, policy, cache)[3], atol=1e-5)
 
 
 def test_chunks_of_a_prompt_do_not_matter(model, policy, prompts, cache):
