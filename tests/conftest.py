@@ -4,15 +4,21 @@ Programs that tests start inherit the environment set here, so they share the ca
 """
 
 import os
+from importlib.metadata import version
 from pathlib import Path
+
+from packaging.version import Version
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# nearly all the time of the tests is compiling
+# Nearly all the time of the tests is compiling: without LLVM's optimisations, and with XLA's older way of emitting
+# loops, it takes less than half. jaxlib 0.11 has that no longer, and a process with a flag that it does not know ends.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if Version(version("jaxlib")) < Version("0.11"):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"

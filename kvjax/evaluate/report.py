@@ -88,7 +88,7 @@ def _scores(cells: list[Cell]) -> str:
         found = {cell.budget: cell for cell in own}
         shown = [_shown(found[budget]) if budget in found else "" for budget in budgets]
         points = [(cell.footprint, cell.score) for cell in own]
-        crossing = "–" if full is None else str(critical(points, full, SHARE))
+        crossing = str(critical(points, full, SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join(lines)
 
