@@ -202,18 +202,8 @@ def empty(
     page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
     page_bytes += 4 * page_size * policy.attended
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
-    return _empty(
-        policy.traced,
-        batch,
-        layers,
-        kv_heads,
-        head_dim,
-        tokens,
-        dtype,
-        page_size,
-        pages,
-        capacity is not None,
-    )
+    sizes = batch, layers, kv_heads, head_dim, tokens
+    return _empty(policy.traced, *sizes, dtype, page_size, pages, capacity is not None)
 
 
 @partial(jax.jit, static_argnums=range(1, 10))

@@ -87,18 +87,8 @@ class GenerateConfig:
     def method_arguments(self) -> dict[str, Any]:
         names = (
             *("gates", "pattern", "tau", "window", "sink", "ratio"),
-            *(
-                "eviction",
-                "entries",
-                "size",
-                "threshold",
-                "over",
-                "when",
-                "chunk",
-                "every",
-                "drop",
-                "observed",
-            ),
+            *("eviction", "entries", "size", "threshold", "over", "observed"),
+            *("when", "chunk", "every", "drop"),
             *("first", "last", "selection", "tokens"),
         )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

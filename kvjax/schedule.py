@@ -191,15 +191,14 @@ def _wanted(policy, cache, asked, answered):
 
 
 def _lacking(policy, cache, asked, answered):
-    """Pages that the pool lacks for that, rounded up; below 0 if it has more, and 0 if its size was stated."""
+    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more, 0 if its size was stated."""
     need, have = _wanted(policy, cache, asked, answered), _pool(cache)
     rounded = caches.rounded_up(need)
     return 0 if cache.bounded or need <= have <= rounded else rounded - have
 
 
 def _columns(cache, tokens):
-    """Columns that the page table lacks for `tokens` more tokens, if any; then also for as many as that is rounded up
-    to."""
+    """Columns that the page table lacks for `tokens` more tokens; where it lacks any, of a number rounded up."""
     seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
     most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
     ring = caches.ring_pages(cache.window, cache.page_size)

@@ -45,7 +45,7 @@ EXPECTED_WARNINGS = [
 def few_programs():
     """Frees compiled programs after a file where they are many.
 
-    Each takes some ten mappings, of which Linux allows a process 65530, and at the limit jaxlib crashes.
+    Each takes some ten mappings, of which Linux allows a process 65530, and near the end of the tests jaxlib crashed.
     """
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:

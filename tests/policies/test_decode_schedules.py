@@ -150,7 +150,7 @@ def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts):
 
 
 def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):
-    cache = sampling.prefill(model, prompts, policy=periodic, page_size=PAGE, capacity=100)
+    cache = sampling.prefill(model, prompts, policy=periodic, page_size=PAGE)
     most = []
     for _ in range(3):
         questions = [prompt[:17] for prompt in prompts]
