@@ -9,10 +9,11 @@ plain contiguous caches, and kvjax's own pages under the full policy are timed, 
 Runs are interleaved, so that a noisy machine is noisy for all. A dense prefill that took over twice as long as the best
 in the warm-up is not repeated.
 
-    python infer/benchmark.py --policies snapkv adakv expected_attention h2o r_kv quest
+    python infer/benchmark.py --policies streaming_llm snapkv pyramidkv_patched expected_attention h2o r_kv quest
 
-times these beside it, keeping the same share. What evicts has done so by the end of its prefill; how much of that was
-the eviction is a row of its own: with Knorm's scores, which cost next to nothing, it is what moving entries costs.
+times these beside it, by their names in `kvjax.evaluate`, at the same share and with its chunks: a quarter of the
+context. What evicts has done so by the end of its prefill; how much of that a single eviction was is a row of its own:
+with Knorm's scores, which cost next to nothing, it is what moving entries costs.
 """
 
 import dataclasses
@@ -51,7 +52,8 @@ class BenchmarkConfig:
     new_tokens: int = 32
     """Decoded tokens in one timing."""
     policies: tuple[str, ...] = ()
-    """Policies to time as well, each at the same share of what stays."""
+    """Policies to time as well, each at the same share of what stays: the names of kvjax.evaluate, less wgkv, whose
+    speed is that of the random admission with gates, which is always timed."""
     repeats: int = 3
     """Timings of each path, of which the median counts."""
     json: Path | None = None
@@ -124,6 +126,25 @@ def random_gated(model: Any, config: BenchmarkConfig):
     return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
 
 
+def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
+    """The policy called so in `kvjax.evaluate`, keeping the share that is not refused."""
+    import numpy as np
+
+    from kvjax.evaluate.contenders import Sizing, sized
+    from kvjax.evaluate.fixed import whole_heads
+
+    share = 1 - config.sparsity
+    if name == "head_pattern":
+        weights = np.random.default_rng(0).random((config.layers, config.kv_heads))
+        return whole_heads(
+            model, weights, entries=share * config.context, context=config.context, window=config.window
+        )
+    chunk = config.context // 4
+    return sized(
+        name, Sizing(model, share, config.context, config.context, chunk, observed=min(64, chunk // 16))
+    )
+
+
 def eviction(
     model: Any, policy: Any, tokens: Any, config: BenchmarkConfig
 ) -> tuple[Any, Callable[[Any], Any]] | None:
@@ -132,7 +153,7 @@ def eviction(
     from kvjax.compaction import quota
     from kvjax.schedule import compacted
 
-    if policy.plan is None:
+    if policy.plan is None or policy.plan.schedule.when != "prompt":
         return None
     cache = sampling.prefill(
         model, [tokens], policy=dataclasses.replace(policy, plan=None), page_size=config.page_size
@@ -185,9 +206,8 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
     def copied(state):
         return jax.block_until_ready(jax.tree.map(jnp.copy, state))
 
-    share = 1 - config.sparsity
     policies = {"random + gates": random_gated(model, config)}
-    policies |= {name: make_policy(name, model=model, ratio=share) for name in config.policies}
+    policies |= {name: at_share(name, model, config) for name in config.policies}
     evictions = {name: eviction(model, policy, tokens, config) for name, policy in policies.items()}
     dense = dense_paths(model, config)
     dense["full policy"] = paged(make_policy("full", window=config.window))

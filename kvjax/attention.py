@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache as caches
 from kvjax.attended import count_attention
 from kvjax.mesh import BATCH, P, gather
+from kvjax.policies.admission.full import stores_all
 from kvjax.policies.interfaces import Trainable
 from kvjax.policies.policy import Policy
 from kvjax.step import Step
@@ -87,7 +88,7 @@ def cached_attention(
             chosen = _chosen(policy.selection, step, pages, layer, seen, window)
             o, lse = _decode(step, pages, layer, chosen, seen, window, implementation)
         else:
-            o, lse = _prefill(step, pages, layer, kept, seen, valid, window, implementation)
+            o, lse = _prefill(policy, step, pages, layer, kept, seen, valid, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
         before = layer
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
@@ -128,22 +129,36 @@ def _decode(step, pages, layer, chosen, seen, window, implementation):
 
 
 def _prefill(
+    policy: Policy,
     step: Step,
     pages: caches.Pages,
     layer: caches.LayerCache,
     kept: Bool[Array, "b k rt"],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
-    window: int,
     implementation: str | None,
 ):
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    if stores_all(policy):
+        # nothing is masked: padding comes after every real token
+        near = vertical_slash(step.q, step.k, step.v, window=1, implementation=implementation)
+    else:
+        near = _near(step, pages, layer, kept, seen, valid, policy.window, implementation)
+    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
+    if table.shape[-1] == 0:  # nothing can have left the ring
+        return near
+    far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
+    return merge(*near, *far)
+
+
+def _near(step, pages, layer, kept, seen, valid, window, implementation):
+    """The ring's tokens and the new ones."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
     index = jnp.arange(real.shape[-1])
     end = jnp.where(real, jnp.where(kept, FOREVER, index + window), 0)
-    near = vertical_slash(
+    return vertical_slash(
         step.q,
         jnp.concatenate([ring_k, step.k], 2),
         jnp.concatenate([ring_v, step.v], 2),
@@ -151,8 +166,3 @@ def _prefill(
         window=window,
         implementation=implementation,
     )
-    table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-    if table.shape[-1] == 0:  # nothing can have left the ring
-        return near
-    far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
-    return merge(*near, *far)

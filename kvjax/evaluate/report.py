@@ -56,7 +56,7 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "footprint: the entries held, summed over the query steps of context, question and answer, over those of full "
         "attention. The last column is the smallest footprint that keeps "
         f"{100 * SHARE:.0f}% of the full cache's score, on straight lines between budgets; < and >: below the smallest "
-        "and above the largest that was measured.",
+        "and above the largest that was measured; –: the full cache answered nothing, or was not measured.",
     ]
     if any("quest" in cell.policy for cell in cells):
         lines.append(

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import use_mesh
-from kvjax.policies.admission.full import Full, full
+from kvjax.policies.admission.full import Full, full, stores_all
 from kvjax.policies.admission.head_pattern import head_pattern
 from kvjax.policies.admission.random import random
 from kvjax.policies.admission.streaming_llm import streaming_llm
@@ -148,7 +148,7 @@ def _evicting(
     plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
     if second is not None and budget.threshold is not None:
         raise UserError(f"{label}: critical_kv shares out the places of a budget, and a threshold has none")
-    everything = isinstance(policy.admission, Full) and policy.window == 1
+    everything = stores_all(policy)
     if everything and schedule.when != "prompt" and plan.last < plan.observed:
         raise UserError(
             f"{label}: when={schedule.when!r} looks back at the last {plan.observed} tokens again and again, so they "

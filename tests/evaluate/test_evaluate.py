@@ -129,6 +129,20 @@ def test_the_report_says_what_was_done(evaluated, capsys):
         assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
 
 
+def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path):
+    folder = shutil.copytree(evaluated[0], tmp_path / "run")
+    cells = [
+        cell | {"score": 0.0} if (cell["policy"], cell["task"]) == ("full", "needle") else cell
+        for cell in lines(folder)
+    ]
+    (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    main([*arguments, *TASKS, "--out", str(folder)])
+    about, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
+    assert "–: the full cache answered nothing" in about
+    assert needle.count("| – |") == len(POLICIES) - 1
+    assert "–" not in text
+
+
 def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
     """Read with its question and asked of what was kept: another context for each question, and one token to ask."""
     few = ["--budgets", "0.25", "--tasks", "needle", "--question-aware", "--out", str(tmp_path / "run")]

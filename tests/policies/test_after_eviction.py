@@ -50,8 +50,8 @@ def entries(cache, layer, b, head):
     return np.split(pool[pages].reshape(-1, pool.shape[-1])[:length], 2, 1)
 
 
-def questions_over(model, policy, cache):
-    """q, k, v and o of questions to the two sequences, by layer."""
+def questions_over(model, policy, cache, lengths=QUESTIONS):
+    """q, k, v and o of questions of such lengths to the two sequences, by layer."""
 
     def attend(step, pages, xs):
         layer, policy = xs
@@ -59,7 +59,7 @@ def questions_over(model, policy, cache):
         return o, pages, (step.q, step.k, step.v, o)
 
     with use_mesh(model):
-        valid, index = jnp.array(QUESTIONS), jnp.arange(max(QUESTIONS))
+        valid, index = jnp.array(lengths), jnp.arange(max(lengths))
         tokens = jnp.where(index < valid[:, None], 11 + index, 0)
         position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
         xs = cache.layers, policy.continuing
@@ -83,7 +83,8 @@ def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
             np.testing.assert_allclose(o[layer, b, n, :count], p @ values, atol=1e-5)
 
 
-def test_the_order_of_entries_does_not_matter(model, policy, cache):
+@pytest.mark.parametrize("lengths", [QUESTIONS, (1, 1)])
+def test_the_order_of_entries_does_not_matter(model, policy, cache, lengths):
     pool, table = np.array(cache.pages.pool), np.asarray(cache.layers.page_table)
     random, before = np.random.default_rng(0), np.array(cache.pages.pool)
     for row, length in np.ndenumerate(np.asarray(cache.layers.length)):
@@ -92,8 +93,8 @@ def test_the_order_of_entries_does_not_matter(model, policy, cache):
         pool[page, offset] = before[page[order], offset[order]]
     assert (pool != before).any()
     shuffled = dataclasses.replace(cache.pages, pool=jax.device_put(pool, cache.pages.pool.sharding))
-    found = questions_over(model, policy, dataclasses.replace(cache, pages=shuffled))
-    np.testing.assert_allclose(found[3], questions_over(model, policy, cache)[3], atol=1e-5)
+    found = questions_over(model, policy, dataclasses.replace(cache, pages=shuffled), lengths)
+    np.testing.assert_allclose(found[3], questions_over(model, policy, cache, lengths)[3], atol=1e-5)
 
 
 def test_chunks_of_a_prompt_do_not_matter(model, policy, prompts, cache):

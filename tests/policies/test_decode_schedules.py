@@ -69,17 +69,14 @@ def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
 
 
 def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
-    """Over an admission the window is part of the budget, and what is stored beyond it is what counts."""
+    """Over an admission the window is part of the budget, and what is stored beyond it is what counts; a row with less
+    than what always stays leaves the loss to others."""
+    rates = np.full((3, 4), 0.6)
+    rates[:, ::2] = 0.1
     policy = make_policy(
-        "snapkv",
-        model=model,
-        admission="random",
-        rates=np.full((3, 4), 0.5),
-        window=9,
-        observed=6,
-        entries=20,
+        "snapkv", model=model, admission="random", rates=rates, window=9, observed=6, entries=20, first=8,
         when="overflow",
-    )
+    )  # fmt: skip
     _, held = held_by(model, prompts, policy)
     assert held.max() <= 20 + 1
     assert (np.diff(held) < 0).any()
@@ -142,11 +139,20 @@ def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
             np.testing.assert_array_equal(cache.layers.length[layer, b], want)
 
 
-def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts):
+@pytest.mark.parametrize(
+    ("budget", "observed", "expected"),
+    [
+        # 31 of 62 are the first half that holds what always stays
+        ({"ratio": 0.5}, 31, [60, 61, 31, 32, 32, 33, 33]),
+        # 62 tokens are only what looks back; nothing before them scores so high
+        ({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62]),
+    ],
+)
+def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):
     """Nothing goes until it is long enough, and its pool is never too small."""
-    policy = make_policy("snapkv", model=model, observed=70, ratio=0.5, when="every", every=2)
+    policy = make_policy("snapkv", model=model, observed=observed, when="every", every=2, **budget)
     _, held = held_by(model, prompts[:1], policy, capacity=None, max_new_tokens=8)
-    assert held[0].tolist() == list(range(60, 67))
+    assert held[0].tolist() == expected
 
 
 def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):

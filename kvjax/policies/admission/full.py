@@ -31,3 +31,8 @@ class Full:
 def full(*, window: int = 1) -> Policy:
     """Plain attention over everything. The window changes nothing but where entries lie; 1 leaves no ring."""
     return Policy(Full(), name="full", window=whole_number("full", "window", window))
+
+
+def stores_all(policy: Policy) -> bool:
+    """Whether every token is stored for good as it comes: all are admitted, and there is no ring."""
+    return isinstance(policy.admission, Full) and policy.window == 1
