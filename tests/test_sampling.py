@@ -81,9 +81,10 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
     ("name", "window"),
     [
         ("full", 1),
+        ("full", 6),
         pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
         pytest.param("head_pattern", 6, marks=pytest.mark.thorough),
-        pytest.param("wgkv", 1, marks=pytest.mark.thorough),
+        ("wgkv", 1),
         ("wgkv", 6),
     ],
 )
