@@ -130,9 +130,12 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
     """The policy called so in `kvjax.evaluate`, keeping the share that is not refused."""
     import numpy as np
 
+    from kvjax.errors import UserError
     from kvjax.evaluate.contenders import Sizing, sized
     from kvjax.evaluate.fixed import whole_heads
 
+    if name.split("+")[0] == "wgkv":
+        raise UserError(f"--policies {name}: gates are timed as 'random + gates', at a rate that is known")
     share = 1 - config.sparsity
     if name == "head_pattern":
         weights = np.random.default_rng(0).random((config.layers, config.kv_heads))

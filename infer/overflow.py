@@ -56,7 +56,7 @@ def main(args: list[str] | None = None) -> None:
         prompts = passages(config)
         bound = {
             "model": model, "eviction": "snapkv", "observed": config.observed, "entries": config.entries,
-            "when": "overflow",
+            "group": "max", "pooling": "max", "when": "overflow",
         }  # fmt: skip
         policies = {
             "snapkv": make_policy(**bound),

@@ -62,7 +62,7 @@ def answers(
             cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
             said[block] = np.asarray(new)
             caches.check(cache, policy)
-            pace.add(STEPS * len(questions), watch.lap(), watch.compiled)
+            pace.add(int(running[:, : len(questions)].sum()), watch.lap(), watch.compiled)
             lengths, seen, ran = map(np.asarray, before)
             calls.decoded(lengths, seen, ran, cache.window, len(questions))
             for row, question in enumerate(questions):

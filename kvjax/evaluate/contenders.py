@@ -115,7 +115,15 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(sizing).window - 1)
     # heads differ in what the gates let in, so the budget is that of all together
-    return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model")
+    return _gated(
+        sizing,
+        eviction="snapkv",
+        group="max",
+        pooling="max",
+        ratio=sizing.ratio,
+        observed=observed,
+        over="model",
+    )
 
 
 CONTENDERS = {

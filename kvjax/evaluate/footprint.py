@@ -46,7 +46,7 @@ class Occupancy:
 
     @property
     def final(self) -> float:
-        """The entries of the last call over those of full attention."""
+        """The entries of the last call, before any compaction after it, over those of full attention."""
         return float((self.held + self.tokens)[-1] / self.length)
 
 

@@ -70,7 +70,7 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
 
 
 def _scores(cells: list[Cell]) -> str:
-    first, budgets = cells[0], sorted({cell.budget for cell in cells if cell.policy != FULL})
+    first, budgets = cells[0], sorted({cell.budget for cell in cells if cell.policy != FULL} or {1.0})
     full = next((cell.score for cell in cells if cell.policy == FULL), None)
     most = max(cell.samples for cell in cells)
     lines = [
@@ -83,7 +83,7 @@ def _scores(cells: list[Cell]) -> str:
     for name, own in _by_policy(cells).items():
         if name == FULL:
             shown = [_shown(own[0])] + [""] * (len(budgets) - 1)
-            lines.append(f"| {name} | {' | '.join(shown or [''])} | |")
+            lines.append(f"| {name} | {' | '.join(shown)} | |")
             continue
         found = {cell.budget: cell for cell in own}
         shown = [_shown(found[budget]) if budget in found else "" for budget in budgets]

@@ -15,7 +15,7 @@ from kvjax.evaluate.places import Place
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
-    *("squad", "hotpotqa", "chat", "seed", "capacity", "page_size", "dtype"),
+    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
 )
 """Settings that all cells of a folder share."""
 

@@ -76,6 +76,7 @@ def make_policy(
     Args:
         name: one of `POLICIES`: an admission, an eviction or a selection, to which the others may be added, or one of
             `OVER_ANY_SCORE`, for which `eviction` names the scores.
+        eviction: may also be one of `OVER_ANY_SCORE`, over SnapKV's scores.
         model: the model it is for. It gives `layers` and `kv_heads` to the methods that need them, so they need not
             be passed, and what was made for another model is refused.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
@@ -110,13 +111,15 @@ def make_policy(
         if eviction not in (None, _known(name, POLICIES, "policy")):
             raise UserError(f"{name} is an eviction itself, got eviction={eviction!r} beside it")
         eviction = name
+    if eviction in OVER_ANY_SCORE:
+        arguments, eviction = OVER_ANY_SCORE[eviction] | arguments, "snapkv"
     if eviction == "expected_attention" and arguments.get("critical"):
         arguments = {"values": False} | arguments  # CriticalKV weighs by values itself
     parts: dict[str, Callable[..., Any]] = {}
     if admission is not None or eviction is None:
         parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
     if eviction is not None:
-        parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS, "eviction")]
+        parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS | OVER_ANY_SCORE, "eviction")]
         parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule}
         parts |= {"protected": Protected, "second": second_stage}
     if selection is not None:
@@ -127,7 +130,7 @@ def make_policy(
         }
         chosen = made.pop("selection", None)
         policy = made.get("admission") or Policy(Full(), name=label, window=1)
-        policy = policy if eviction is None else _evicting(label, policy, **made)
+        policy = policy if eviction is None else _evicting(label, policy, model, **made)
         return policy if chosen is None else dataclasses.replace(policy, name=label, selection=chosen)
 
 
@@ -141,13 +144,17 @@ def second_stage(*, critical: bool = False, first_stage: float | None = None) ->
 
 
 def _evicting(
-    label, policy, *, eviction, budget, shares, schedule, protected, second, admission=None
+    label, policy, model, *, eviction, budget, shares, schedule, protected, second, admission=None
 ) -> Policy:
     """The policy with an eviction."""
     method = protected.within(eviction if second is None else critical_kv(eviction, first=second))
     plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
     if second is not None and budget.threshold is not None:
         raise UserError(f"{label}: critical_kv shares out the places of a budget, and a threshold has none")
+    if shares.pyramid is not None and model.config.num_layers < 2:
+        raise UserError(
+            f"{label}: a pyramid of budgets needs at least 2 layers, the model has {model.config.num_layers}"
+        )
     everything = stores_all(policy)
     if everything and schedule.when != "prompt" and plan.last < plan.observed:
         raise UserError(

@@ -80,7 +80,7 @@ class Shares:
         arXiv:2407.11550), "model" all layers and heads (KVzip).
     pinned: the share of the average that every head keeps of its own best, whatever others have (AdaKV's α).
     pyramid: layers get less the higher they are, the last the `pyramid`-th part of the average (PyramidKV's β,
-        arXiv:2406.02069); None: every layer the same.
+        arXiv:2406.02069), or all the same where that is less than what always stays; None: every layer the same.
     """
 
     over: str = "head"
@@ -133,8 +133,6 @@ def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> 
     The last layer gets about the `beta`-th part of the average and the others lie on a line. Where that does not fit
     between the window and the tokens, every layer gets the average.
     """
-    if layers < 2:
-        raise UserError(f"a pyramid of budgets needs at least 2 layers, the model has {layers}")
     low = kept / beta
     high = 2 * kept - low
     if high >= tokens - window:
@@ -148,8 +146,6 @@ def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> 
 def chunk_pyramid(free: int, tokens: int, forced: int, layers: int, window: int, beta: float) -> list[int]:
     """PyramidKV's entries of each layer in a chunk: `forced` ones and, of `tokens` others, `free` on average
     (PruLong's code for arXiv:2506.17121, Sec. 4.3, in whole numbers)."""
-    if layers < 2:
-        raise UserError(f"a pyramid of budgets needs at least 2 layers, the model has {layers}")
     low = math.floor(free / beta)
     high = 2 * free - low
     if high >= tokens:

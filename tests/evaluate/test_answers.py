@@ -30,6 +30,16 @@ def contexts():
     return [np.random.default_rng(seed).integers(0, 61, 20).astype(np.int32) for seed in range(3)]
 
 
+class Counted(Pace):
+    """How many tokens were added."""
+
+    tokens = 0
+
+    def add(self, tokens, seconds, compiled):
+        self.tokens += tokens
+        super().add(tokens, seconds, compiled)
+
+
 def said_by_attention(model, line, count):
     """The most likely next token after each of the last `count` tokens."""
     padded = np.pad(line, (0, LINE - line.size))
@@ -38,7 +48,7 @@ def said_by_attention(model, line, count):
 
 def test_answers_are_those_of_plain_attention(model, contexts):
     """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
-    policy, calls, pace = make_policy("full", model=model), Calls(), Pace()
+    policy, calls, pace = make_policy("full", model=model), Calls(), Counted()
     cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 5, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
@@ -54,6 +64,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
     np.testing.assert_array_equal(said[2], said_by_attention(model, line, 5))
     assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 9, 2 * 6]
+    assert pace.tokens == np.sum(calls.tokens)
     assert pace.per_second > 0
 
 

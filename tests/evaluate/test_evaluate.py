@@ -175,11 +175,15 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     (cell,) = lines(tmp_path / "run")
     assert cell["published"]
     assert (cell["samples"], cell["score"], cell["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
-    assert "RULER's own data: qa_1" in (tmp_path / "run" / "report.md").read_text()
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "RULER's own data: qa_1" in report
+    # also where nothing is compared with it
+    table = [line for line in report.splitlines() if line.startswith("|")][:3]
+    assert [line.count("|") for line in table] == [4, 4, 4]
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
-    for option, was, now in (("--samples", "48", "8"), ("--chunk", "32", "16"), ("--seed", "0", "3")):
+    for option, was, now in (("--samples", "48", "8"), ("--batch", "4", "2"), ("--seed", "0", "3")):
         with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
             main([*arguments, *TASKS, option, now, "--out", str(evaluated[0])])
     folder = tmp_path / "run"

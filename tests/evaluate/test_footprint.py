@@ -66,11 +66,12 @@ def test_streaming_is_what_a_simulated_cache_holds(sizes, sink, window):
             stored.append(seen)
             seen += 1
             total += len(stored)
-        peak = max(peak, len(stored))
+        peak, last = max(peak, len(stored)), len(stored)
         stored = [j for j in stored if j < min(sink, seen - min(seen, window)) or j >= seen - window]
     found = streaming(prompt, output, chunk, sink=sink, window=window)
     assert found.total == total
     assert found.peak == pytest.approx(peak / seen)
+    assert found.final == pytest.approx(last / seen)
 
 
 @given(sizes=sizes, kept=st.floats(0, 1), less=st.floats(0, 1))
@@ -106,7 +107,31 @@ def test_a_real_cache_is_measured_step_by_step():
         found, planned = measured(calls, sequence), streaming(length, 2, 4, sink=1, window=2)
         np.testing.assert_allclose(found.held, planned.held)
         np.testing.assert_array_equal(found.tokens, planned.tokens)
+        assert found.final == planned.final < found.peak
     assert measured(calls, 0).total == 40
+
+
+@pytest.mark.parametrize("kept", [1.0, 0.5])
+def test_real_heads_of_two_kinds_and_real_chunks_hold_what_is_planned(kept):
+    """The small example's heads, half of them streaming; and half of every chunk."""
+    model, calls = tiny_model(qk_norm=False), Calls()
+    local, full = streaming(8, 2, 4, sink=1, window=2), evicting(8, 2, 4)
+    if kept == 1:
+        heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
+        policy = make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3)
+        planned = mixed([(0.5, local), (0.5, full)])
+    else:
+        policy = make_policy("knorm", model=model, ratio=kept, when="chunk", chunk=4)
+        planned = evicting(8, 2, 4, kept=kept, observed=0)
+    sampling.sample(
+        model, [np.arange(8)], policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1, calls=calls
+    )
+    found = measured(calls, 0)
+    np.testing.assert_allclose(found.held, planned.held)
+    for measure in ("footprint", "peak", "final"):
+        assert getattr(found, measure) == pytest.approx(getattr(planned, measure)), measure
+    if kept == 1:
+        assert found.footprint == pytest.approx(0.8636, abs=5e-5)
 
 
 def test_a_patch_is_held_and_read_but_is_no_part_of_the_sequence():

@@ -53,6 +53,19 @@ def snapkv(c: Captured, observed: int, pool: int = 5) -> np.ndarray:
     return np.pad(over_group(smooth, c.group), ((0, 0), (0, observed)))
 
 
+def snapkv_of_stored(
+    q: np.ndarray, k: np.ndarray, *, pool: int = 5, group: str = "mean", pooling: str = "average"
+) -> np.ndarray:
+    """A kv head's stored keys `[s h]` by the attention that queries `[g w h]`, which are newer than all of them, pay
+    to them alone (WG-KV's composition with "max" and "max")."""
+    p = softmax(np.einsum("gwh,sh->gws", q, k) / np.sqrt(q.shape[-1]))
+    mass = (p.max(0) if group == "max" else p.mean(0)).mean(0)
+    around = np.lib.stride_tricks.sliding_window_view(
+        np.pad(mass, pool // 2, constant_values=-np.inf if pooling == "max" else 0), pool
+    )
+    return around.max(-1) if pooling == "max" else around.mean(-1)
+
+
 def tova(c: Captured) -> np.ndarray:
     return np.repeat(attention(c)[:, -1].mean(0, keepdims=True), len(c.k), 0)
 

@@ -311,6 +311,10 @@ def test_freed_pages_are_used_again(model, prompts):
             "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
             "least 65, got 9",
         ),
+        (
+            {"name": "wgkv", "eviction": "adavk", "ratio": 0.5},
+            "unknown eviction 'adavk'; the nearest known: adakv",
+        ),
         ({"name": "knorm", "ratio": 0.5, "last": -1}, "last must be a whole number of at least 0, got -1"),
         (
             {"name": "knorm", "admission": "random", "eviction": "snapkv", "ratio": 0.5},
@@ -358,3 +362,10 @@ def test_contexts_that_do_not_suit_are_one_line(model, prompts, options, says):
     with pytest.raises(UserError) as error:
         sampling.prefill(model, prompts[:1], policy=make_policy("snapkv", model=model, **options))
     assert str(error.value) == says
+
+
+@pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
+def test_a_pyramid_needs_layers(when):
+    with pytest.raises(UserError) as error:
+        make_policy("pyramidkv", model=tiny_model(num_layers=1), ratio=0.5, observed=6, **when)
+    assert str(error.value) == "pyramidkv: a pyramid of budgets needs at least 2 layers, the model has 1"

@@ -1,0 +1,119 @@
+"""Evictions on top of an admission: what is scored and goes is beyond the window, in rows of unequal lengths."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax import sampling
+from kvjax.cache import CapacityError
+from kvjax.policies import make_policy
+from tests.policies import published
+from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
+from tests.tiny_models import tiny_gates
+
+WINDOW, KEPT = 9, 18
+
+
+@pytest.fixture(scope="module")
+def admitted(model):
+    """Chance with its own rate for each head."""
+    rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
+    return {"model": model, "admission": "random", "rates": rates, "window": WINDOW}
+
+
+@pytest.fixture(scope="module")
+def gated(model):
+    return {"model": model, "admission": "wgkv", "gates": tiny_gates(model), "tau": 0.5, "window": WINDOW}
+
+
+@pytest.mark.parametrize(("group", "pooling", "over"), [("mean", "average", "layer"), ("max", "max", "head")])
+def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
+    """In the first layer, whose queries do not depend on what was refused."""
+    how = {"group": group, "pooling": pooling}
+    policy = make_policy(eviction="snapkv", entries=KEPT, observed=OBSERVED, over=over, **how, **admitted)
+    scores = scored(model, policy, prompts)
+    before = sampling.prefill(model, prompts, policy=make_policy(**admitted), page_size=PAGE)
+    after = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    pages_are_whole(after)
+    for b, prompt in enumerate(prompts):
+        q = captured_layers(model, prompt)[0].q.reshape(4, 2, -1, 8)[:, :, -OBSERVED:]
+        stored = [entries(before, 0, b, head) for head in range(4)]
+        want = [published.snapkv_of_stored(q[head], keys, **how) for head, keys in enumerate(stored)]
+        for head, own in enumerate(want):
+            np.testing.assert_allclose(scores[0, b, head, -len(own) :], own, atol=1e-6)
+        # the window's other tokens take places of the budget
+        count = KEPT - WINDOW + 1
+        if over == "layer":
+            stays = np.split(
+                published.best(np.concatenate(want)[None], 4 * count)[0], np.cumsum([*map(len, want)])[:3]
+            )
+        else:
+            stays = [published.best(own[None], min(count, len(own)))[0] for own in want]
+        for head, keys in enumerate(stored):
+            np.testing.assert_allclose(entries(after, 0, b, head), keys[stays[head]], atol=1e-5)
+        assert (max(mask.sum() for mask in stays) > count) == (over == "layer")
+
+
+def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
+    counts = [
+        sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length
+        for policy in (
+            make_policy("adakv", entries=KEPT, observed=OBSERVED, **admitted),
+            make_policy(eviction="adakv", entries=KEPT, observed=OBSERVED, **admitted),
+            make_policy(
+                eviction="snapkv", over="layer", pinned=0.2, entries=KEPT, observed=OBSERVED, **admitted
+            ),
+        )
+    ]
+    np.testing.assert_array_equal(counts[0], counts[1])
+    np.testing.assert_array_equal(counts[0], counts[2])
+
+
+def test_gates_eviction_and_selection_at_once(model, prompts, gated):
+    """All three: what reads every page answers like what selects none, what reads few does not."""
+    both = {"eviction": "snapkv", "entries": KEPT, "observed": OBSERVED, **gated}
+    options = {"max_new_tokens": 12, "eos": (), "page_size": PAGE, "capacity": 100}
+    said = [
+        sampling.sample(model, prompts, policy=policy, **options).tokens
+        for policy in (
+            make_policy(**both),
+            make_policy(selection="quest", tokens=1000, **both),
+            make_policy(selection="quest", tokens=1, **both),
+        )
+    ]
+    np.testing.assert_array_equal(said[0], said[1])
+    assert (np.array(said[0]) != np.array(said[2])).any()
+
+
+def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated):
+    """A pool that is too small for an answer serves it where the overflow is evicted."""
+    options = {"max_new_tokens": 120, "eos": (), "page_size": PAGE, "capacity": 60, "block": 1}
+    with pytest.raises(CapacityError):
+        sampling.sample(model, prompts, policy=make_policy(**gated), **options)
+    bounded = make_policy(eviction="snapkv", entries=24, observed=OBSERVED, when="overflow", **gated)
+    *_, (_, cache) = sampling.stream(model, prompts, policy=bounded, **options)
+    pages_are_whole(cache)
+    assert np.asarray(cache.seen).min() >= 120 + min(map(len, prompts)) - 1
+    assert np.asarray(cache.layers.length).mean() <= 24 - WINDOW + 2
+
+
+def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(model, prompts):
+    def kept(prompts, seed):
+        policy = make_policy("random_eviction", model=model, entries=20, seed=seed)
+        cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
+        return {row: entries(cache, *row) for row in np.ndindex(3, len(prompts), 4)}
+
+    def places(keys, layer, head):
+        every = captured_layers(model, prompts[0])[layer].k[head]
+        return {int(np.abs(every - key).sum(-1).argmin()) for key in keys}
+
+    first, again, other = kept(prompts, 0), kept(prompts[:1], 0), kept(prompts, 1)
+    rows = [row for row in first if row[1] == 0]
+    for row in rows:
+        np.testing.assert_allclose(first[row], again[row], atol=1e-5)
+    stays = {(layer, head): places(first[layer, 0, head], layer, head) for layer, _, head in rows}
+    assert all(a != b for a, b in itertools.combinations(stays.values(), 2))
+    # not the first ones, nor the last: chance
+    assert all(min(own) < 20 and max(own) >= 40 for own in stays.values())
+    assert all(np.abs(first[row] - other[row]).max() > 1e-3 for row in rows)
