@@ -33,8 +33,8 @@ class EvaluateConfig:
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
-    """recall, needle, copy and text (built-in model); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
-    qa_2."""
+    """needle, by depth; recall, copy and text (built-in model); RULER's thirteen by name: niah_single_1, …, vt, cwe,
+    fwe, qa_1, qa_2."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer."""
     samples: int = 192
@@ -53,7 +53,7 @@ class EvaluateConfig:
     ruler_data: Path | None = None
     """A folder of RULER's own samples, a file NAME.jsonl a task, instead of samples made here."""
     essays: Path | None = None
-    """RULER's haystack: a text file; by default the packaged text, which is short."""
+    """The haystack of RULER and of needles in text: a text file; by default the packaged text, which is short."""
     squad: Path | None = None
     """qa_1: SQuAD's JSON file."""
     hotpotqa: Path | None = None

@@ -21,7 +21,14 @@ from kvjax.evaluate.tasks import (
     builtin_vocabulary,
     make_task,
 )
-from kvjax.evaluate.tasks.ruler import RULER_TASKS, Files, make_ruler_task, published_samples
+from kvjax.evaluate.tasks.ruler import (
+    RULER_TASKS,
+    Files,
+    RulerTask,
+    make_needle_task,
+    make_ruler_task,
+    published_samples,
+)
 from kvjax.evaluate.tasks.task import Sample, Tokens
 from kvjax.evaluate.tasks.text_prompt import prompt_size
 from kvjax.models.folder import load_tokenizer, speaks_builtin
@@ -87,8 +94,9 @@ class BuiltIn:
 
 
 @dataclass(frozen=True)
-class Ruler:
-    """One of RULER's tasks: in text that is made here or, with `ruler_data`, RULER's own samples in their order."""
+class Text:
+    """One of RULER's tasks, or a needle by depth: in text that is made here or, with `ruler_data`, RULER's own samples
+    in their order."""
 
     name: str
     material: Material
@@ -98,11 +106,16 @@ class Ruler:
         return 1
 
     def contexts(self, first: int, count: int, length: int) -> list[Context]:
-        if self.material.ruler_data is not None:
+        if self.material.ruler_data is not None and self.name in RULER_TASKS:
             return [self._encoded(sample) for sample in self._published(count, length)]
-        files, chat = self.material.files, self.material.chat
-        task = make_ruler_task(self.name, self.material.tokenizer, files, chat=chat)
+        task = self._task()
         return [self._encoded(task.sample(first + index, length)) for index in range(count)]
+
+    def _task(self) -> RulerTask:
+        tokenizer, files, chat = self.material.tokenizer, self.material.files, self.material.chat
+        if self.name in RULER_TASKS:
+            return make_ruler_task(self.name, tokenizer, files, chat=chat)
+        return make_needle_task(tokenizer, files, chat=chat)
 
     def _published(self, count: int, length: int) -> list[TextSample]:
         assert self.material.ruler_data is not None
@@ -135,11 +148,16 @@ def _builtin(
         if not speaks_builtin(material.model):
             raise UserError(
                 f"--tasks {name} is made of the built-in model's tokens, which {material.model} does not have; for any "
-                f"model: {', '.join(RULER_TASKS)}"
+                f"model: needle, {', '.join(RULER_TASKS)}"
             )
         return BuiltIn(make or (lambda length: make_task(name)), **arguments)
 
     return for_model
+
+
+def _needle(material: Material) -> Source:
+    """In the built-in model's tokens for it, in text for others."""
+    return (_builtin("needle") if speaks_builtin(material.model) else partial(Text, "needle"))(material)
 
 
 def _copy(length: int) -> Task:
@@ -149,7 +167,7 @@ def _copy(length: int) -> Task:
 
 SOURCES: dict[str, Callable[[Material], Source]] = {
     "recall": _builtin("recall"),
-    "needle": _builtin("needle"),
+    "needle": _needle,
     "copy": _builtin("copy", make=_copy),
     "text": _builtin(
         "text",
@@ -157,7 +175,7 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
         asked=predicted,
         counts_for=TEXT_COUNTS_FOR,
     ),
-    **{name: partial(Ruler, name) for name in RULER_TASKS},
+    **{name: partial(Text, name) for name in RULER_TASKS},
 }
 
 

@@ -101,7 +101,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
             file.read_bytes().replace(b"<|copy|>", b"<|else|>") if text else file.read_bytes()
         )
     with pytest.raises(
-        UserError, match="--tasks needle is made of the built-in .*; for any model: niah_single_1, "
+        UserError, match="--tasks recall is made of the built-in .*; for any model: needle, niah_single_1, "
     ):
         main(
             [
@@ -110,7 +110,7 @@ def test_another_model_needs_tasks_of_text(tmp_path):
                 "--policies",
                 "full",
                 "--tasks",
-                "needle",
+                "recall",
                 "--out",
                 str(tmp_path / "run"),
             ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.evaluate.tasks import heldout_files
-from kvjax.evaluate.tasks.ruler import RULER_TASKS, Files, make_ruler_task, ruler_samples
+from kvjax.evaluate.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, ruler_samples
 from kvjax.evaluate.tasks.ruler.haystack import DEPTHS, LONGEST, Essays, Lines, split_sentences
 from kvjax.evaluate.tasks.ruler.needles import listed
 from kvjax.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS
@@ -213,8 +213,8 @@ def test_depths_are_uniform_and_needles_stand_at_the_nearest_border():
     rng = np.random.default_rng(0)
     text = " ".join("word " * int(rng.integers(1, 12)) + "end." for _ in range(400))
     essays = Essays(text, "test")
-    assert (DEPTHS[0], DEPTHS[-1], len(DEPTHS)) == (0, 1, 40)
-    np.testing.assert_allclose(np.diff(DEPTHS), 1 / 39)
+    grid = np.array(DEPTHS)
+    np.testing.assert_allclose(grid, np.linspace(0, 1, 40))
     depths = []
     for _ in range(500):
         needles = [f"Needle {i}." for i in range(4)]
@@ -224,14 +224,27 @@ def test_depths_are_uniform_and_needles_stand_at_the_nearest_border():
         places = [hidden.index(needle) for needle in needles]
         assert places == sorted(places)
         exact = [(place - 10 * i) / len(text) for i, place in enumerate(places)]
-        nearest = [int(np.abs(DEPTHS - depth).argmin()) for depth in exact]
-        assert np.abs(DEPTHS[nearest] - exact).max() < 40 / len(text)
+        nearest = [int(np.abs(grid - depth).argmin()) for depth in exact]
+        assert np.abs(grid[nearest] - exact).max() < 40 / len(text)
         assert len(set(nearest)) == 4
         depths += nearest
     counts = np.bincount(depths, minlength=40)
     assert len(counts) == 40
     # drawn without repetition, a count varies by less than a binomial one
     assert np.abs(counts - 50).max() < 4 * np.sqrt(50)
+
+
+def test_a_needle_is_at_its_depth_of_the_text(builtin):
+    task = make_needle_task(builtin)
+    for seed in range(11, 22):
+        sample = task.sample(seed, 3000)
+        (question,) = sample.questions
+        assert question.kind == f"{(seed - 11) / 10:g}"
+        text = sample.context.partition("\n\n")[2].rstrip()
+        (needle,) = re.findall(r"A secret number of \S+ is \d{7}\.", text)
+        assert question.expected[0] in needle
+        depth = text.index(needle) / (len(text) - len(needle))
+        assert abs(depth - float(question.kind)) < 0.06
 
 
 def test_lines_are_hidden_anywhere_and_in_order():

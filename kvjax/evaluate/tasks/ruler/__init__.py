@@ -16,6 +16,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.tasks.ruler import frequent, needles, questions, variables
 from kvjax.evaluate.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.evaluate.tasks.ruler.haystack import Lines, read_essays
+from kvjax.evaluate.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.evaluate.tasks.ruler.needles import Needles
 from kvjax.evaluate.tasks.ruler.published import published_rows, published_sample
 from kvjax.evaluate.tasks.ruler.question_files import read_hotpotqa, read_squad
@@ -104,6 +105,12 @@ def make_ruler_task(name: str, tokenizer: Any, files: Files = Files(), *, chat: 
     return RulerTask(name, _entry(name).open(name, files), PromptEncoder(tokenizer, chat))
 
 
+def make_needle_task(tokenizer: Any, files: Files = Files(), *, chat: bool = True) -> RulerTask:
+    """A needle by depth in essays, beside the thirteen, as `make_ruler_task`."""
+    recipe = needle_by_depth(read_essays(files.essays))
+    return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
+
+
 def ruler_samples(
     name: str,
     tokenizer: Any,
@@ -144,6 +151,7 @@ __all__ = [
     "RULER_TASKS",
     "Files",
     "RulerTask",
+    "make_needle_task",
     "make_ruler_task",
     "mean_score",
     "published_sample",

@@ -14,7 +14,7 @@ from kvjax.evaluate.tasks.builtin import heldout_files
 from kvjax.evaluate.tasks.ruler.recipe import Supply
 
 PASSAGE = "The river is wide. The hills are low. The boat is slow. We left at dawn. We will be back by dusk."
-DEPTHS = np.linspace(0, 1, 40)
+DEPTHS = tuple(np.linspace(0, 1, 40).tolist())
 LONGEST = 400
 """Characters after which a sentence without an end is cut at line ends: lists, verse and program text have no stops."""
 
@@ -55,13 +55,14 @@ class Lines:
 
 @dataclass(frozen=True)
 class Essays:
-    """The first sentences of a text. Needles stand between them, at depths drawn without repetition from `DEPTHS`.
+    """The first sentences of a text. Needles stand between them, at depths drawn without repetition from `depths`.
 
     A depth is a share of the characters; the border nearest to it is taken.
     """
 
     text: str
     source: str
+    depths: tuple[float, ...] = DEPTHS
     _sentences: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -77,7 +78,7 @@ class Essays:
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
         sentences = [*self._sentences[: units - 1], self._sentences[units - 1].rstrip()]
         ends = np.cumsum([0, *map(len, sentences)])
-        depths = np.sort(rng.choice(DEPTHS, len(needles), replace=False))
+        depths = np.sort(rng.choice(self.depths, len(needles), replace=False))
         borders = np.abs(ends[None] - depths[:, None] * ends[-1]).argmin(1)
         pieces = []
         for index in range(units + 1):

@@ -1,0 +1,55 @@
+"""The methods that are compared: each can be made for a budget, and budgets share programs."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.evaluate.config import POLICIES
+from kvjax.evaluate.contenders import CONTENDERS, Sizing, contender, sized
+from kvjax.policies.admission.wgkv import save_gates
+from tests.tiny_models import tiny_gates, tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def gates(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gates")
+    described = {"tau": 0.5, "window": 9, "rate": np.linspace(0, 1, 12).reshape(3, 4).tolist()}
+    save_gates(folder, tiny_gates(model), described)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
+    policies: list[Any] = [
+        sized(name, Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates))
+        for ratio in (0.25, 0.5)
+    ]
+    small, large = policies
+    if name in ("streaming_llm", "head_pattern"):
+        # the budget is a window's width
+        means = [p.expected_entries(128, 1).mean() for p in policies]
+        assert means == pytest.approx([32, 64], abs=1)
+        return
+    shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(policy.traced)) for policy in policies]
+    assert shapes[0] == shapes[1]
+    assert jax.tree.structure(small.traced) == jax.tree.structure(large.traced)
+    if small.plan is not None:
+        assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
+        when = {"pyramidkv": "chunk", "pyramidkv_patched": "patched"}.get(name, "prompt")
+        assert small.plan.schedule.when == when
+        assert small.plan.schedule.chunk == (0 if when == "prompt" else 32)
+    elif small.selection is not None:
+        assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
+    else:
+        assert contender(name).fixed or contender(name).calibrated
+
+
+def test_those_compared_by_default_exist():
+    assert set(POLICIES) <= set(CONTENDERS)
