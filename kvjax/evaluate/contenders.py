@@ -114,16 +114,9 @@ def _check_holds(sizing: Sizing, least: int, what: str) -> None:
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(sizing).window - 1)
+    largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
     # heads differ in what the gates let in, so the budget is that of all together
-    return _gated(
-        sizing,
-        eviction="snapkv",
-        group="max",
-        pooling="max",
-        ratio=sizing.ratio,
-        observed=observed,
-        over="model",
-    )
+    return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model", **largest)
 
 
 CONTENDERS = {

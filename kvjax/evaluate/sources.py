@@ -94,7 +94,7 @@ class BuiltIn:
 
 
 @dataclass(frozen=True)
-class Text:
+class InText:
     """One of RULER's tasks, or a needle by depth: in text that is made here or, with `ruler_data`, RULER's own samples
     in their order."""
 
@@ -157,7 +157,7 @@ def _builtin(
 
 def _needle(material: Material) -> Source:
     """In the built-in model's tokens for it, in text for others."""
-    return (_builtin("needle") if speaks_builtin(material.model) else partial(Text, "needle"))(material)
+    return (_builtin("needle") if speaks_builtin(material.model) else partial(InText, "needle"))(material)
 
 
 def _copy(length: int) -> Task:
@@ -175,7 +175,7 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
         asked=predicted,
         counts_for=TEXT_COUNTS_FOR,
     ),
-    **{name: partial(Text, name) for name in RULER_TASKS},
+    **{name: partial(InText, name) for name in RULER_TASKS},
 }
 
 

@@ -151,10 +151,8 @@ def _evicting(
     plan = Plan(budget, shares, schedule, method.last, method.first, method.recent, method.observed)
     if second is not None and budget.threshold is not None:
         raise UserError(f"{label}: critical_kv shares out the places of a budget, and a threshold has none")
-    if shares.pyramid is not None and model.config.num_layers < 2:
-        raise UserError(
-            f"{label}: a pyramid of budgets needs at least 2 layers, the model has {model.config.num_layers}"
-        )
+    if model is not None:
+        shares.check(model.config.num_layers)
     everything = stores_all(policy)
     if everything and schedule.when != "prompt" and plan.last < plan.observed:
         raise UserError(

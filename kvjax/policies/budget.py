@@ -94,6 +94,11 @@ class Shares:
         if self.pyramid is not None:
             object.__setattr__(self, "pyramid", real_number("budget", "pyramid", self.pyramid, above=1.0))
 
+    def check(self, layers: int) -> None:
+        """UserError if a model of so many layers has none to share with."""
+        if self.pyramid is not None and layers < 2:
+            raise UserError(f"a pyramid of budgets needs at least 2 layers, the model has {layers}")
+
     def counts(
         self, kept: Sequence[float], tokens: Sequence[int], layers: int, stay: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
@@ -101,6 +106,7 @@ class Shares:
 
         `stay`: how many a pyramid leaves every layer.
         """
+        self.check(layers)
         rows = [
             [whole(n)] * layers if self.pyramid is None else pyramid(n, t, layers, least, self.pyramid)
             for n, t, least in zip(kept, tokens, stay, strict=True)
@@ -111,6 +117,7 @@ class Shares:
         self, kept: Sequence[int], tokens: Sequence[int], forced: Sequence[int], layers: int, window: int
     ) -> Int[np.ndarray, "l b"]:
         """The same for a chunk of a prompt, of which the newest `forced` entries stay in every layer."""
+        self.check(layers)
         rows = []
         for n, t, newest in zip(kept, tokens, forced, strict=True):
             newest = min(newest, t)

@@ -365,7 +365,11 @@ def test_contexts_that_do_not_suit_are_one_line(model, prompts, options, says):
 
 
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
-def test_a_pyramid_needs_layers(when):
-    with pytest.raises(UserError) as error:
-        make_policy("pyramidkv", model=tiny_model(num_layers=1), ratio=0.5, observed=6, **when)
-    assert str(error.value) == "pyramidkv: a pyramid of budgets needs at least 2 layers, the model has 1"
+def test_a_pyramid_needs_layers(prompts, when):
+    """Which a policy knows as soon as it is made for a model, and else when it meets one."""
+    says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
+    with pytest.raises(UserError, match=says):
+        make_policy("pyramidkv", model=model, ratio=0.5, observed=6, **when)
+    policy = make_policy("pyramidkv", eviction="knorm", ratio=0.5, **when)
+    with pytest.raises(UserError, match=says):
+        sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
