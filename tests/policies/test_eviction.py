@@ -178,13 +178,14 @@ def test_everything_kept_is_the_full_cache(model, prompts):
         np.testing.assert_array_equal(entries(kept, *row), entries(full, *row))
 
 
-def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured):
-    """In place of what the method protects: here fewer of its last tokens than it looks back at."""
-    policy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, first=3, last=2)
+@pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
+def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured, first, last):
+    """In place of what the method protects: here fewer of its last tokens than it looks back at, or none."""
+    policy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, first=first, last=last)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         place = np.arange(LENGTHS[b])
-        kept_anyway = (place < 3) | (place >= LENGTHS[b] - 2)
+        kept_anyway = (place < first) | (place >= LENGTHS[b] - last)
         for layer, c in enumerate(layers):
             scores = np.where(kept_anyway, np.inf, published.snapkv(c, OBSERVED))
             for head, mask in enumerate(published.best(scores, 20)):
