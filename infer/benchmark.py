@@ -131,6 +131,7 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
     import numpy as np
 
     from kvjax.errors import UserError
+    from kvjax.evaluate.config import default_chunk, default_observed
     from kvjax.evaluate.contenders import Sizing, sized
     from kvjax.evaluate.fixed import whole_heads
 
@@ -142,10 +143,9 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
         return whole_heads(
             model, weights, entries=share * config.context, context=config.context, window=config.window
         )
-    chunk = config.context // 4
-    return sized(
-        name, Sizing(model, share, config.context, config.context, chunk, observed=min(64, chunk // 16))
-    )
+    chunk = default_chunk(config.context)
+    sizing = Sizing(model, share, config.context, config.context, chunk, default_observed(chunk))
+    return sized(name, sizing)
 
 
 def eviction(

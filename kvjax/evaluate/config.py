@@ -99,11 +99,21 @@ class EvaluateConfig:
             raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 
 
+def default_chunk(context: int) -> int:
+    """Tokens of a chunk of contexts of `context` tokens."""
+    return max(1, min(32768, context // 4))
+
+
+def default_observed(chunk: int) -> int:
+    """Last tokens that methods look back at, in chunks of `chunk` tokens."""
+    return max(1, min(64, chunk // 16))
+
+
 def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
     """The evaluation's settings from the command line, with what follows from others filled in. Raises UserError."""
     config = parse_command(EvaluateConfig, args)
     config.check()
-    chunk = config.chunk or max(1, min(32768, min(config.context) // 4))
-    observed = config.observed or max(1, min(64, chunk // 16))
+    chunk = config.chunk or default_chunk(min(config.context))
+    observed = config.observed or default_observed(chunk)
     gates = config.gates or (BUILTIN if config.model == BUILTIN else None)
     return dataclasses.replace(config, chunk=chunk, observed=observed, gates=gates)

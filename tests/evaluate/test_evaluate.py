@@ -183,7 +183,8 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
-    for option, was, now in (("--samples", "48", "8"), ("--batch", "4", "2"), ("--seed", "0", "3")):
+    others = ("--samples", "48", "8"), ("--chunk", "32", "16"), ("--batch", "4", "2"), ("--seed", "0", "3")
+    for option, was, now in others:
         with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
             main([*arguments, *TASKS, option, now, "--out", str(evaluated[0])])
     folder = tmp_path / "run"

@@ -111,27 +111,29 @@ def test_a_real_cache_is_measured_step_by_step():
     assert measured(calls, 0).total == 40
 
 
-@pytest.mark.parametrize("kept", [1.0, 0.5])
-def test_real_heads_of_two_kinds_and_real_chunks_hold_what_is_planned(kept):
-    """The small example's heads, half of them streaming; and half of every chunk."""
+def check_plan(policy, planned):
+    """8 prompt and 2 new tokens in chunks of 4, by a real cache."""
     model, calls = tiny_model(qk_norm=False), Calls()
-    local, full = streaming(8, 2, 4, sink=1, window=2), evicting(8, 2, 4)
-    if kept == 1:
-        heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
-        policy = make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3)
-        planned = mixed([(0.5, local), (0.5, full)])
-    else:
-        policy = make_policy("knorm", model=model, ratio=kept, when="chunk", chunk=4)
-        planned = evicting(8, 2, 4, kept=kept, observed=0)
-    sampling.sample(
-        model, [np.arange(8)], policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1, calls=calls
-    )
+    options = {"chunk": 4, "max_new_tokens": 3, "eos": (), "block": 1}
+    sampling.sample(model, [np.arange(8)], policy=policy(model), calls=calls, **options)
     found = measured(calls, 0)
     np.testing.assert_allclose(found.held, planned.held)
     for measure in ("footprint", "peak", "final"):
         assert getattr(found, measure) == pytest.approx(getattr(planned, measure)), measure
-    if kept == 1:
-        assert found.footprint == pytest.approx(0.8636, abs=5e-5)
+
+
+def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
+    heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
+    planned = mixed([(0.5, streaming(8, 2, 4, sink=1, window=2)), (0.5, evicting(8, 2, 4))])
+    assert planned.footprint == pytest.approx(0.8636, abs=5e-5)
+    check_plan(
+        lambda model: make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3), planned
+    )
+
+
+def test_real_chunks_hold_what_is_planned():
+    planned = evicting(8, 2, 4, kept=0.5, observed=0)
+    check_plan(lambda model: make_policy("knorm", model=model, ratio=0.5, when="chunk", chunk=4), planned)
 
 
 def test_a_patch_is_held_and_read_but_is_no_part_of_the_sequence():
