@@ -1,0 +1,167 @@
+"""Natural text to train gates on and to evaluate them with, from Debian packages: novels, manuals, a glossary.
+
+    pip install rdata && mkdir packages && (cd packages && apt-get download r-cran-janeaustenr jargon-text git-doc \
+        debian-reference-en debian-policy debian-faq python3.11-doc developers-reference)
+    python train/real_text.py --packages packages --out text
+
+Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No held-out work is trained on, in no part.
+"""
+
+import dataclasses
+import gzip
+import json
+import subprocess
+import tempfile
+import warnings
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvjax.atomic import write_text
+from kvjax.errors import UserError
+from kvjax.launch import parse_command, run_command
+
+DOC = "usr/share/doc"
+PYTHON = f"{DOC}/python3.11/html/_sources"
+NOVELS = "usr/lib/R/site-library/janeaustenr/data/Rdata"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is read as one text: the files of a Debian package that match a pattern, in the order of their names, or a
+    novel of R's package of Jane Austen's."""
+
+    package: str
+    pattern: str = ""
+    novel: str = ""
+    heldout: bool = False
+
+
+WORKS = {
+    "emma": Work("r-cran-janeaustenr", novel="emma"),
+    "mansfield_park": Work("r-cran-janeaustenr", novel="mansfieldpark"),
+    "northanger_abbey": Work("r-cran-janeaustenr", novel="northangerabbey"),
+    "pride_and_prejudice": Work("r-cran-janeaustenr", novel="prideprejudice"),
+    "sense_and_sensibility": Work("r-cran-janeaustenr", novel="sensesensibility"),
+    "jargon": Work("jargon-text", f"{DOC}/jargon-text/jargon.txt.gz"),
+    "git": Work("git-doc", f"{DOC}/git-doc/*.txt"),
+    "debian_reference": Work("debian-reference-en", "usr/share/debian-reference/debian-reference.en.txt.gz"),
+    "debian_policy": Work("debian-policy", f"{DOC}/debian-policy/policy.txt.gz"),
+    "debian_faq": Work("debian-faq", f"{DOC}/debian/FAQ/debian-faq.en.txt.gz"),
+    "python_tutorial": Work("python3.11-doc", f"{PYTHON}/tutorial/*.rst.txt"),
+    "python_faq": Work("python3.11-doc", f"{PYTHON}/faq/*.rst.txt"),
+    "python_reference": Work("python3.11-doc", f"{PYTHON}/reference/*.rst.txt"),
+    "python_using": Work("python3.11-doc", f"{PYTHON}/using/*.rst.txt"),
+    "persuasion": Work("r-cran-janeaustenr", novel="persuasion", heldout=True),
+    "developers_reference": Work(
+        "developers-reference", "usr/share/developers-reference/developers-reference.txt.gz", heldout=True
+    ),
+    "python_howto": Work("python3.11-doc", f"{PYTHON}/howto/*.rst.txt", heldout=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """Write pieces of natural text: OUT/train and OUT/heldout, a file a piece, and OUT/sources.json."""
+
+    packages: Path
+    """Folder of the downloaded .deb files."""
+    out: Path
+    """A new folder."""
+    characters: int = 12_000
+    """Of a piece to train on, at least: whole paragraphs, some 3,000 tokens."""
+    heldout_characters: int = 24_000
+    """Of a held-out piece, at least."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    config = parse_command(TextConfig, args)
+    if config.out.exists():
+        raise UserError(f"--out {config.out} already exists")
+    archives = find_archives(config.packages)
+    with tempfile.TemporaryDirectory() as unpacked:
+        for package, archive in archives.items():
+            subprocess.run(["dpkg-deb", "-x", archive, f"{unpacked}/{package}"], check=True)
+        texts = {name: read(work, Path(unpacked) / work.package) for name, work in WORKS.items()}
+    counts = {name: write(config, name, text) for name, text in texts.items()}
+    sources = {
+        name: {
+            "package": archives[work.package].name,
+            "files": work.pattern or f"{NOVELS} ({work.novel})",
+            "pieces": counts[name],
+            "heldout": work.heldout,
+        }
+        for name, work in WORKS.items()
+    }
+    write_text(config.out / "sources.json", json.dumps(sources, indent=2) + "\n")
+    for part in ("train", "heldout"):
+        files = list((config.out / part).iterdir())
+        print(f"{config.out / part}: {len(files)} pieces, {sum(f.stat().st_size for f in files):,} bytes")
+
+
+def find_archives(folder: Path) -> dict[str, Path]:
+    """Package -> its .deb file. Raises UserError if one is missing or there twice."""
+    found = {}
+    for package in sorted({work.package for work in WORKS.values()}):
+        archives = list(folder.glob(f"{package}_*.deb"))
+        if len(archives) != 1:
+            raise UserError(
+                f"--packages {folder} holds {len(archives)} files {package}_*.deb, expected 1: "
+                f"apt-get download {package}"
+            )
+        found[package] = archives[0]
+    return found
+
+
+def read(work: Work, root: Path) -> str:
+    """The text of a work in an unpacked package."""
+    if work.novel:
+        return novel(root / NOVELS, work.novel)
+    files = sorted(root.glob(work.pattern))
+    if not files:
+        raise UserError(f"package {work.package} holds no {work.pattern}: another version of it?")
+    return "\n\n".join(
+        (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
+        for file in files
+    )
+
+
+def novel(database: Path, name: str) -> str:
+    """A character vector of R's lazy-load database (`.rdx`: where each object lies in `.rdb`), line by line."""
+    from rdata.conversion import convert
+    from rdata.parser import parse_data
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rdata names each kind of R object that it has no Python class for
+        start, size = convert(parse_data(database.with_suffix(".rdx").read_bytes()))["variables"][name]
+        packed = database.with_suffix(".rdb").read_bytes()[start : start + size]
+        lines = convert(parse_data(zlib.decompress(packed[4:])))  # after the unpacked length
+    return "\n".join(lines)
+
+
+def pieces(text: str, characters: int) -> Iterator[str]:
+    """Whole paragraphs, at least `characters` a piece; what is left at the end is dropped."""
+    held, size = [], 0
+    for paragraph in text.split("\n\n"):
+        held.append(paragraph)
+        size += len(paragraph) + 2
+        if size >= characters:
+            yield "\n\n".join(held).strip() + "\n"
+            held, size = [], 0
+
+
+def write(config: TextConfig, name: str, text: str) -> int:
+    """A work's pieces as files; returns how many."""
+    heldout = WORKS[name].heldout
+    folder = config.out / ("heldout" if heldout else "train")
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    for piece in pieces(text, config.heldout_characters if heldout else config.characters):
+        (folder / f"{name}-{count:03}.txt").write_text(piece)
+        count += 1
+    return count
+
+
+if __name__ == "__main__":
+    run_command(main)
