@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -57,12 +57,14 @@ class Essays:
     """The first words of a text, which is repeated where it is too short. Needles stand between its sentences, at
     depths drawn without repetition from `depths`.
 
-    A depth is the percent of the sentences that stand before the needle, rounded down to whole ones.
+    A depth is the percent of what stands before the needle: of sentences, rounded down to whole ones, or of characters,
+    to the nearest sentence.
     """
 
     text: str
     source: str
     depths: tuple[int, ...] = DEPTHS
+    depth_of: Literal["sentences", "characters"] = "sentences"
     _words: tuple[str, ...] = field(init=False, repr=False)
     _starts: Int[np.ndarray, " sentences"] = field(init=False, repr=False)
 
@@ -79,10 +81,14 @@ class Essays:
         words = list((self._words * times)[:units])
         words[-1] = words[-1].rstrip()
         starts = (len(self._words) * np.arange(times)[:, None] + self._starts).ravel()
-        borders = [*starts[starts < units], units]
+        borders = np.append(starts[starts < units], units)
         depths = np.sort(rng.choice(self.depths, len(needles), replace=False))
-        for depth, needle in reversed(list(zip(depths, needles, strict=True))):
-            border = borders[(len(borders) - 1) * depth // 100]
+        if self.depth_of == "sentences":
+            places = borders[(len(borders) - 1) * depths // 100]
+        else:
+            ends = np.cumsum([0, *map(len, words)])
+            places = borders[np.abs(ends[borders] - depths[:, None] * ends[-1] / 100).argmin(1)]
+        for border, needle in reversed(list(zip(places.tolist(), needles, strict=True))):
             if border == units:
                 words.insert(border, f" {needle}")
             else:

@@ -8,7 +8,7 @@ from kvjax.evaluate.tasks.ruler.needles import Needles
 from kvjax.evaluate.tasks.text_sample import TextSample
 
 DEPTHS = tuple(range(0, 101, 10))
-"""Percent of the sentences before the needle."""
+"""Percent of the characters."""
 
 
 @dataclass(frozen=True)
@@ -34,4 +34,6 @@ class NeedleByDepth:
 
 def needle_by_depth(essays: Essays) -> NeedleByDepth:
     """With the needle in such a text."""
-    return NeedleByDepth(tuple(dataclasses.replace(essays, depths=(depth,)) for depth in DEPTHS))
+    return NeedleByDepth(
+        tuple(dataclasses.replace(essays, depths=(depth,), depth_of="characters") for depth in DEPTHS)
+    )
