@@ -186,6 +186,8 @@ def test_words_are_single_at_every_length(units):
         solved = sample.context.split("\n\n")[1].split()
         english = {*ADJECTIVES, *NOUNS}
         invented = distinct - english
+        assert distinct & {*ADJECTIVES}
+        assert distinct & {*NOUNS}
         if units + 10 + 40 <= len(english):
             assert not invented
         else:

@@ -47,7 +47,7 @@ class RulerTask:
         def fits(units: int) -> bool:
             return prompt_size(recipe.write(seed, units), self._encode) <= length
 
-        step = 1
+        step = 1 + guess // 256
         if fits(guess):
             low, high = guess, self._next(recipe, length, guess, step)
             while fits(high):
