@@ -51,9 +51,11 @@ class EvaluateConfig:
     pattern: Path | None = None
     """head_pattern: a DuoAttention pattern folder; by default heads are ordered by the gates' own rates."""
     ruler_data: Path | None = None
-    """A folder of RULER's own samples, a file NAME.jsonl a task, instead of samples made here."""
+    """RULER's own samples instead of samples made here: a folder with a .jsonl or .parquet file a task or with one for
+    all, or a hub data set with a configuration for each context's length (simonjegou/ruler)."""
     essays: Path | None = None
-    """The haystack of RULER and of needles in text: a text file; by default the packaged text, which is short."""
+    """The haystack of RULER and of needles in text: a text file; by default the packaged text. Repeated where it is too
+    short."""
     squad: Path | None = None
     """qa_1: SQuAD's JSON file."""
     hotpotqa: Path | None = None

@@ -119,12 +119,13 @@ class InText:
 
     def _published(self, count: int, length: int) -> list[TextSample]:
         assert self.material.ruler_data is not None
-        file = self.material.ruler_data / f"{self.name}.jsonl"
-        samples = published_samples(file, self.name)[:count]
+        data = self.material.ruler_data
+        samples = published_samples(data, self.name, length)[:count]
         for index, sample in enumerate(samples):
             if (size := prompt_size(sample, self.material.encode)) > length:
                 raise UserError(
-                    f"{file}: sample {index} takes {size} tokens with its answer, --context is {length}"
+                    f"--ruler-data {data}: sample {index} of {self.name} takes {size} tokens with its answer, "
+                    f"--context is {length}"
                 )
         return samples
 

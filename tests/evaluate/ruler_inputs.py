@@ -16,13 +16,20 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
 )
 
+CHAT_ML = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are a helpful assistant<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 
 def squad():
     """Thirty articles of five paragraphs; each paragraph has two questions, one without an answer."""
 
     def paragraph(i, j):
         text = (
-            f"In the year {1000 + 5 * i + j} the {ADJECTIVES[i]} {NOUNS[j]} was given to guild{i}x{j}. " * 2
+            f"In the year {1000 + 5 * i + j} the {ADJECTIVES[i]} {NOUNS[j]} was given to guild{i}x{j}. "
+            + "Nobody knows why. " * ((3 * i + j) % 7)
         )
         right = {"text": f"guild{i}x{j}", "answer_start": 0}
         return {
@@ -38,12 +45,15 @@ def squad():
 
 
 def hotpotqa():
-    """Forty questions with two right documents and three others."""
+    """A hundred questions with ten documents each, of which two are needed."""
 
     def entry(i):
         context = [
-            [f"{NOUNS[i]} {j}", [f"The {ADJECTIVES[i]} {NOUNS[i]} has the mark m{i}n{j}. ", "It is old. "]]
-            for j in range(5)
+            [
+                f"{NOUNS[i]} {j}",
+                [f"The {ADJECTIVES[i]} {NOUNS[i]} has the mark m{i}n{j}. ", "It is old. " * (j % 4)],
+            ]
+            for j in range(10)
         ]
         return {
             "_id": str(i),
@@ -67,6 +77,30 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def builtin():
     return Tokenizer.from_file(str(builtin_model() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def smol():
+    """As SmolLM2's: bytes, every digit a token, a chat template with a system prompt of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=6000,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>"],
+        show_progress=False,
+    )
+    words = [f"a {word} " for word in (*ADJECTIVES, *NOUNS)] * 3
+    tokenizer.train_from_iterator([*heldout_files().values(), *words], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_ML,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def ruler_data(tmp_path_factory):
         (["--tasks", "needles"], "--tasks: unknown task 'needles'; the nearest known: needle"),
         (["--tasks", "copy", "--context", "32"], "17 tokens are too few to hide 48 in"),
         (["--tasks", "vt", "--context", "200"], "vt: 200 tokens are too few, the shortest prompt"),
-        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as `squad`"),
+        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --squad FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
@@ -80,9 +80,9 @@ def test_bad_values_are_named(args, message, tmp_path):
     ("task", "message"),
     [
         ("vt", "--tasks vt: its samples hold context and question in one, .* use --question-aware"),
-        ("cwe", r"cwe.jsonl: sample 0 takes \d+ tokens with its answer, --context is 200"),
+        ("cwe", r"--ruler-data .*: sample 0 of cwe takes \d+ tokens with its answer, --context is 200"),
         ("fwe", "fwe.jsonl: line 1 has no field `outputs`, it has input"),
-        ("niah_single_1", r"niah_single_1.jsonl: cannot be read \(No such file"),
+        ("niah_single_1", "there are no samples of niah_single_1, expected niah_single_1.jsonl, "),
     ],
 )
 def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):

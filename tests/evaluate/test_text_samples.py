@@ -92,6 +92,25 @@ def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the
     np.testing.assert_array_equal(one.questions[0], other.questions[0])
 
 
+def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain, chat):
+    text = "<|begin|><|question|>Some text.\nWhat is x?<|end|>\n<|separator|>\n It is"
+    cut = text.index("What is x?")
+    asked = question(text[cut : -len(" It is")], " It is")
+    for encode in (PromptEncoder(chat), PromptEncoder(chat, chat=False), PromptEncoder(plain)):
+        prompt = encode(TextSample(text[:cut], (asked,), templated=True))
+        ids = [*prompt.context, *prompt.questions[0]]
+        assert ids == plain.encode(text, add_special_tokens=False).ids
+        # the opening token comes where the text does not spell it
+        bare = encode(TextSample(text[len("<|begin|>") : cut], (asked,), templated=True))
+        assert [*bare.context, *bare.questions[0]] == ids
+
+
+def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
+    around = plain.encode("<|begin|><|question|><|end|>\n<|separator|>\n", add_special_tokens=False).ids
+    assert PromptEncoder(chat).template_size == len(around)
+    assert PromptEncoder(chat, chat=False).template_size == PromptEncoder(plain).template_size == 0
+
+
 def test_the_context_s_tokens_know_no_question(plain, chat):
     """Also where a token of the whole text would reach over the cut."""
     for tokenizer in (plain, chat):

@@ -1,7 +1,8 @@
 """Token ids of text samples, by any tokenizer, with the context's apart from the question's.
 
 The prompt reads: what the chat template puts before the user's text, context, question, what the template puts after
-it, answer prefix. Without a template: the tokenizer's opening tokens, context, question, answer prefix.
+it, answer prefix. Without a template, or where the sample's text has one already: the tokenizer's opening tokens unless
+the text spells them, context, question, answer prefix.
 
 The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
 are the same whatever is asked, and the same when question and context are read in one go. The question's ids are those
@@ -47,7 +48,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Any, chat: bool = True):
         self._tokenizer = tokenizer
         self._called = callable(tokenizer)  # as transformers' are, and those of tokenizers are not
-        self._before, self._after, self._opening = "", "", as_tokens([])
+        self._before, self._after = "", ""
         self.chat = chat and bool(getattr(tokenizer, "chat_template", None))
         if self.chat:
             rendered = tokenizer.apply_chat_template(
@@ -59,22 +60,29 @@ class PromptEncoder:
             if rendered.count(PLACE) != 1:
                 raise UserError("the tokenizer's chat template does not show the user's text exactly once")
             self._before, _, self._after = rendered.partition(PLACE)
-        else:
-            letter = self._ids("a")
-            # some tokenizers also put tokens at the end, which a prompt must not have
-            opened = self._ids("a", add_special_tokens=True).tolist()
-            self._opening = as_tokens(opened[: opened.index(letter[0])])
+        letter = self._ids("a")
+        # some tokenizers also put tokens at the end, which a prompt must not have
+        opened = self._ids("a", add_special_tokens=True).tolist()
+        self._opening = as_tokens(opened[: opened.index(letter[0])])
+
+    @property
+    def template_size(self) -> int:
+        """Tokens of the chat template around the user's text; 0 without one."""
+        return len(self._ids(self._before + self._after))
 
     def __call__(self, sample: TextSample) -> Prompt:
-        before = self._before + sample.context
-        return Prompt(
-            np.concatenate([self._opening, self._ids(before)]),
-            tuple(self._continued(before[-REACH:], self._asked(question)) for question in sample.questions),
-        )
+        chat = self.chat and not sample.templated
+        before = self._before + sample.context if chat else sample.context
+        context, opening = self._ids(before), self._opening
+        if not chat and not np.array_equal(context[: len(opening)], opening):
+            context = np.concatenate([opening, context])
+        asked = (self._asked(question, chat) for question in sample.questions)
+        return Prompt(context, tuple(self._continued(before[-REACH:], text) for text in asked))
 
-    def _asked(self, question: TextQuestion) -> str:
-        prefix = question.answer_prefix.lstrip() if self.chat else question.answer_prefix
-        return question.text + self._after + prefix
+    def _asked(self, question: TextQuestion, chat: bool) -> str:
+        if chat:
+            return question.text + self._after + question.answer_prefix.lstrip()
+        return question.text + question.answer_prefix
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> Tokens:
         if self._called:

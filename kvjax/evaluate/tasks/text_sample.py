@@ -50,12 +50,13 @@ class TextSample:
     """A context and its questions. Each question is asked on its own, directly after the context.
 
     The context ends with the line break before the question. `published`: the text is a published data set's, not
-    generated here; a table that mixes both must say so.
+    generated here; a table that mixes both must say so. `templated`: the text has a model's chat template already.
     """
 
     context: str
     questions: tuple[TextQuestion, ...]
     published: bool = False
+    templated: bool = False
 
     @property
     def separable(self) -> bool:

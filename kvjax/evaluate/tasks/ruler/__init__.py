@@ -2,7 +2,7 @@
 published data through an adapter.
 
 `make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `TextSample`; `ruler_samples` gives a
-list of them, and `published_samples` reads RULER's own files. `mean_score` scores. Local and published results are not
+list of them, and `published_samples` reads RULER's own data. `mean_score` scores. Local and published results are not
 comparable: the wording, the words and by default the essays differ.
 """
 
@@ -18,13 +18,17 @@ from kvjax.evaluate.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.evaluate.tasks.ruler.haystack import Lines, read_essays
 from kvjax.evaluate.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.evaluate.tasks.ruler.needles import Needles
-from kvjax.evaluate.tasks.ruler.published import published_rows, published_sample
+from kvjax.evaluate.tasks.ruler.published import published_sample
+from kvjax.evaluate.tasks.ruler.published_files import published_rows
 from kvjax.evaluate.tasks.ruler.question_files import read_hotpotqa, read_squad
 from kvjax.evaluate.tasks.ruler.recipe import Recipe
 from kvjax.evaluate.tasks.ruler.task import RulerTask
 from kvjax.evaluate.tasks.ruler.variables import VariableTracking
 from kvjax.evaluate.tasks.text_prompt import PromptEncoder
 from kvjax.evaluate.tasks.text_sample import TextSample, mean_score
+
+RecipeOf = Callable[[int, int], Recipe]
+"""For a length, and the tokens of the chat template."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,13 @@ class Files:
 
 @dataclass(frozen=True)
 class Entry:
-    """Reserved answer tokens, and what makes the task's recipe of its name, its files and a length."""
+    """Reserved answer tokens, and what makes the task's recipe of its name and its files."""
 
     reserved: int
-    open: Callable[[str, Files], Callable[[int], Recipe]]
+    open: Callable[[str, Files], RecipeOf]
 
 
-def _lines(name: str, files: Files) -> Callable[[int], Recipe]:
+def _lines(name: str, files: Files) -> RecipeOf:
     return _any_length(Needles(name, Lines()))
 
 
@@ -60,20 +64,28 @@ def _among_needles(**arguments: Any) -> Entry:
     return Entry(needles.RESERVED, lambda name, files: _any_length(Needles(name, None, **arguments)))
 
 
-def _squad(name: str, files: Files) -> Callable[[int], Recipe]:
+def _squad(name: str, files: Files) -> RecipeOf:
     if files.squad is None:
-        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as `squad`")
+        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as --squad FILE")
     return _any_length(read_squad(files.squad, name))
 
 
-def _hotpotqa(name: str, files: Files) -> Callable[[int], Recipe]:
+def _hotpotqa(name: str, files: Files) -> RecipeOf:
     if files.hotpotqa is None:
-        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as `hotpotqa`")
+        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as --hotpotqa FILE")
     return _any_length(read_hotpotqa(files.hotpotqa, name))
 
 
-def _any_length(recipe: Recipe) -> Callable[[int], Recipe]:
-    return lambda length: recipe
+def _any_length(recipe: Recipe) -> RecipeOf:
+    return lambda length, template: recipe
+
+
+def _common_words(name: str, files: Files) -> RecipeOf:
+    return lambda length, template: CommonWords(length, name)
+
+
+def _coded_words(name: str, files: Files) -> RecipeOf:
+    return lambda length, template: CodedWords(length - frequent.CODED_RESERVED - template, name)
 
 
 RULER_TASKS = {
@@ -86,8 +98,8 @@ RULER_TASKS = {
     "niah_multivalue": _essays(values=4),
     "niah_multiquery": _essays(keys=4, asked=4),
     "vt": Entry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
-    "cwe": Entry(frequent.LIST_RESERVED, lambda name, files: lambda length: CommonWords(length, name)),
-    "fwe": Entry(frequent.CODED_RESERVED, lambda name, files: lambda length: CodedWords(length, name)),
+    "cwe": Entry(frequent.LIST_RESERVED, _common_words),
+    "fwe": Entry(frequent.CODED_RESERVED, _coded_words),
     "qa_1": Entry(questions.RESERVED, _squad),
     "qa_2": Entry(questions.RESERVED, _hotpotqa),
 }
@@ -124,20 +136,21 @@ def ruler_samples(
     """`samples` samples of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
 
     Raises:
-        UserError: as `make_ruler_task`; a length too short for the task, or too long for its haystack.
+        UserError: as `make_ruler_task`; a length too short for the task, or too long for its words.
     """
     task = make_ruler_task(name, tokenizer, files, chat=chat)
     return [task.sample(seed + index, length) for index in range(samples)]
 
 
-def published_samples(file: Path, name: str) -> list[TextSample]:
-    """RULER's own samples of the task called `name`, from a .jsonl file in its format; see `published`.
+def published_samples(data: Path, name: str, length: int) -> list[TextSample]:
+    """RULER's own samples of the task called `name`, of a folder or a hub data set; see `published` for their form and
+    `published_files` for where they are looked for.
 
     Raises:
-        UserError: a name that is none of the thirteen; no such file, or a line that is not as it should be.
+        UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
     """
     reserved = _entry(name).reserved
-    return [published_sample(row, name, reserved, at) for at, row in published_rows(file)]
+    return [published_sample(row, name, reserved, at) for at, row in published_rows(data, name, length)]
 
 
 def _entry(name: str) -> Entry:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvjax.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS
+from kvjax.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 
 Make = Callable[[np.random.Generator], str]
 
@@ -26,6 +26,17 @@ def word_pairs(rng: np.random.Generator, count: int) -> list[str]:
     """`count` different pairs (at most `WORD_PAIRS`) such as `quiet-lantern`."""
     drawn = rng.choice(WORD_PAIRS, size=count, replace=False)
     return [f"{ADJECTIVES[i // len(NOUNS)]}-{NOUNS[i % len(NOUNS)]}" for i in drawn]
+
+
+def single_words(rng: np.random.Generator, count: int) -> list[str]:
+    """`count` different words: English ones, and invented ones only where those are too few."""
+    english = [*ADJECTIVES, *NOUNS]
+    if count <= len(english):
+        return [english[i] for i in rng.permutation(len(english))[:count]]
+    invented = invented_words()
+    drawn = rng.permutation(len(invented))[: count - len(english)]
+    words = [*english, *(invented[i] for i in drawn)]
+    return [words[i] for i in rng.permutation(count)]
 
 
 def number(digits: int) -> Make:

@@ -5,28 +5,31 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.evaluate.tasks.builtin import heldout_files
-from kvjax.evaluate.tasks.ruler.recipe import Supply
+from kvjax.evaluate.tasks.ruler.text_file import read_text
 
 PASSAGE = "The river is wide. The hills are low. The boat is slow. We left at dawn. We will be back by dusk."
-DEPTHS = tuple(np.linspace(0, 1, 40).tolist())
+DEPTHS = tuple(np.linspace(0, 100, 40).round().astype(int).tolist())
+"""Percent."""
 LONGEST = 400
 """Characters after which a sentence without an end is cut at line ends: lists, verse and program text have no stops."""
 
+PARAGRAPH = "\n\n"
+"""Between a text's end and its beginning again."""
+
+WORD = re.compile(r"\S+\s*")
 SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’)\]]*\s+|\n[^\S\n]*\n\s*")
 LINE_END = re.compile(r"\s*\n")
 
 
 @runtime_checkable
 class Haystack(Protocol):
-    @property
-    def supply(self) -> Supply | None: ...
-
     @property
     def text(self) -> str:
         """All that it may be made of: hidden values must not occur here."""
@@ -39,58 +42,60 @@ class Haystack(Protocol):
 
 @dataclass(frozen=True)
 class Lines:
-    """The filler passage repeated, one a line. Needles are lines of their own at random places."""
+    """The filler passage repeated, one a line. Needles are lines of their own, before different ones of these lines."""
 
-    supply: Supply | None = None
     text: str = PASSAGE
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
-        lines = [PASSAGE] * (units + len(needles))
-        for at, needle in zip(
-            np.sort(rng.choice(len(lines), len(needles), replace=False)), needles, strict=True
-        ):
-            lines[at] = needle
-        return "\n".join(lines)
+        before = dict(zip(np.sort(rng.choice(units, len(needles), replace=False)), needles, strict=True))
+        lines = ([before[at], PASSAGE] if at in before else [PASSAGE] for at in range(units))
+        return "\n".join(itertools.chain.from_iterable(lines))
 
 
 @dataclass(frozen=True)
 class Essays:
-    """The first sentences of a text. Needles stand between them, at depths drawn without repetition from `depths`.
+    """The first words of a text, which is repeated where it is too short. Needles stand between its sentences, at
+    depths drawn without repetition from `depths`.
 
-    A depth is a share of the characters; the border nearest to it is taken.
+    A depth is the percent of what stands before the needle: of sentences, rounded down to whole ones, or of characters,
+    to the nearest sentence.
     """
 
     text: str
     source: str
-    depths: tuple[float, ...] = DEPTHS
-    _sentences: tuple[str, ...] = field(init=False, repr=False)
+    depths: tuple[int, ...] = DEPTHS
+    depth_of: Literal["sentences", "characters"] = "sentences"
+    _words: tuple[str, ...] = field(init=False, repr=False)
+    _starts: Int[np.ndarray, " sentences"] = field(init=False, repr=False)
 
     def __post_init__(self):
-        sentences = tuple(split_sentences(self.text))
+        sentences = [WORD.findall(sentence) for sentence in split_sentences(self.text)]
         if not sentences:
             raise UserError(f"{self.source}: there is no text in it")
-        object.__setattr__(self, "_sentences", sentences)
-
-    @property
-    def supply(self) -> Supply:
-        return Supply(len(self._sentences), f"sentences of {self.source}; name a longer text as `essays`")
+        sentences[-1][-1] += PARAGRAPH
+        object.__setattr__(self, "_words", tuple(itertools.chain.from_iterable(sentences)))
+        object.__setattr__(self, "_starts", np.cumsum([0, *map(len, sentences[:-1])]))
 
     def hide(self, rng: np.random.Generator, units: int, needles: Sequence[str]) -> str:
-        sentences = [*self._sentences[: units - 1], self._sentences[units - 1].rstrip()]
-        ends = np.cumsum([0, *map(len, sentences)])
+        times = -(-units // len(self._words))
+        words = list((self._words * times)[:units])
+        words[-1] = words[-1].rstrip()
+        starts = (len(self._words) * np.arange(times)[:, None] + self._starts).ravel()
+        borders = np.append(starts[starts < units], units)
         depths = np.sort(rng.choice(self.depths, len(needles), replace=False))
-        borders = np.abs(ends[None] - depths[:, None] * ends[-1]).argmin(1)
-        pieces = []
-        for index in range(units + 1):
-            # a needle is followed by the white space that was found at its place
-            before = sentences[index - 1] if index else " "
-            gap = before[len(before.rstrip()) :] or " "
-            hidden = [needle for border, needle in zip(borders, needles, strict=True) if border == index]
-            if index == units:
-                pieces += [gap + needle for needle in hidden]
+        if self.depth_of == "sentences":
+            places = borders[(len(borders) - 1) * depths // 100]
+        else:
+            ends = np.cumsum([0, *map(len, words)])
+            places = borders[np.abs(ends[borders] - depths[:, None] * ends[-1] / 100).argmin(1)]
+        for border, needle in reversed(list(zip(places.tolist(), needles, strict=True))):
+            if border == units:
+                words.insert(border, f" {needle}")
             else:
-                pieces += [*(needle + gap for needle in hidden), sentences[index]]
-        return "".join(pieces)
+                # a needle is followed by the white space that was found at its place
+                before = words[border - 1] if border else " "
+                words.insert(border, needle + before[len(before.rstrip()) :])
+        return "".join(words)
 
 
 def split_sentences(text: str) -> list[str]:
@@ -114,9 +119,4 @@ def read_essays(file: Path | None) -> Essays:
     """
     if file is None:
         return Essays("\n\n".join(heldout_files().values()), "the packaged text")
-    try:
-        return Essays(file.read_text(encoding="utf-8"), str(file))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: is not UTF-8 text") from None
+    return Essays(read_text(file, "--essays"), f"--essays {file}")

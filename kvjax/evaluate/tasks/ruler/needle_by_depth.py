@@ -3,40 +3,37 @@
 import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvjax.evaluate.tasks.ruler.haystack import Essays
 from kvjax.evaluate.tasks.ruler.needles import Needles
-from kvjax.evaluate.tasks.ruler.recipe import Supply
 from kvjax.evaluate.tasks.text_sample import TextSample
 
-DEPTHS = tuple(np.linspace(0, 1, 11).round(1).tolist())
+DEPTHS = tuple(range(0, 101, 10))
+"""Percent of the characters."""
 
 
 @dataclass(frozen=True)
 class NeedleByDepth:
-    """The needle of seed i is at depth `DEPTHS[i % 11]` of the haystack, 0 being its start and 1 its end.
+    """The needle of seed i is at depth `DEPTHS[i % 11]` of the haystack, 0 being its start and 100 its end.
 
-    A question's kind is its depth.
+    A question's kind is its depth as a share.
     """
 
     haystacks: tuple[Essays, ...]
     name: str = "needle"
     fewest: int = 1
-
-    @property
-    def supply(self) -> Supply:
-        return self.haystacks[0].supply
+    supply: None = None
 
     def write(self, seed: int, units: int) -> TextSample:
         index = seed % len(DEPTHS)
         sample = Needles(self.name, self.haystacks[index]).write(seed, units)
         (question,) = sample.questions
         return dataclasses.replace(
-            sample, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index]:g}"),)
+            sample, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
         )
 
 
 def needle_by_depth(essays: Essays) -> NeedleByDepth:
     """With the needle in such a text."""
-    return NeedleByDepth(tuple(dataclasses.replace(essays, depths=(depth,)) for depth in DEPTHS))
+    return NeedleByDepth(
+        tuple(dataclasses.replace(essays, depths=(depth,), depth_of="characters") for depth in DEPTHS)
+    )

@@ -41,9 +41,8 @@ class Needles:
 
     @property
     def supply(self) -> Supply | None:
-        if self.haystack:
-            return self.haystack.supply
-        return Supply(WORD_PAIRS, "pairs of words") if self.key_kind == "words" else None
+        endless = self.haystack or self.key_kind == "UUID"
+        return None if endless else Supply(WORD_PAIRS, "pairs of words")
 
     def write(self, seed: int, units: int) -> TextSample:
         rng = generator(self, seed)
@@ -66,5 +65,5 @@ class Needles:
 
 
 def listed(words: list[str]) -> str:
-    """`a`, `a and b`, `a, b and c`."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    """`a`, or `a, b, and c`."""
+    return ", and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.evaluate.tasks.ruler.questions import Asked, QuestionAnswering
+from kvjax.evaluate.tasks.ruler.text_file import read_text
 
 
 def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
@@ -17,8 +18,8 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
     """
     documents: dict[str, int] = {}
     questions = []
-    for i, article in enumerate(_field(_load(file), "data", list, f"{file}:")):
-        at = f"{file}: data[{i}]"
+    for i, article in enumerate(_field(_load(file, "--squad"), "data", list, f"--squad {file}:")):
+        at = f"--squad {file}: data[{i}]"
         places = []
         paragraphs = _field(article, "paragraphs", list, at)
         for j, paragraph in enumerate(paragraphs):
@@ -35,51 +36,40 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
                     questions.append(
                         Asked(question.strip(), tuple(dict.fromkeys(answers)), (places[j],), near)
                     )
-    return _task(name, file, documents, questions)
+    return _task(name, f"--squad {file}", documents, questions)
 
 
 def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
-    """HotpotQA (JSON): a document is a title and its paragraph. Those that the supporting facts name are right, the
-    others given with the question are near.
+    """HotpotQA (JSON): a document is a title and its paragraph. All of a question's documents (ten) are its own.
 
     Raises:
         UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
     """
     documents: dict[str, int] = {}
     questions = []
-    entries = _load(file)
+    entries = _load(file, "--hotpotqa")
     if not isinstance(entries, list):
-        raise UserError(f"{file}: expected a JSON list of questions")
+        raise UserError(f"--hotpotqa {file}: expected a JSON list of questions")
     for i, entry in enumerate(entries):
-        at = f"{file}: [{i}]"
+        at = f"--hotpotqa {file}: [{i}]"
         question, answer = _field(entry, "question", str, at), _field(entry, "answer", str, at)
-        facts, context = _field(entry, "supporting_facts", list, at), _field(entry, "context", list, at)
+        context = _field(entry, "context", list, at)
         try:
-            titles = dict.fromkeys(title for title, _ in facts)
-            texts = {title: f"{title}\n{''.join(lines).strip()}" for title, lines in context}
+            texts = [f"{title}\n{''.join(lines).strip()}" for title, lines in context]
         except (TypeError, ValueError):
-            raise UserError(
-                f"{at}: expected `supporting_facts` [title, sentence] and `context` [title, [sentences]]"
-            ) from None
-        if not titles:
-            raise UserError(f"{at}: `supporting_facts` names no document")
-        missing = [title for title in titles if title not in texts]
-        if missing:
-            raise UserError(f"{at}: `context` has no document {missing[0]!r}")
-        places = {title: documents.setdefault(text, len(documents)) for title, text in texts.items()}
-        right = tuple(place for title, place in places.items() if title in titles)
-        near = tuple(place for title, place in places.items() if title not in titles)
-        questions.append(Asked(question.strip(), (answer,), right, near))
-    return _task(name, file, documents, questions)
+            raise UserError(f"{at}: expected `context` to be a list of [title, [sentences]]") from None
+        if not texts:
+            raise UserError(f"{at}: `context` has no document")
+        given = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
+        questions.append(Asked(question.strip(), (answer,), tuple(given)))
+    return _task(name, f"--hotpotqa {file}", documents, questions)
 
 
-def _load(file: Path) -> Any:
+def _load(file: Path, option: str) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:
-        raise UserError(f"{file}: is not JSON ({error})") from None
+        return json.loads(read_text(file, option))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{option} {file}: is not JSON ({error})") from None
 
 
 def _field(record: Any, name: str, kind: type, at: str) -> Any:
@@ -93,7 +83,7 @@ def _field(record: Any, name: str, kind: type, at: str) -> Any:
     return record[name]
 
 
-def _task(name: str, file: Path, documents: dict[str, int], questions: list[Asked]) -> QuestionAnswering:
+def _task(name: str, where: str, documents: dict[str, int], questions: list[Asked]) -> QuestionAnswering:
     if not questions:
-        raise UserError(f"{file}: there is no question with an answer in it")
-    return QuestionAnswering(name, tuple(documents), tuple(questions), str(file))
+        raise UserError(f"{where}: there is no question with an answer in it")
+    return QuestionAnswering(name, tuple(documents), tuple(questions))

@@ -3,12 +3,16 @@
 import string
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvjax.evaluate.tasks.ruler.draw import distinct, letters, number
-from kvjax.evaluate.tasks.ruler.haystack import Lines
+from kvjax.evaluate.tasks.ruler.haystack import PASSAGE, Lines
 from kvjax.evaluate.tasks.ruler.recipe import generator
 from kvjax.evaluate.tasks.text_sample import TextQuestion, TextSample
 
 RESERVED = 30
+EXAMPLE_LINES = 14
+"""Of filler in the worked example, which then takes about 500 tokens."""
 OPENING = (
     "The text below sets variables. Keep track of what each of them holds, you will be asked afterwards.\n\n"
 )
@@ -22,27 +26,38 @@ PREFIX = "\nThe {count} variables that hold {value} are"
 class VariableTracking:
     """One chain: a variable of five capital letters gets a 5-digit number, and `hops` others get it one from another.
 
-    The lines stand in the chain's order at random places of the filler.
+    The lines stand in the chain's order at random places of the filler. A worked example comes first: a short chain of
+    its own with other variables (of three letters) and another value, its question and the answer.
     """
 
     name: str = "vt"
     hops: int = 4
-    fewest: int = 1
     supply: None = None
 
+    @property
+    def fewest(self) -> int:
+        """A line of filler after each of the chain's."""
+        return self.hops + 1
+
     def write(self, seed: int, units: int) -> TextSample:
-        rng, filler = generator(self, seed), Lines()
-        (value,) = distinct(rng, number(5), 1)
-        words = filler.text + OPENING + QUESTION + PREFIX
-        names = distinct(rng, letters(string.ascii_uppercase, 5), self.hops + 1, avoid=words)
-        sources = [value, *names]
-        lines = [f"Set {name} = {source}" for name, source in zip(names, sources, strict=False)]
-        asked = TextQuestion(
-            QUESTION.format(value=value),
-            PREFIX.format(count=len(names), value=value),
-            tuple(names),
-            "all",
-            RESERVED,
-            self.name,
+        rng = generator(self, seed)
+        words = PASSAGE + OPENING + QUESTION + PREFIX
+        shown, names = (
+            distinct(rng, letters(string.ascii_uppercase, count), self.hops + 1, avoid=words)
+            for count in (3, 5)
         )
-        return TextSample(f"{OPENING}{filler.hide(rng, units, lines)}\n", (asked,))
+        shown_value, value = distinct(rng, number(5), 2)
+        example = self._told(rng, EXAMPLE_LINES, shown, shown_value)
+        question, prefix = self._asked(value)
+        solved = "".join([example, *self._asked(shown_value), " ", " ".join(shown)])
+        context = f"{solved}\n\n{self._told(rng, units, names, value)}"
+        return TextSample(
+            context, (TextQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),)
+        )
+
+    def _told(self, rng: np.random.Generator, units: int, names: list[str], value: str) -> str:
+        lines = [f"Set {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
+        return f"{OPENING}{Lines().hide(rng, units, lines)}\n"
+
+    def _asked(self, value: str) -> tuple[str, str]:
+        return QUESTION.format(value=value), PREFIX.format(count=self.hops + 1, value=value)
