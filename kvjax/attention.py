@@ -139,19 +139,22 @@ def _prefill(
     implementation: str | None,
 ):
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
+    alone = table.shape[-1] == 0  # nothing can have left the ring
+    # what is merged is rounded once, after that
+    options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
     if stores_all(policy):
         # nothing is masked: padding comes after every real token
-        near = vertical_slash(step.q, step.k, step.v, window=1, implementation=implementation)
+        near = vertical_slash(step.q, step.k, step.v, window=1, **options)
     else:
-        near = _near(step, pages, layer, kept, seen, valid, policy.window, implementation)
-    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
-    if table.shape[-1] == 0:  # nothing can have left the ring
+        near = _near(step, pages, layer, kept, seen, valid, policy.window, options)
+    if alone:
         return near
-    far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
-    return merge(*near, *far)
+    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, **options))
+    return o.astype(step.q.dtype), lse
 
 
-def _near(step, pages, layer, kept, seen, valid, window, implementation):
+def _near(step, pages, layer, kept, seen, valid, window, options):
     """The ring's tokens and the new ones."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
@@ -164,5 +167,5 @@ def _near(step, pages, layer, kept, seen, valid, window, implementation):
         jnp.concatenate([ring_v, step.v], 2),
         end.astype(jnp.int32),
         window=window,
-        implementation=implementation,
+        **options,
     )

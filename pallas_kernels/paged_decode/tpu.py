@@ -254,11 +254,11 @@ def _cores(rows: int) -> int:
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
-def tpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: Any = None):
-    if q.shape[2] > TOKENS:
-        many = functools.partial(attend, interpret=interpret)
-        return attend_many(many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new)
+def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: Any = None):
     check_supported("tpu", q, pool, page_table, page_multiple=8, columns=COLUMNS)
+    if q.shape[2] > TOKENS:
+        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
+        return attend_many(many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     capacity, page = pool.shape[:2]
@@ -307,7 +307,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: An
                 pltpu.SemaphoreType.DMA((TABLES,)),
             ],
         ),
-        out_shape=[output((r, queries, width), q.dtype, q), output((r, 1, queries), jnp.float32, q)],
+        out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),

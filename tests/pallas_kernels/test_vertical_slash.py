@@ -367,17 +367,17 @@ def test_memory_stays_far_below_all_logits():
     )
 
 
-def off_by_one_window(q, k, v, end, log_gate, window):
-    return IMPLEMENTATIONS["xla"](q, k, v, end, log_gate, window + 1)
+def off_by_one_window(q, k, v, end, log_gate, window, dtype):
+    return IMPLEMENTATIONS["xla"](q, k, v, end, log_gate, window + 1, dtype)
 
 
-def kept_too_long(q, k, v, end, log_gate, window):
-    return IMPLEMENTATIONS["xla"](q, k, v, jnp.where(end < FOREVER, end + 1, end), log_gate, window)
+def kept_too_long(q, k, v, end, *rest):
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.where(end < FOREVER, end + 1, end), *rest)
 
 
-def padding_shown(q, k, v, end, log_gate, window):
+def padding_shown(q, k, v, end, *rest):
     k, v = (jnp.nan_to_num(x) for x in (k, v))
-    return IMPLEMENTATIONS["xla"](q, k, v, jnp.maximum(end, jnp.arange(end.shape[-1]) + 1), log_gate, window)
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.maximum(end, jnp.arange(end.shape[-1]) + 1), *rest)
 
 
 @pytest.mark.parametrize("bug", [off_by_one_window, kept_too_long, padding_shown])
