@@ -20,10 +20,9 @@ from kvjax.step import Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
-from pallas_kernels.vertical_slash import vertical_slash
+from pallas_kernels.vertical_slash import ends, vertical_slash
 
 HEADS = P(BATCH, "tensor")
-FOREVER = jnp.iinfo(jnp.int32).max
 
 
 def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
@@ -159,13 +158,11 @@ def _near(step, pages, layer, kept, seen, valid, window, options):
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
-    index = jnp.arange(real.shape[-1])
-    end = jnp.where(real, jnp.where(kept, FOREVER, index + window), 0)
     return vertical_slash(
         step.q,
         jnp.concatenate([ring_k, step.k], 2),
         jnp.concatenate([ring_v, step.v], 2),
-        end.astype(jnp.int32),
+        jnp.where(real, ends(kept, window), 0),
         window=window,
         **options,
     )

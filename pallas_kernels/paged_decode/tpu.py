@@ -37,6 +37,8 @@ GROUP = 8
 """Copies started, or awaited, at once."""
 STEP_ROWS = 16
 """About how many rows share a grid step."""
+STEP_BYTES = 1 << 21
+"""Most bytes of their queries, of which VMEM holds two steps', and as many outputs."""
 COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
 CURSOR = ROW, BLOCK, FETCHED, ENTERED, TABLE_ROW, TABLES_BROUGHT, TAKEN = range(7)
@@ -264,11 +266,11 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
     capacity, page = pool.shape[:2]
     r, queries = b * heads, n // heads * t
     cores = _cores(r)
-    step_rows = divisor(r // cores, STEP_ROWS)
-    steps = r // cores // step_rows
     # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
     # an entry, q is zero beside the values and half of the output is not used.
     width = h if h % LANES == 0 else 2 * h
+    step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // (queries * width * q.dtype.itemsize)))
+    steps = r // cores // step_rows
     ring = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
     # The ring's columns backwards: those in use then end where the global ones begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)

@@ -13,6 +13,7 @@ from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LN2, LOG2E, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vmem import vmem_limit
 
 
 def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
@@ -48,7 +49,10 @@ def attend(q, band, far, dtype, *, blocks=None, first=0, window=1, interpret=Non
             pltpu.VMEM((rows, h), jnp.float32),
             *walk.scratch(),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit("vertical_slash", group, h, q.dtype.itemsize),
+        ),
         name="vertical_slash",
         interpret=tpu_interpret(interpret),
     )(*arrays, q)
