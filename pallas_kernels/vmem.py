@@ -7,7 +7,7 @@ STATISTICS = 1 << 9
 """Bytes of a query beside its numbers: what is known of it stands in whole lanes of float32."""
 USUAL = 1 << 13
 """Bytes of a group's queries of one token, up to which kernels fit into the 16 MiB that they are given anyway."""
-MOST = 9 << 13
+MOST = 7 << 13
 """Up to which they fit into `LIMIT`."""
 LIMIT = 56 << 20
 """Of the 64 MiB that v5p and v7x have; v5e and v6e have twice as many."""
