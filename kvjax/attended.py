@@ -71,7 +71,8 @@ def _with_new(
     column = length[..., None] // page_size + jnp.arange((t + page_size - 2) // page_size + 1)
     token = column[..., None] * page_size + jnp.arange(page_size) - length[..., None, None]
     fed = (token >= 0) & (token < valid[:, None, None, None])
-    new = jnp.take_along_axis(own, jnp.clip(token, 0, t - 1).reshape(*length.shape, -1), 2).reshape(token.shape)
+    place = jnp.clip(token, 0, t - 1).reshape(*length.shape, -1)
+    new = jnp.take_along_axis(own, place, 2).reshape(token.shape)
     page = jnp.take_along_axis(page_table, jnp.minimum(column, columns - 1), 2)
     page = jnp.where(fed.any(-1) & (column < columns), page, capacity)
     rows = jnp.where(fed, new, attended.at[page].get(mode="clip"))

@@ -19,8 +19,8 @@ def query_bytes(head_dim: int, itemsize: int) -> int:
 
 
 def vmem_limit(op: str, group: int, head_dim: int, itemsize: int) -> int | None:
-    """What a kernel asks for whose tiles hold a whole group; None: what it is given anyway. ValueError for what does not
-    fit."""
+    """What a kernel asks for whose tiles hold a whole group; None: what it is given anyway. ValueError for a group that
+    does not fit."""
     one = query_bytes(head_dim, itemsize) + STATISTICS
     what = f"at most {MOST // one} query heads a kv head at this head_dim and dtype, not {group}"
     require(op, "tpu", (group * one <= MOST, what))

@@ -94,7 +94,9 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages):
     if pool.ndim != 3 or pool.shape[2] != 2 * h:
         raise ValueError(f"paged_decode: pool is {pool.shape}, but head_dim {h} needs [pages, page, {2 * h}]")
     if columns and not pool.size:
-        raise ValueError(f"paged_decode: pool {pool.shape} holds no entry, but page_table has {columns} columns")
+        raise ValueError(
+            f"paged_decode: pool {pool.shape} holds no entry, but page_table has {columns} columns"
+        )
     if not 0 <= ring_pages <= columns:
         raise ValueError(f"paged_decode: {ring_pages} ring pages in a page table of {columns} columns")
     if page_table.shape[0] != b or length.shape != (b, heads):

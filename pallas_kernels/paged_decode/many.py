@@ -20,7 +20,9 @@ ENTRIES = 4096
 """About how many entries of each row are copied at a time."""
 
 
-def attend_many(attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, dtype):
+def attend_many(
+    attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, dtype
+):
     """`attend` is that of `vertical_slash`'s kernel, called `name`."""
     b, heads, columns = page_table.shape
     page, h = pool.shape[1], q.shape[-1]

@@ -13,8 +13,8 @@ run the forward pass twice."""
 
 
 class Passes(NamedTuple):
-    """`forward(q, k, v, end, log_gate, window, dtype) -> o, lse`, with o of `dtype`, and `backward(q, k, v, end, log_gate,
-    window, o, lse, do, dlse)`, which returns the gradients of q, k, v and log_gate."""
+    """`forward(q, k, v, end, log_gate, window, dtype) -> o, lse`, with o of `dtype`, and `backward` of the same but the
+    dtype, and of o, lse and their cotangents, which returns the gradients of q, k, v and log_gate."""
 
     forward: Callable
     backward: Callable

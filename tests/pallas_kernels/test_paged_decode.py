@@ -236,7 +236,9 @@ def test_in_a_table_without_columns_nothing_is_stored(implementation, pages):
     q, *new = (jax.random.normal(jax.random.key(i), (1, n, 3, 32)) for i, n in enumerate((4, 2, 2)))
     nothing = jnp.ones((pages, 8, 64)), jnp.zeros((1, 2, 0), jnp.int32), jnp.ones((1, 2), jnp.int32)
     call = functools.partial(paged_decode, q, *nothing, implementation=implementation)
-    assert_attention_close(call(new=tuple(new)), vertical_slash(q, *new, window=1, implementation="reference"))
+    assert_attention_close(
+        call(new=tuple(new)), vertical_slash(q, *new, window=1, implementation="reference")
+    )
     assert_attention_close(call(), (jnp.zeros_like(q), jnp.full((1, 4, 3), -jnp.inf)))
 
 
@@ -429,7 +431,11 @@ def test_bad_arguments_are_one_line(change, message):
             {"q": jnp.zeros((1, 4, 9, 80)), "pool": jnp.zeros((6, 8, 160))},
             "head_dim 32, 64, 96, 128, 256, not 80",
         ),
-        ("tpu", {"q": jnp.zeros((1, 4, 9, 32)), "pool": jnp.zeros((6, 4, 64))}, "a multiple of 8 entries, not 4"),
+        (
+            "tpu",
+            {"q": jnp.zeros((1, 4, 9, 32)), "pool": jnp.zeros((6, 4, 64))},
+            "a multiple of 8 entries, not 4",
+        ),
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],
 )

@@ -473,7 +473,10 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
         ({"end": jnp.zeros((1, 2, 5), bool)}, "end is bool, but must be whole numbers"),
         ({"end": jnp.zeros((1, 2, 5))}, "end is float32, but must be whole numbers"),
         ({"segment_ids": jnp.zeros((1, 5))}, "segment_ids is float32"),
-        ({"k": jnp.zeros((1, 0, 5, 8)), "v": jnp.zeros((1, 0, 5, 8))}, "4 query heads are not a multiple of 0"),
+        (
+            {"k": jnp.zeros((1, 0, 5, 8)), "v": jnp.zeros((1, 0, 5, 8))},
+            "4 query heads are not a multiple of 0",
+        ),
         (
             {"q": jnp.zeros((1, 75, 5, 128), jnp.bfloat16), "implementation": "tpu"}
             | dict.fromkeys("kv", jnp.zeros((1, 1, 5, 128), jnp.bfloat16)),
