@@ -37,10 +37,8 @@ def count_attention(
 
     known = jnp.broadcast_to(fed[:, None], step.k.shape[:3])
     own = attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)
-    place = before.length[..., None] + jnp.arange(fed.shape[1])
     columns = after.page_table.shape[-1]
-    page = jnp.take_along_axis(after.page_table, jnp.clip(place // page_size, 0, columns - 1), 2)
-    attended = pages.attended.at[jnp.where(known, page, capacity), place % page_size].set(own, mode="drop")
+    attended = _with_new(pages.attended, after.page_table, before.length, own, valid)
 
     width = min(columns, -(-ENTRIES // page_size))
     table = before.page_table if chosen is None else jnp.where(chosen, before.page_table, capacity)
@@ -54,3 +52,28 @@ def count_attention(
 
     blocks = -(-before.length.max() // (width * page_size))
     return dataclasses.replace(pages, attended=lax.fori_loop(0, blocks, block, attended))
+
+
+def _with_new(
+    attended: Float[Array, "p page"],
+    page_table: Int[Array, "b k c"],
+    length: Int[Array, "b k"],
+    own: Float[Array, "b k t"],
+    valid: Int[Array, " b"],
+) -> Float[Array, "p page"]:
+    """`attended` with the first `valid` tokens' own numbers, at the places from `length` on.
+
+    By whole pages, as what is added to it later: for single numbers XLA has it in another layout on a TPU, and copies
+    all of it there and back in every layer and step.
+    """
+    capacity, page_size = attended.shape
+    columns, t = page_table.shape[-1], own.shape[-1]
+    column = length[..., None] // page_size + jnp.arange((t + page_size - 2) // page_size + 1)
+    token = column[..., None] * page_size + jnp.arange(page_size) - length[..., None, None]
+    fed = (token >= 0) & (token < valid[:, None, None, None])
+    place = jnp.clip(token, 0, t - 1).reshape(*length.shape, -1)
+    new = jnp.take_along_axis(own, place, 2).reshape(token.shape)
+    page = jnp.take_along_axis(page_table, jnp.minimum(column, columns - 1), 2)
+    page = jnp.where(fed.any(-1) & (column < columns), page, capacity)
+    rows = jnp.where(fed, new, attended.at[page].get(mode="clip"))
+    return attended.at[page].set(rows, mode="drop")

@@ -20,10 +20,9 @@ from kvjax.step import Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
-from pallas_kernels.vertical_slash import vertical_slash
+from pallas_kernels.vertical_slash import ends, vertical_slash
 
 HEADS = P(BATCH, "tensor")
-FOREVER = jnp.iinfo(jnp.int32).max
 
 
 def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
@@ -139,30 +138,31 @@ def _prefill(
     implementation: str | None,
 ):
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
+    alone = table.shape[-1] == 0  # nothing can have left the ring
+    # what is merged is rounded once, after that
+    options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
     if stores_all(policy):
         # nothing is masked: padding comes after every real token
-        near = vertical_slash(step.q, step.k, step.v, window=1, implementation=implementation)
+        near = vertical_slash(step.q, step.k, step.v, window=1, **options)
     else:
-        near = _near(step, pages, layer, kept, seen, valid, policy.window, implementation)
-    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
-    if table.shape[-1] == 0:  # nothing can have left the ring
+        near = _near(step, pages, layer, kept, seen, valid, policy.window, options)
+    if alone:
         return near
-    far = paged_decode(step.q, pages.pool, table, layer.length, implementation=implementation)
-    return merge(*near, *far)
+    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, **options))
+    return o.astype(step.q.dtype), lse
 
 
-def _near(step, pages, layer, kept, seen, valid, window, implementation):
+def _near(step, pages, layer, kept, seen, valid, window, options):
     """The ring's tokens and the new ones."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
-    index = jnp.arange(real.shape[-1])
-    end = jnp.where(real, jnp.where(kept, FOREVER, index + window), 0)
     return vertical_slash(
         step.q,
         jnp.concatenate([ring_k, step.k], 2),
         jnp.concatenate([ring_v, step.v], 2),
-        end.astype(jnp.int32),
+        jnp.where(real, ends(kept, window), 0),
         window=window,
-        implementation=implementation,
+        **options,
     )

@@ -52,7 +52,8 @@ def merge(
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
     """Attention over the union of two disjoint sets of keys, from the attention over each.
 
-    `o` keeps `o1`'s dtype, `lse` is float32. A set in which a query saw nothing (lse = -inf) leaves the other as it is.
+    Both are float32, whatever the parts are: the union of many sets is rounded once, by who has all of them. A set in
+    which a query saw nothing (lse = -inf) leaves the other as it is.
     """
     m = jnp.maximum(lse1, lse2)
     m = jnp.where(jnp.isfinite(m), m, 0)
@@ -60,4 +61,4 @@ def merge(
     seen = w1 + w2 > 0
     total = jnp.where(seen, w1 + w2, 1)
     o = (w1 / total)[..., None] * o1.astype(jnp.float32) + (w2 / total)[..., None] * o2.astype(jnp.float32)
-    return o.astype(o1.dtype), jnp.where(seen, m + jnp.log(total), -jnp.inf)
+    return o, jnp.where(seen, m + jnp.log(total), -jnp.inf)

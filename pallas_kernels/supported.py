@@ -15,6 +15,13 @@ def require(op: str, implementation: str, *conditions: tuple[bool, str]) -> None
             )
 
 
+def require_whole(op: str, **arrays) -> None:
+    """Indices and lengths: integers, and no bool. Those that are None were not given."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{op}: {name} is {x.dtype}, but must be whole numbers, as int32")
+
+
 def require_attention(op: str, implementation: str, q, **others) -> None:
     """Queries `[… h]` of a head_dim and dtype that the kernels take, and `others` of the same dtype."""
     h = q.shape[-1]

@@ -1,12 +1,14 @@
 """`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
 not here, fsdp 2 × tensor 2.
 
-Prints a line of JSON for each of training, prefill, decode and compaction: its kernels, and the bytes of its
-temporaries, of its largest copy and of one device's pool. A process of its own, started with
-`pallas_kernels.ahead.ENVIRONMENT`.
+Prints a line of JSON for each of training, prefill, decode and compaction at head_dim 64, and of the decode programs
+at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's
+pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries. A process of its
+own, started with `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import functools
+import itertools
 import json
 import re
 import sys
@@ -31,36 +33,41 @@ from kvjax.sampling import Draw, decode_block
 from kvjax.train.config import TrainConfig
 from kvjax.train.step import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
-from tests.pallas_kernels.compile_cases import largest_copy
+from tests.pallas_kernels.compile_cases import copies
 
-CONFIG = ModelConfig(
-    vocab_size=512, num_layers=4, width=512, mlp_width=1024, num_heads=16, num_kv_heads=4, head_dim=64,
-    qk_norm=True, tied=True, model_type="qwen3",
-)  # fmt: skip
-BATCH_SIZE, PAGE, PAGES = 8, 16, 8192
+POOL = 2 << 30
+BATCH_SIZE, PAGE = 8, 16
+
+
+def config(head_dim):
+    return ModelConfig(
+        vocab_size=512, num_layers=4, width=512, mlp_width=1024, num_heads=16, num_kv_heads=4, head_dim=head_dim,
+        qk_norm=True, tied=True, model_type="qwen3",
+    )  # fmt: skip
 
 
 def shape(mesh, dtype, size, *spec):
     return jax.ShapeDtypeStruct(size, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
 
-def wgkv():
-    gates = WriteGate(CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, rngs=nnx.Rngs(0))
-    heads = jnp.zeros((CONFIG.num_layers, CONFIG.num_kv_heads), out_sharding=P(None, "tensor"))
-    return Policy(WGKV(gates, jnp.zeros(CONFIG.num_layers), heads), "wgkv", 256)
+def wgkv(config):
+    gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
+    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, "tensor"))
+    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), "wgkv", 256)
 
 
-def programs(mesh):
+def programs(mesh, config):
     """Each as what to lower: `(jitted, arguments, options)`."""
-    model = jax.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    pages = POOL // (PAGE * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
+    model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
     train = TrainConfig(window=256, steps=10)
-    state = jax.eval_shape(functools.partial(initial_state, train, CONFIG))
+    state = jax.eval_shape(functools.partial(initial_state, train, config))
     yield "training", make_update(train), (state, model, row(jnp.int32, (2, 2048), BATCH, None)), {}
 
-    policy = jax.eval_shape(wgkv)
-    sizes = BATCH_SIZE, CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim
-    empty = lambda policy: caches._empty(policy, *sizes, 65536, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
+    policy = jax.eval_shape(functools.partial(wgkv, config))
+    sizes = BATCH_SIZE, config.num_layers, config.num_kv_heads, config.head_dim
+    empty = lambda policy: caches._empty(policy, *sizes, 65536, jnp.bfloat16, PAGE, pages, False)  # noqa: E731
     cache = jax.eval_shape(empty, policy)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
@@ -73,14 +80,14 @@ def programs(mesh):
 
     h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
     busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
-    empty = lambda policy: caches._empty(policy, *sizes, 4096, jnp.bfloat16, PAGE, PAGES, False)  # noqa: E731
+    empty = lambda policy: caches._empty(policy, *sizes, 4096, jnp.bfloat16, PAGE, pages, False)  # noqa: E731
     cache = jax.eval_shape(empty, busy)
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
 
     evicting = make_policy("adakv", model=model, ratio=0.25)
     cache = jax.eval_shape(empty, evicting.traced)
-    per_layer = row(jnp.int32, (CONFIG.num_layers, BATCH_SIZE, 1), None, BATCH, None)
+    per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
@@ -105,7 +112,9 @@ def main(platform):
     devices = topologies.get_topology_desc(**CHIPS[platform]).devices
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
-        for name, program, arguments, options in programs(mesh):
+        of_128 = ((name, *rest) for name, *rest in programs(mesh, config(128)) if name.startswith("decode"))
+        wide = ((f"{name}, head_dim 128", *rest) for name, *rest in of_128)
+        for name, program, arguments, options in itertools.chain(programs(mesh, config(64)), wide):
             traced = program.trace(*arguments, **options)
             compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
             text = compiled.as_text()
@@ -113,8 +122,7 @@ def main(platform):
                 "program": name,
                 "kernels": sorted(kernels(text)),
                 "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-                "largest_copy": largest_copy(text),
-                "pool": PAGES * PAGE * 2 * CONFIG.head_dim * 2,
+                "large_copies": [size for size in copies(text) if size > 8 << 20],
             }
             print(json.dumps(report), flush=True)
 

@@ -11,6 +11,7 @@ from pallas_kernels.attention_mass.reference import reference
 from pallas_kernels.attention_mass.tpu import tpu
 from pallas_kernels.attention_mass.xla import xla
 from pallas_kernels.choose import choose
+from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu, "gpu": gpu}
@@ -52,15 +53,17 @@ def attention_mass(
             given), or "reference" (dense); None: the backend's own.
 
     Returns:
-        float32; 0, for "logsumexp" -inf, for keys that are not valid or that no query counts.
+        float32; 0, for "logsumexp" -inf, for keys that are not valid or that no query counts, as without queries.
 
     Raises:
         ValueError: shapes that disagree, t > s with an offset, an offset below 0 or one above it without lse, unknown
-            over, group or implementation, a dtype or head_dim that the implementation does not know.
+            over, group or implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
     call = choose(IMPLEMENTATIONS, implementation, "attention_mass")
     _check(q, k, over, group, offset, valid, lse)
     q, k, valid, lse = alike(*map(_constant, (q, k, valid, lse)))
+    if 0 in q.shape[:3] or not k.shape[2]:
+        return jnp.full_like(k[..., 0], -jnp.inf if over == "logsumexp" else 0, jnp.float32)
     return call(q, k, valid, lse, over, group, offset)
 
 
@@ -87,7 +90,8 @@ def paged_attention_mass(
         For every place in the pages; 0, for "logsumexp" -inf, past the length.
 
     Raises:
-        ValueError: as `attention_mass`, or a pool that does not suit the queries.
+        ValueError: as `attention_mass`, a pool that does not suit the queries or that holds no entry beside a table
+            with columns, indices or lengths that are no integers.
     """
     b, heads, columns = page_table.shape
     h = q.shape[3]
@@ -97,10 +101,17 @@ def paged_attention_mass(
         )
     if length.shape != (b, heads):
         raise ValueError(f"paged_attention_mass: length is {length.shape}, but page_table {page_table.shape}")
+    if columns and not pool.size:
+        raise ValueError(
+            f"paged_attention_mass: pool {pool.shape} holds no entry, but page_table has {columns} columns"
+        )
+    require_whole("paged_attention_mass", page_table=page_table, length=length)
     pool, page_table, length = alike(pool, page_table, length)
     s = columns * pool.shape[1]
-    # The keys are copied once, beside the two times that the passes read them.
-    k = pool[..., :h].at[page_table].get(mode="clip").reshape(b, heads, s, h)
+    # The keys are copied once, beside the two times that the passes read them. Whole pages, of which the half is cut
+    # off afterwards: XLA does not move a slice past a gather, and would copy half of the pool.
+    entries = pool.at[page_table].get(mode="clip") if columns else pool[:0]
+    k = entries.reshape(b, heads, s, 2 * h)[..., :h]
     valid = jnp.arange(s) < length[..., None]
     return attention_mass(
         q, k, over=over, group=group, offset=None, valid=valid, lse=lse, implementation=implementation
@@ -124,7 +135,7 @@ def _check(q, k, over, group, offset, valid, lse):
             f"attention_mass: k {k.dtype}{k.shape} must be {q.dtype}[b={b} k s h={h}], as q {q.shape}"
         )
     heads, s = k.shape[1:3]
-    if n % heads:
+    if not heads or n % heads:
         raise ValueError(f"attention_mass: {n} query heads are not a multiple of {heads} kv heads")
     if offset is not None and t > s:
         raise ValueError(

@@ -18,12 +18,15 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
+from pallas_kernels.vmem import query_bytes, vmem_limit
 
 LANES, SUBLANES = 128, 8
 LOG2E = math.log2(math.e)
 
 CHUNK = 512
 """Most resident rows, and most streamed rows, of one product."""
+BYTES = 1 << 11
+"""Most of a streamed row for a tile of four chunks: two such tiles are 8 MiB."""
 ROWS = 32
 """Streamed rows that go through the online maximum together: few enough that their logits stay in registers, and that
 the next ones' product is under way."""
@@ -35,11 +38,12 @@ def tpu(q, k, valid, lse, over, group, offset, interpret=None):
     return mass(call, q, k, valid, lse, over, group, offset)
 
 
-def tile_sizes(resident: int, streamed: int) -> tuple[int, int]:
-    """Rows of a tile: where there are few of one kind, more of the other, whose reading then takes the time."""
+def tile_sizes(resident: int, streamed: int, streamed_bytes: int) -> tuple[int, int]:
+    """Rows of a tile: where there are few of one kind, more of the other, whose reading then takes the time, unless a
+    streamed row, that of all heads, has too many bytes."""
     br = _up(min(resident, 2 * CHUNK if streamed > LANES else 4 * CHUNK), LANES)
     br = _up(br, min(br, CHUNK))
-    bu = CHUNK if resident > 2 * LANES else 4 * CHUNK
+    bu = CHUNK if resident > 2 * LANES or streamed_bytes > BYTES else 4 * CHUNK
     return br, bu if streamed > bu else _up(streamed, ROWS)
 
 
@@ -50,7 +54,7 @@ def _up(x: int, multiple: int) -> int:
 def log_mass(resident, streamed, column, span, maximum, *, interpret):
     b, size, h = resident.shape
     x = streamed.shape[1]
-    br, bu = tile_sizes(size, span.rows)
+    br, bu = tile_sizes(size, span.rows, x * query_bytes(h, resident.dtype.itemsize))
     pack = divisor(x, CHUNK // bu)
 
     def streamed_tile(i, j):
@@ -80,7 +84,10 @@ def log_mass(resident, streamed, column, span, maximum, *, interpret):
         out_specs=pl.BlockSpec((1, x, br), lambda b, i, j: (b, 0, i)),
         out_shape=output((b, x, size), jnp.float32, resident),
         scratch_shapes=[state, None if maximum else state, turned],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit("attention_mass", x, h, resident.dtype.itemsize),
+        ),
         name="attention_mass",
         interpret=interpret,
     )(resident, streamed, values)

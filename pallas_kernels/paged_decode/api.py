@@ -1,6 +1,7 @@
 """The op `paged_decode`: attention over the paged cache."""
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.choose import choose
@@ -10,7 +11,9 @@ from pallas_kernels.paged_decode.reference import reference
 from pallas_kernels.paged_decode.selection import compact
 from pallas_kernels.paged_decode.tpu import tpu
 from pallas_kernels.paged_decode.xla import xla
+from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
+from pallas_kernels.vertical_slash import vertical_slash
 
 IMPLEMENTATIONS = {"xla": xla, "tpu": tpu, "gpu": gpu, "hopper": hopper, "reference": reference}
 
@@ -25,6 +28,7 @@ def paged_decode(
     ring_pages: int = 0,
     new: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None,
     pages: Bool[Array, "b k global"] | None = None,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
     """Attention of `t` new tokens over their (sequence, kv head)'s own pages, each head with its own length.
@@ -42,19 +46,24 @@ def paged_decode(
         ring_pages: how many of the table's columns are the ring's.
         new: keys and values of the tokens of this call, which are not in the pages yet.
         pages: which global pages are read (Quest, Tang et al., 2024); None: all that hold entries.
+        dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
         implementation: "xla", "tpu", "gpu" (Triton) and "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages
             of a multiple of 8; not yet run on hardware, so never chosen by itself), which all read what is stored, or
             "reference" (dense); None: the platform's own.
 
     Returns:
-        The output in q's dtype and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible.
+        The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
+        both are empty; in a table without columns nothing is stored.
 
     Raises:
-        ValueError: shapes that disagree, more ring pages than columns, an unknown implementation, or what a kernel does
-            not take (`supported.py`).
+        ValueError: shapes that disagree, more ring pages than columns, columns but a pool without entries, indices or
+            lengths that are no integers, an unknown implementation, or what a kernel does not take (`supported.py`).
     """
     call = choose(IMPLEMENTATIONS, implementation, "paged_decode")
     _check(q, pool, page_table, length, ring_length, ring_pages, new, pages)
+    dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    if 0 in q.shape[:3] or not page_table.shape[2]:
+        return _nothing_stored(q, new, dtype, implementation)
     page = pool.shape[1]
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:
@@ -63,20 +72,31 @@ def paged_decode(
         q, pool, page_table, length, ring_length, new, pages
     )
     if pages is None:
-        return call(q, pool, page_table, length, ring_length, ring_pages, new)
+        return call(q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     if call is reference:
-        return reference(q, pool, page_table, length, ring_length, ring_pages, new, pages)
+        return reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, pages)
     page_table, length = compact(pages, page_table, length, page)
-    return call(q, pool, page_table, length, ring_length, ring_pages, new)
+    return call(q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+
+
+def _nothing_stored(q, new, dtype, implementation):
+    """The tokens of this call see each other, if anything."""
+    if new is not None:
+        return vertical_slash(q, *new, window=1, dtype=dtype, implementation=implementation)
+    return jnp.zeros_like(q, dtype), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
 
 
 def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages):
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
-    if n % heads:
+    if not heads or n % heads:
         raise ValueError(f"paged_decode: {n} query heads are not a multiple of {heads} kv heads")
     if pool.ndim != 3 or pool.shape[2] != 2 * h:
         raise ValueError(f"paged_decode: pool is {pool.shape}, but head_dim {h} needs [pages, page, {2 * h}]")
+    if columns and not pool.size:
+        raise ValueError(
+            f"paged_decode: pool {pool.shape} holds no entry, but page_table has {columns} columns"
+        )
     if not 0 <= ring_pages <= columns:
         raise ValueError(f"paged_decode: {ring_pages} ring pages in a page table of {columns} columns")
     if page_table.shape[0] != b or length.shape != (b, heads):
@@ -94,3 +114,4 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages):
         raise ValueError(
             f"paged_decode: pages is {pages.shape}, but the table has {(b, heads, columns - ring_pages)} global pages"
         )
+    require_whole("paged_decode", page_table=page_table, length=length, ring_length=ring_length)

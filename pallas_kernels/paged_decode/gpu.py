@@ -106,11 +106,11 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, o_ref, lse_ref, *, sizes: _Siz
         lax.fori_loop(first, last + 1, attend, None)
 
 
-def gpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: bool | None = None):
-    if q.shape[2] > TOKENS:
-        many = functools.partial(attend, interpret=interpret)
-        return attend_many(many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new)
+def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: bool | None = None):
     check_supported("gpu", q, pool, page_table)
+    if q.shape[2] > TOKENS:
+        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
+        return attend_many(many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     page = pool.shape[1]
@@ -144,5 +144,5 @@ def gpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: bo
         interpret=interpret,
         name="paged_decode",
     )(rows, q, pool, page_table.reshape(r, columns))
-    o, lse = merge(shares, rows, q, new, *parts, interpret=interpret)
+    o, lse = merge(shares, rows, q, new, *parts, dtype, interpret=interpret)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)

@@ -53,12 +53,9 @@ class Plan(NamedTuple):
         return self.pieces * self.piece
 
 
-def hopper(q, pool, page_table, length, ring_length, ring_pages, new, interpret=None, machine=HOPPER):
+def hopper(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret=None, machine=HOPPER):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
-    if t > TOKENS:
-        many = functools.partial(attend, interpret=interpret, machine=machine)
-        return attend_many(many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new)
     kind, page = target().kind, pool.shape[1]
     require(
         "paged_decode",
@@ -69,6 +66,9 @@ def hopper(q, pool, page_table, length, ring_length, ring_pages, new, interpret=
         (page % 8 == 0, f"pages of a multiple of 8 entries, not {page}"),
         (interpret is not None or any(x in kind for x in KINDS), f"{' or '.join(KINDS)}, not {kind}"),
     )
+    if t > TOKENS:
+        many = functools.partial(attend, interpret=interpret, machine=machine)
+        return attend_many(many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     group = n // heads
     # More queries than a wgmma has rows: as if fewer heads shared the pages.
     split = next(x for x in range(1, group + 1) if group % x == 0 and group // x * t <= QUERIES)
@@ -109,7 +109,7 @@ def hopper(q, pool, page_table, length, ring_length, ring_pages, new, interpret=
         kernel_name="paged_decode_hopper",
         interpret=interpret,
     )(rows, page_table.reshape(r, columns), q_rows, pool.reshape(-1, 2 * h))
-    o, lse = merge(shares, rows, q_rows, new, *slots, interpret=interpret is not None)
+    o, lse = merge(shares, rows, q_rows, new, *slots, dtype, interpret=interpret is not None)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 

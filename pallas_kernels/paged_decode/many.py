@@ -1,7 +1,8 @@
 """`paged_decode` of many query tokens, as in chunked prefill: the tiles of `vertical_slash` over the stored entries.
 
 What a query reads is much less there than what it computes, so a copy of the entries in order costs little; it is made
-of a few pages at a time, since a row may have many more columns than it has entries.
+of a few pages at a time, since a row may have many more columns than it has entries. The output is carried in float32
+and rounded once: in bfloat16 a long context's last entries are less than half a unit of the last place, and are lost.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ ENTRIES = 4096
 """About how many entries of each row are copied at a time."""
 
 
-def attend_many(attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new):
+def attend_many(
+    attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, dtype
+):
     """`attend` is that of `vertical_slash`'s kernel, called `name`."""
     b, heads, columns = page_table.shape
     page, h = pool.shape[1], q.shape[-1]
@@ -43,7 +46,8 @@ def attend_many(attend: Callable, name: str, q, pool, page_table, length, ring_l
         return merge(*state, *attend(q, None, far))
 
     if new is None:
-        state = jnp.zeros_like(q), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
+        state = jnp.zeros_like(q, jnp.float32), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
     else:
-        state = vertical_slash(q, *new, window=1, implementation=name)
-    return lax.fori_loop(0, -(-used.max() // (width * page)), block, state)
+        state = vertical_slash(q, *new, window=1, implementation=name, dtype=jnp.float32)
+    o, lse = lax.fori_loop(0, -(-used.max() // (width * page)), block, state)
+    return o.astype(dtype), lse

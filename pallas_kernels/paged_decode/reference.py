@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def reference(q, pool, page_table, length, ring_length, ring_pages, new, pages=None):
+def reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, pages=None):
     b, n, t, h = q.shape
     _, heads, columns = page_table.shape
     page = pool.shape[1]
@@ -28,4 +28,4 @@ def reference(q, pool, page_table, length, ring_length, ring_pages, new, pages=N
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
     o = jnp.einsum("bkgts,bksh->bkgth", p, v)
-    return o.reshape(b, n, t, h).astype(q.dtype), lse.reshape(b, n, t)
+    return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t)

@@ -81,8 +81,8 @@ def share(program, total, shares: Shares):
     return tuple(lax.div(x, jnp.maximum(programs, 1)) for x in (begin, stop))
 
 
-def merge(shares: Shares, rows, q, new, slots, slot_lse, interpret: bool):
-    """Output `[r queries h]` and log-sum-exp `[r queries]`.
+def merge(shares: Shares, rows, q, new, slots, slot_lse, dtype, interpret: bool):
+    """Output `[r queries h]` of `dtype` and log-sum-exp `[r queries]`.
 
     From what is `listed`; the queries `[r queries h]`; this call's keys and values `[b k t h]`; and the slots in
     float32: outputs `[slots queries h]` and log-sum-exps to the base 2. q and the slots may have more queries.
@@ -92,7 +92,7 @@ def merge(shares: Shares, rows, q, new, slots, slot_lse, interpret: bool):
     return pl.pallas_call(
         functools.partial(_merge, shares=shares),
         grid=(r, queries),
-        out_shape=[output((r, queries, h), q.dtype, q), output((r, queries), jnp.float32, q)],
+        out_shape=[output((r, queries, h), dtype, q), output((r, queries), jnp.float32, q)],
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="paged_decode_merge",

@@ -37,6 +37,8 @@ GROUP = 8
 """Copies started, or awaited, at once."""
 STEP_ROWS = 16
 """About how many rows share a grid step."""
+STEP_BYTES = 1 << 21
+"""Most bytes of their queries, of which VMEM holds two steps', and as many outputs."""
 COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
 CURSOR = ROW, BLOCK, FETCHED, ENTERED, TABLE_ROW, TABLES_BROUGHT, TAKEN = range(7)
@@ -254,21 +256,21 @@ def _cores(rows: int) -> int:
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
-def tpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: Any = None):
-    if q.shape[2] > TOKENS:
-        many = functools.partial(attend, interpret=interpret)
-        return attend_many(many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new)
+def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: Any = None):
     check_supported("tpu", q, pool, page_table, page_multiple=8, columns=COLUMNS)
+    if q.shape[2] > TOKENS:
+        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
+        return attend_many(many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     capacity, page = pool.shape[:2]
     r, queries = b * heads, n // heads * t
     cores = _cores(r)
-    step_rows = divisor(r // cores, STEP_ROWS)
-    steps = r // cores // step_rows
     # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
     # an entry, q is zero beside the values and half of the output is not used.
     width = h if h % LANES == 0 else 2 * h
+    step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // (queries * width * q.dtype.itemsize)))
+    steps = r // cores // step_rows
     ring = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
     # The ring's columns backwards: those in use then end where the global ones begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)
@@ -307,7 +309,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, interpret: An
                 pltpu.SemaphoreType.DMA((TABLES,)),
             ],
         ),
-        out_shape=[output((r, queries, width), q.dtype, q), output((r, 1, queries), jnp.float32, q)],
+        out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
         ),

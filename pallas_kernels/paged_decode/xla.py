@@ -24,7 +24,7 @@ LOGITS = 1 << 17
 """Most rows, and about the most logits, in a tile."""
 
 
-def xla(q, pool, page_table, length, ring_length, ring_pages, new):
+def xla(q, pool, page_table, length, ring_length, ring_pages, new, dtype):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     r, g = b * heads, n // heads
@@ -43,7 +43,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new):
             logits = jnp.where(index >= jnp.arange(t), softmax.logits(q_block, k), softmax.MASKED)
             state = softmax.update(state, logits, v)
         o, lse = softmax.finish(stored.attend(q_block, state))
-        return o.reshape(r, g, bq, h).astype(q.dtype), lse.reshape(r, g, bq)
+        return o.reshape(r, g, bq, h).astype(dtype), lse.reshape(r, g, bq)
 
     o, lse = lax.map(block, jnp.arange(blocks))
     o = jnp.moveaxis(o, 0, 2).reshape(b, n, blocks * bq, h)[:, :, :t]

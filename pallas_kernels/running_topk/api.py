@@ -10,6 +10,7 @@ from pallas_kernels.running_topk.gpu import gpu
 from pallas_kernels.running_topk.reference import reference
 from pallas_kernels.running_topk.tpu import tpu
 from pallas_kernels.running_topk.xla import xla
+from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "counts": counts, "reference": reference, "tpu": tpu, "gpu": gpu}
@@ -68,13 +69,15 @@ def running_topk(
             largest int32 where there is none, and for keys that do not compete.
 
     Raises:
-        ValueError: a rank that is not int32, shapes that disagree, k < 0, window < 1, more queries than keys, an
-            unknown implementation.
+        ValueError: a rank that is not int32, a k that is no integer, shapes that disagree, k < 0, window < 1, more
+            queries than keys, an unknown implementation.
     """
     call = choose(IMPLEMENTATIONS, implementation, "running_topk", FASTEST)
     _check(rank, k, window, queries, competes)
     b, heads, s = rank.shape
     t = s if queries is None else queries
+    if not rank.size:
+        return rank[..., s - t :], rank
     window = min(window, s)
     k = jnp.broadcast_to(jnp.asarray(k, jnp.int32), (b, heads))
     if competes is None:
@@ -102,8 +105,11 @@ def _check(rank, k, window, queries, competes):
     b, heads, s = rank.shape
     if rank.dtype != jnp.int32:
         raise ValueError(f"running_topk: rank is {rank.dtype}, not int32")
-    if isinstance(k, int) and k < 0:
-        raise ValueError(f"running_topk: k is {k}, but must be at least 0")
+    if isinstance(k, int):
+        if k < 0:
+            raise ValueError(f"running_topk: k is {k}, but must be at least 0")
+    else:
+        require_whole("running_topk", k=k)
     if not isinstance(k, int) and k.shape not in ((), (b, heads)):
         raise ValueError(f"running_topk: k is {k.shape}, but must be one number or {(b, heads)}")
     if window < 1:

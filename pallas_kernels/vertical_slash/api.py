@@ -2,9 +2,11 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.choose import choose
+from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
 from pallas_kernels.vertical_slash.gpu import gpu
 from pallas_kernels.vertical_slash.gpu_backward import gpu_backward
@@ -23,6 +25,7 @@ IMPLEMENTATIONS = {
     "hopper": Passes(hopper, gpu_backward),
     "reference": reference,
 }
+FOREVER = jnp.iinfo(jnp.int32).max
 
 
 def vertical_slash(
@@ -34,6 +37,7 @@ def vertical_slash(
     window: int,
     log_gate: Float[Array, "b k s"] | None = None,
     segment_ids: Int[Array, "b s"] | None = None,
+    dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
     """Causal attention in which every (kv head, key) is visible up to a query of its own.
@@ -45,35 +49,53 @@ def vertical_slash(
     Args:
         q: queries. k, v: keys and values.
         end: for each key the first index that no longer sees it: `j + window` for a dropped key, any later value, up to
-            the largest int32, for a kept one. `end <= j`: no query ever sees it (padding: then what stands in k and v
-            there does not matter). None: causal, nothing ends. `ends` makes it from a mask of admitted keys.
+            the largest int32, for a kept one. `end <= j`, however negative: no query ever sees it (padding: then what
+            stands in k and v there does not matter). None: causal, nothing ends. `ends` makes it from a mask of
+            admitted keys.
         window: how many indices, its own included, a key is visible to whatever its fate. At least 1.
         log_gate: float32, any value down to -inf.
         segment_ids: of each index the document it belongs to, where several are packed into one sequence: queries see
             only keys of their own. A document's indices are neighbours.
+        dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
         implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, bfloat16 and head_dim 64, 128 or
             256; not yet run on hardware, so never chosen by itself) or "reference" (dense); None: the platform's own.
 
     Returns:
-        The output in q's dtype and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible.
+        The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
+        both are empty.
 
     Raises:
-        ValueError: shapes that disagree, window < 1, t > s, an unknown implementation.
+        ValueError: shapes that disagree, window < 1, t > s, an `end` or segment_ids that are no integers, an unknown
+            implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
     call = choose(IMPLEMENTATIONS, implementation, "vertical_slash")
     _check(q, k, v, end, log_gate, segment_ids, window)
     if segment_ids is not None:
         own = jnp.broadcast_to(_segment_end(segment_ids)[:, None], k.shape[:3])
         end = own if end is None else jnp.minimum(end, own)
+    if end is not None:
+        # Kernels subtract a block's first index from it: below 0 that could wrap around.
+        end = jnp.clip(end, 0, min(FOREVER, jnp.iinfo(end.dtype).max)).astype(jnp.int32)
     if log_gate is not None:
         log_gate = log_gate.astype(jnp.float32)
     q, k, v, end, log_gate = alike(q, k, v, end, log_gate)
-    return call(q, k, v, end, log_gate, min(window, k.shape[2]))
+    dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    if 0 in q.shape[:3]:
+        return jnp.zeros_like(q, dtype), jnp.zeros_like(q[..., 0], jnp.float32)
+    return call(q, k, v, end, log_gate, min(window, k.shape[2]), dtype)
 
 
 def ends(admitted: Bool[Array, "b k s"], window: int) -> Int[Array, "b k s"]:
-    """`end` of keys that stay for good where they are admitted, and else for the window."""
-    return jnp.where(admitted, jnp.iinfo(jnp.int32).max, jnp.arange(admitted.shape[2]) + window)
+    """`end` of keys that stay for good where they are admitted, and else for the window.
+
+    Raises:
+        ValueError: window < 1.
+    """
+    _check_window("ends", window)
+    s = admitted.shape[2]
+    # A window beyond the last index is as good as one up to it, and cannot overflow.
+    dropped = jnp.arange(s, dtype=jnp.int32) + min(window, s)
+    return jnp.where(admitted, FOREVER, dropped)
 
 
 def _segment_end(segment_ids):
@@ -82,20 +104,24 @@ def _segment_end(segment_ids):
     last = jnp.concatenate(
         [segment_ids[:, 1:] != segment_ids[:, :-1], jnp.ones_like(segment_ids[:, :1], bool)], 1
     )
-    stop = jnp.where(last, jnp.arange(1, s + 1), jnp.iinfo(jnp.int32).max)
+    stop = jnp.where(last, jnp.arange(1, s + 1), FOREVER)
     return lax.cummin(stop, axis=1, reverse=True)
 
 
-def _check(q, k, v, end, log_gate, segment_ids, window):
+def _check_window(op, window):
     if window < 1:
-        raise ValueError(f"vertical_slash: window is {window}, but a query always sees itself: at least 1")
+        raise ValueError(f"{op}: window is {window}, but a query always sees itself: at least 1")
+
+
+def _check(q, k, v, end, log_gate, segment_ids, window):
+    _check_window("vertical_slash", window)
     b, n, t, h = q.shape
     if k.ndim != 4 or k.shape != v.shape or (k.shape[0], k.shape[3]) != (b, h):
         raise ValueError(
             f"vertical_slash: k {k.shape} and v {v.shape} must both be [b={b} k s h={h}], as q {q.shape}"
         )
     heads, s = k.shape[1:3]
-    if n % heads:
+    if not heads or n % heads:
         raise ValueError(f"vertical_slash: {n} query heads are not a multiple of {heads} kv heads")
     if t > s:
         raise ValueError(
@@ -108,3 +134,4 @@ def _check(q, k, v, end, log_gate, segment_ids, window):
         raise ValueError(
             f"vertical_slash: segment_ids is {segment_ids.shape}, but k {k.shape} needs {(b, s)}"
         )
+    require_whole("vertical_slash", end=end, segment_ids=segment_ids)

@@ -14,14 +14,15 @@ from pallas_kernels.vertical_slash import lists
 from pallas_kernels.vertical_slash.gpu_walk import FORWARD, LN2, LOG2E, Walk, blocks_of, dot, part, put
 
 
-def gpu(q, k, v, end, log_gate, window, *, interpret=None):
+def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "gpu", q, k=k, v=v)
     band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window)
-    return attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
+    return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 
-def attend(q, band, far, *, first=0, window=1, interpret=None):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]`, lse `[b n t]`."""
+def attend(q, band, far, dtype, *, first=0, window=1, interpret=None):
+    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
+    `[b n t]`."""
     b, n, t, h = q.shape
     blocks = blocks_of(FORWARD, t, h, q.dtype)
     walk = Walk(far, band, blocks, first, window)
@@ -32,7 +33,7 @@ def attend(q, band, far, *, first=0, window=1, interpret=None):
         grid=(b * n, pl.cdiv(t, blocks.queries)),
         in_specs=[*specs, head],
         out_specs=[head, pl.BlockSpec((None, t), lambda x, i: (x, 0))],
-        out_shape=[output((b * n, t, h), q.dtype, q), output((b * n, t), jnp.float32, q)],
+        out_shape=[output((b * n, t, h), dtype, q), output((b * n, t), jnp.float32, q)],
         compiler_params=plt.CompilerParams(num_warps=blocks.warps, num_stages=3),
         name="vertical_slash",
         interpret=gpu_interpret(interpret),

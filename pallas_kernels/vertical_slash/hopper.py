@@ -85,9 +85,11 @@ class Plan(NamedTuple):
         return QUERIES * WORKERS // self.heads
 
 
-def hopper(q, k, v, end, log_gate, window, *, interpret=None):
+def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
+    # rounded to bfloat16 in shared memory, where there is no room for more
     band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window)
-    return attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
+    o, lse = attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
+    return o.astype(dtype), lse
 
 
 def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):

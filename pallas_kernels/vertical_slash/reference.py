@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 
-def reference(q, k, v, end, log_gate, window):
+def reference(q, k, v, end, log_gate, window, dtype):
     b, n, t, h = q.shape
     heads, s = k.shape[1:3]
     exact = jnp.promote_types(q.dtype, jnp.float32)
@@ -22,4 +22,4 @@ def reference(q, k, v, end, log_gate, window):
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
     o = jnp.einsum("bkgts,bksh->bkgth", p, v.astype(exact))
-    return o.reshape(b, n, t, h).astype(q.dtype), lse.reshape(b, n, t)
+    return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t)

@@ -13,19 +13,21 @@ from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LN2, LOG2E, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vmem import vmem_limit
 
 
-def tpu(q, k, v, end, log_gate, window, *, interpret=None):
+def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "tpu", q, k=k, v=v)
     t, s = q.shape[2], k.shape[2]
     blocks = blocks_of(q.shape[1] // k.shape[1], t, s, q.dtype)
     gather = functools.partial(seen, block=blocks.keys, interpret=interpret)
     band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window, gather=gather)
-    return attend(q, band, far, blocks=blocks, first=s - t, window=window, interpret=interpret)
+    return attend(q, band, far, dtype, blocks=blocks, first=s - t, window=window, interpret=interpret)
 
 
-def attend(q, band, far, *, blocks=None, first=0, window=1, interpret=None):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]`, lse `[b n t]`."""
+def attend(q, band, far, dtype, *, blocks=None, first=0, window=1, interpret=None):
+    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
+    `[b n t]`."""
     b, n, t, h = q.shape
     r = far.k.shape[0]
     group = b * n // r
@@ -40,14 +42,17 @@ def attend(q, band, far, *, blocks=None, first=0, window=1, interpret=None):
         grid=(r, walk.n),
         in_specs=[*specs, block],
         out_specs=[block, pl.BlockSpec((None, group, blocks.queries), lambda r, i: (r, 0, i))],
-        out_shape=[output(q.shape, q.dtype, q), output(q.shape[:3], jnp.float32, q)],
+        out_shape=[output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)],
         scratch_shapes=[
             pltpu.VMEM((rows, LANES), jnp.float32),
             pltpu.VMEM((rows, LANES), jnp.float32),
             pltpu.VMEM((rows, h), jnp.float32),
             *walk.scratch(),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit("vertical_slash", group, h, q.dtype.itemsize),
+        ),
         name="vertical_slash",
         interpret=tpu_interpret(interpret),
     )(*arrays, q)

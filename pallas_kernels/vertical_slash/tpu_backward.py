@@ -19,6 +19,7 @@ from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vmem import vmem_limit
 
 
 def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=None):
@@ -68,7 +69,10 @@ def _gradient_of_queries(walk, q, do, stats, interpret):
             pltpu.VMEM((group * bq, h), jnp.float32),
             *walk.scratch(),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=vmem_limit("vertical_slash", group, h, q.dtype.itemsize),
+        ),
         name="vertical_slash_dq",
         interpret=tpu_interpret(interpret),
     )(*arrays, q, do, stats)
@@ -141,7 +145,10 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
             pltpu.VMEM((2, 2, rows), jnp.float32),
             pltpu.SemaphoreType.DMA((2,)),
         ],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"),
+            vmem_limit_bytes=vmem_limit("vertical_slash", group, h, q.dtype.itemsize),
+        ),
         name="vertical_slash_dkv",
         interpret=tpu_interpret(interpret),
     )(tables, keys.k, keys.v, jnp.stack([begins, keys.stop], 1), gate, q, do, stats)

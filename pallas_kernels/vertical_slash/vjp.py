@@ -13,29 +13,32 @@ run the forward pass twice."""
 
 
 class Passes(NamedTuple):
-    """`forward(q, k, v, end, log_gate, window) -> o, lse`, and `backward` of the same and o, lse and their cotangents,
-    which returns the gradients of q, k, v and log_gate."""
+    """`forward(q, k, v, end, log_gate, window, dtype) -> o, lse`, with o of `dtype`, and `backward` of the same but the
+    dtype, and of o, lse and their cotangents, which returns the gradients of q, k, v and log_gate."""
 
     forward: Callable
     backward: Callable
 
-    def __call__(self, q, k, v, end, log_gate, window):
-        return _attend(self, window, q, k, v, end, log_gate)
+    def __call__(self, q, k, v, end, log_gate, window, dtype):
+        return _attend(self, window, dtype, q, k, v, end, log_gate)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(passes, window, q, k, v, end, log_gate):
-    return passes.forward(q, k, v, end, log_gate, window)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend(passes, window, dtype, q, k, v, end, log_gate):
+    return passes.forward(q, k, v, end, log_gate, window, dtype)
 
 
-def _forward(passes, window, *arguments):
-    o, lse = jax.tree.map(lambda x: checkpoint_name(x, SAVED), passes.forward(*arguments, window))
+def _forward(passes, window, dtype, *arguments):
+    out = passes.forward(*arguments, window, dtype)
+    o, lse = jax.tree.map(lambda x: checkpoint_name(x, SAVED), out)
     return (o, lse), (*arguments, o, lse)
 
 
-def _backward(passes, window, saved, cotangents):
+def _backward(passes, window, dtype, saved, cotangents):
     *arguments, o, lse = saved
-    dq, dk, dv, dgate = passes.backward(*arguments, window, o, lse, *cotangents)
+    do, dlse = cotangents
+    do = do.astype(arguments[0].dtype)  # as the keys and values that it is multiplied with
+    dq, dk, dv, dgate = passes.backward(*arguments, window, o, lse, do, dlse)
     return dq, dk, dv, None, dgate
 
 

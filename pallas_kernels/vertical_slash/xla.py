@@ -13,15 +13,18 @@ from pallas_kernels.vertical_slash.lists import compact
 from pallas_kernels.vertical_slash.xla_walk import causal
 
 
-def xla(q, k, v, end, log_gate, window):
+def xla(q, k, v, end, log_gate, window, dtype):
     b, n, t, h = q.shape
     heads = k.shape[1]
     q = q.reshape(b, heads, n // heads, t, h)
-    o, lse = causal(q, k, v, log_gate, window) if end is None else _sparse(q, k, v, end, log_gate, window)
+    if end is None:
+        o, lse = causal(q, k, v, log_gate, window, dtype)
+    else:
+        o, lse = _sparse(q, k, v, end, log_gate, window, dtype)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
-def _sparse(q, k, v, end, log_gate, window):
+def _sparse(q, k, v, end, log_gate, window, dtype):
     b, heads, _, t, _ = q.shape
     s = k.shape[2]
     walk = Blocks(q, k)
@@ -74,4 +77,4 @@ def _sparse(q, k, v, end, log_gate, window):
         o, lse = softmax.finish(state)
         return walk.set_queries(out[0], group, i, o), walk.set_queries(out[1], group, i, lse)
 
-    return walk.loop(block, (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)))
+    return walk.loop(block, (jnp.zeros_like(q, dtype), jnp.zeros_like(q[..., 0], jnp.float32)))

@@ -51,8 +51,9 @@ class _Walk(Blocks):
         return lax.cond(gone > self.query_index[i].min(), step, lambda carry: carry, carry)
 
 
-def causal(q, k, v, log_gate, window):
-    """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]`, lse `[b k g t]`."""
+def causal(q, k, v, log_gate, window, dtype):
+    """q `[b k g t h]`, k and v `[b k s h]`, log_gate `[b k s]` float32 or None -> o `[b k g t h]` of `dtype`, lse
+    `[b k g t]`."""
     walk = _Walk(q, k, None, log_gate, window)
 
     def block(group, i, out):
@@ -64,7 +65,7 @@ def causal(q, k, v, log_gate, window):
         o, lse = softmax.finish(lax.fori_loop(0, walk.tiles_seen(i), tile, softmax.start(q_block)))
         return walk.set_queries(out[0], group, i, o), walk.set_queries(out[1], group, i, lse)
 
-    return walk.loop(block, (jnp.zeros_like(q), jnp.zeros_like(q[..., 0], jnp.float32)))
+    return walk.loop(block, (jnp.zeros_like(q, dtype), jnp.zeros_like(q[..., 0], jnp.float32)))
 
 
 def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):

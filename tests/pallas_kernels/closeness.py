@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OUTPUT = {jnp.float32.dtype: 1e-5, jnp.bfloat16.dtype: 2e-2}
+OUTPUT = {jnp.float32.dtype: 1e-5, jnp.bfloat16.dtype: 1e-2}
+"""Of each query's output, relative to its length: over many keys the values average out, and a number that is right for
+few keys would let everything pass."""
 LOG_SUM_EXP = 1e-5
 
 
@@ -13,8 +15,9 @@ def assert_attention_close(actual, expected):
     (o, lse), (o_expected, lse_expected) = actual, expected
     assert o.dtype == o_expected.dtype
     assert lse.dtype == np.float32
-    error = jnp.abs(o.astype(jnp.float32) - o_expected.astype(jnp.float32))
-    assert float(error.max()) <= OUTPUT[o.dtype]
+    exact = np.asarray(o_expected, np.float32)
+    error = np.linalg.norm(np.asarray(o, np.float32) - exact, axis=-1)
+    assert np.all(error <= OUTPUT[o.dtype] * np.linalg.norm(exact, axis=-1))
     empty = np.isneginf(np.asarray(lse_expected))
     np.testing.assert_array_equal(np.isneginf(np.asarray(lse)), empty)
     assert np.all(np.asarray(o, np.float32)[empty] == 0)

@@ -186,6 +186,17 @@ def test_pages(implementation):
     assert_close(actual, expected)
 
 
+@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+@pytest.mark.parametrize(("over", "nothing"), [("sum", 0), ("logsumexp", -math.inf)])
+def test_without_queries_or_keys_nothing_counts(implementation, over, nothing):
+    options = {"over": over, "group": "max", "implementation": implementation}
+    q, k = jnp.ones((1, 4, 3, 32)), jnp.ones((1, 2, 5, 32))
+    np.testing.assert_array_equal(attention_mass(q[:, :, :0], k, **options), np.full((1, 2, 5), nothing))
+    assert attention_mass(q, k[:, :, :0], offset=None, **options).shape == (1, 2, 0)
+    pages = jnp.ones((0, 8, 64)), jnp.zeros((1, 2, 0), jnp.int32), jnp.ones((1, 2), jnp.int32)
+    assert paged_attention_mass(q, *pages, **options).shape == (1, 2, 0)
+
+
 @pytest.mark.parametrize("implementation", OTHERS)
 @pytest.mark.thorough
 def test_on_a_mesh_inside_a_scan(implementation):
@@ -288,6 +299,10 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
             | {"implementation": "gpu"},
             "float32 or bfloat16, not float16; implementation='xla' takes any",
         ),
+        (
+            {"q": jnp.zeros((1, 38, 5, 256)), "k": jnp.zeros((1, 1, 5, 256)), "implementation": "tpu"},
+            "'tpu' takes at most 37 query heads a kv head at this head_dim and dtype, not 38",
+        ),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -304,6 +319,8 @@ def test_bad_arguments_are_one_line(change, message):
     [
         ({"pool": jnp.zeros((4, 16, 8))}, "head_dim 8 needs [pages, page, 16]"),
         ({"length": jnp.zeros((1, 3), int)}, "length is (1, 3)"),
+        ({"length": jnp.zeros((1, 2))}, "length is float32, but must be whole numbers"),
+        ({"pool": jnp.zeros((0, 16, 16))}, "pool (0, 16, 16) holds no entry, but page_table has 2 columns"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")

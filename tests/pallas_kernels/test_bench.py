@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +85,15 @@ def test_a_wrong_result_stops_it(monkeypatch, tmp_path, capsys):
         )
     assert capsys.readouterr().out == ""
     assert not (tmp_path / "rows.json").exists()
+
+
+def test_an_output_is_measured_against_its_own_query():
+    """One that is small beside the others is 3% off; where zeros are expected anything else is wrong."""
+    expected = jnp.asarray([[3.0, 4.0], [0.03, 0.04], [0.0, 0.0]])
+    assert correctness._error_of_queries(expected.at[1, 0].add(0.0015), expected) == pytest.approx(0.03)
+    assert correctness._error_of_queries(expected, expected) == 0
+    assert correctness._error_of_queries(expected.at[2, 0].add(1e-9), expected) == math.inf
+    assert correctness._error_of_queries(expected.at[0, 0].set(jnp.nan), expected) == math.inf
 
 
 def test_no_gpu_is_one_line(capsys):

@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import api, paged_decode
+from pallas_kernels.paged_decode import api, many, paged_decode
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
+from pallas_kernels.vertical_slash import vertical_slash
 from tests.pallas_kernels.closeness import assert_attention_close
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
@@ -218,6 +219,62 @@ def test_bfloat16(implementation):
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("t", [1, 9])
+def test_an_output_in_float32_is_what_is_rounded(implementation, t):
+    arguments = cache((1, 2, 1, t, 32, 8, 4, 1), [5], [17], 0, jnp.bfloat16)[:5]
+    call = functools.partial(paged_decode, *arguments, ring_pages=1, implementation=implementation)
+    (exact, _), (rounded, _) = call(dtype=jnp.float32), call()
+    assert (exact.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(exact.astype(jnp.bfloat16), rounded)
+    assert bool((exact != rounded).any())
+
+
+@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+@pytest.mark.parametrize("pages", [0, 6])
+def test_in_a_table_without_columns_nothing_is_stored(implementation, pages):
+    """The tokens see each other, or nothing."""
+    q, *new = (jax.random.normal(jax.random.key(i), (1, n, 3, 32)) for i, n in enumerate((4, 2, 2)))
+    nothing = jnp.ones((pages, 8, 64)), jnp.zeros((1, 2, 0), jnp.int32), jnp.ones((1, 2), jnp.int32)
+    call = functools.partial(paged_decode, q, *nothing, implementation=implementation)
+    assert_attention_close(
+        call(new=tuple(new)), vertical_slash(q, *new, window=1, implementation="reference")
+    )
+    assert_attention_close(call(), (jnp.zeros_like(q), jnp.full((1, 4, 3), -jnp.inf)))
+
+
+@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+def test_without_queries_there_is_no_output(implementation):
+    stored = jnp.ones((6, 8, 64)), jnp.zeros((1, 2, 3), jnp.int32), jnp.ones((1, 2), jnp.int32)
+    o, lse = paged_decode(jnp.zeros((1, 4, 0, 32)), *stored, implementation=implementation)
+    assert (o.shape, lse.shape) == ((1, 4, 0, 32), (1, 4, 0))
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(("values", "most"), [("random", 3e-3), ("two constants", 2e-4)])
+def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
+    """128 copies of 64 entries, as half a million entries are of 4096: an output that is rounded to bfloat16 after each
+    is off by 1%, and by 10% where the second half's share is always less than half a unit of the last place."""
+    monkeypatch.setattr(many, "ENTRIES", 64)
+    t, h, page, columns = 16, 32, 16, 512
+    rng = np.random.default_rng(0)
+    q, key, value = (rng.normal(size=x) for x in ((1, 1, t, h), (columns, page, h), (columns, page, h)))
+    if values == "two constants":
+        key[columns // 2 :] = key[: columns // 2]  # so that the output is 1.125, which bfloat16 has
+        value[: columns // 2], value[columns // 2 :] = 1, 1.25
+    arguments = (
+        jnp.asarray(q, jnp.bfloat16),
+        jnp.asarray(np.concatenate([key, value], -1), jnp.bfloat16),
+        jnp.arange(columns, dtype=jnp.int32)[None, None],
+        jnp.full((1, 1), columns * page, jnp.int32),
+    )
+    expected, _ = paged_decode(*arguments, dtype=jnp.float32, implementation="reference")
+    o, _ = jax.jit(functools.partial(paged_decode, implementation=implementation))(*arguments)
+    assert o.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(o, np.float32) - np.asarray(expected)).mean()
+    assert error <= most * np.abs(expected).mean()
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
 def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     """Each step writes one entry and attends; the pool is never copied.
 
@@ -299,13 +356,13 @@ def one_entry_more(q, pool, page_table, length, *rest):
     return IMPLEMENTATIONS["xla"](q, pool, page_table, length + 1, *rest)
 
 
-def ring_taken_for_full(q, pool, page_table, length, ring_length, ring_pages, new):
+def ring_taken_for_full(q, pool, page_table, length, ring_length, ring_pages, *rest):
     full = jnp.full_like(ring_length, ring_pages * pool.shape[1])
-    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, full, ring_pages, new)
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, full, ring_pages, *rest)
 
 
-def new_not_seen(q, pool, page_table, length, ring_length, ring_pages, new):
-    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, ring_length, ring_pages, None)
+def new_not_seen(q, pool, page_table, length, ring_length, ring_pages, new, dtype):
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, ring_length, ring_pages, None, dtype)
 
 
 @pytest.mark.parametrize("bug", [wrong_page, one_entry_more, ring_taken_for_full, new_not_seen])
@@ -337,6 +394,11 @@ def test_selection_not_heeded_is_noticed(monkeypatch):
             "pages is (1, 2, 4), but the table has (1, 2, 3) global pages",
         ),
         ({"implementation": "gpu"}, "head_dim 32, 64, 96, 128, 256, not 8; implementation='xla' takes any"),
+        ({"pool": jnp.zeros((0, 4, 16))}, "pool (0, 4, 16) holds no entry, but page_table has 3 columns"),
+        ({"pool": jnp.zeros((6, 0, 16))}, "pool (6, 0, 16) holds no entry, but page_table has 3 columns"),
+        ({"length": jnp.zeros((1, 2))}, "length is float32, but must be whole numbers"),
+        ({"page_table": jnp.zeros((1, 2, 3), bool)}, "page_table is bool, but must be whole numbers"),
+        ({"ring_length": jnp.zeros(1), "ring_pages": 1}, "ring_length is float32, but must be whole numbers"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -359,6 +421,21 @@ def test_bad_arguments_are_one_line(change, message):
         ("gpu", {"q": jnp.zeros((1, 4, 1, 32), jnp.bfloat16)}, "pool of q's dtype bfloat16, not float32"),
         ("gpu", {"q": jnp.zeros((1, 4, 1, 32), jnp.float16)}, "float32 or bfloat16, not float16"),
         ("tpu", {"pool": jnp.zeros((6, 4, 64))}, "pages of a multiple of 8 entries, not 4"),
+        (
+            "tpu",
+            {"q": jnp.zeros((1, 4, 9, 80)), "pool": jnp.zeros((6, 8, 160))},
+            "head_dim 32, 64, 96, 128, 256, not 80",
+        ),
+        (
+            "gpu",
+            {"q": jnp.zeros((1, 4, 9, 80)), "pool": jnp.zeros((6, 8, 160))},
+            "head_dim 32, 64, 96, 128, 256, not 80",
+        ),
+        (
+            "tpu",
+            {"q": jnp.zeros((1, 4, 9, 32)), "pool": jnp.zeros((6, 4, 64))},
+            "a multiple of 8 entries, not 4",
+        ),
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],
 )

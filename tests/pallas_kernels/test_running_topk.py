@@ -212,6 +212,13 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
         check(bug.__name__, SHAPES["square"], 0)
 
 
+@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+def test_without_keys_there_is_no_threshold(implementation):
+    rank = jnp.zeros((1, 2, 0), jnp.int32)
+    tau, end = running_topk(rank, k=3, window=2, implementation=implementation)
+    assert (tau.shape, end.shape) == (rank.shape, rank.shape)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -219,6 +226,7 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
         ({"rank": jnp.zeros((1, 8), jnp.int32)}, "rank is (1, 8), not [b k s]"),
         ({"k": -1}, "k is -1"),
         ({"k": jnp.zeros((2, 1), int)}, "k is (2, 1), but must be one number or (1, 2)"),
+        ({"k": jnp.ones(())}, "k is float32, but must be whole numbers"),
         ({"window": 0}, "window is 0"),
         ({"queries": 9}, "9 queries for 8 keys"),
         ({"queries": 0}, "0 queries for 8 keys"),

@@ -152,6 +152,71 @@ def test_any_end_also_within_the_window(implementation):
         )
 
 
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_ends_far_below_zero_are_as_zero(implementation):
+    """The least int32 for all keys of one head and half of the other's: output, log-sum-exp and gradients."""
+    shape = 1, 4, 2, 40, 150, 32
+    *arguments, _ = tensors(shape, 0)
+    weight = tensors(shape, 1)[0]
+    end = np.where(np.arange(150) % 2, FOREVER, np.iinfo(np.int32).min)
+    end = jnp.asarray(np.stack([end, np.full(150, np.iinfo(np.int32).min)])[None], jnp.int32)
+
+    def run(implementation):
+        def total(q, k, v):
+            o, lse = vertical_slash(q, k, v, end, window=7, implementation=implementation)
+            return jnp.sum(o * weight) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0)), (o, lse)
+
+        return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arguments)
+
+    (actual_gradients, actual), (expected_gradients, expected) = run(implementation), run("reference")
+    assert bool(jnp.isneginf(expected[1][:, 2:]).all())
+    assert_attention_close(actual, expected)
+    assert_gradients_close(actual_gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("window", [5, 2**31 - 1, 2**40])
+def test_a_window_beyond_the_keys_ends_none_of_them(window):
+    end = ends(jnp.asarray([[[True, False, False, False, True]]]), window)
+    assert end.dtype == jnp.int32
+    assert bool((end >= 5).all())
+
+
+@pytest.mark.parametrize("implementation", [*OTHERS, "reference"])
+@pytest.mark.parametrize("keys", [0, 5])
+def test_without_queries_there_is_no_output(implementation, keys):
+    q, kv = jnp.zeros((1, 4, 0, 32), jnp.bfloat16), jnp.ones((1, 2, keys, 32), jnp.bfloat16)
+    end = jnp.zeros((1, 2, keys), jnp.int32)
+
+    def call(k):
+        return vertical_slash(q, k, kv, end, window=3, implementation=implementation)
+
+    o, lse = call(kv)
+    assert (o.shape, o.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (1, 4, 0), jnp.float32)
+    np.testing.assert_array_equal(jax.grad(lambda k: jnp.sum(call(k)[1]))(kv), jnp.zeros_like(kv))
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+def test_an_output_in_float32_is_what_is_rounded(implementation):
+    """And its gradient is that of the rounded one, of a cotangent that bfloat16 has."""
+    *arguments, _ = tensors((1, 2, 1, 40, 40, 32), 0, jnp.bfloat16)
+
+    def run(dtype):
+        def total(q, k, v):
+            o, _ = vertical_slash(q, k, v, window=7, dtype=dtype, implementation=implementation)
+            return jnp.sum(o.astype(jnp.float32)), o
+
+        return jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))(*arguments)
+
+    (gradients_exact, exact), (gradients_rounded, rounded) = run(jnp.float32), run(None)
+    assert (exact.dtype, rounded.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_array_equal(exact.astype(jnp.bfloat16), rounded)
+    assert bool((exact != rounded).any())
+    for x, y in zip(gradients_exact, gradients_rounded, strict=True):
+        assert x.dtype == jnp.bfloat16
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        assert np.abs(x - y).max() <= 2e-2 * np.abs(y).max()
+
+
 DOCUMENTS = 70, 1, 25
 """Lengths of those that are packed into one sequence; the first and the last have the same id."""
 
@@ -272,7 +337,7 @@ def test_gradient_in_bfloat16(implementation):
     expected = gradients("reference", 7, jax.tree.map(jnp.float32, arguments), weight)
     assert [x.dtype for x in actual] == [x.dtype for x in arguments]
     for x, y in zip(actual, expected, strict=True):
-        assert float(jnp.abs(x.astype(jnp.float32) - y).max()) <= 2e-2 * max(1, float(jnp.abs(y).max()))
+        assert float(jnp.abs(x.astype(jnp.float32) - y).max()) <= 2e-2 * float(jnp.abs(y).max())
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
@@ -367,17 +432,17 @@ def test_memory_stays_far_below_all_logits():
     )
 
 
-def off_by_one_window(q, k, v, end, log_gate, window):
-    return IMPLEMENTATIONS["xla"](q, k, v, end, log_gate, window + 1)
+def off_by_one_window(q, k, v, end, log_gate, window, dtype):
+    return IMPLEMENTATIONS["xla"](q, k, v, end, log_gate, window + 1, dtype)
 
 
-def kept_too_long(q, k, v, end, log_gate, window):
-    return IMPLEMENTATIONS["xla"](q, k, v, jnp.where(end < FOREVER, end + 1, end), log_gate, window)
+def kept_too_long(q, k, v, end, *rest):
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.where(end < FOREVER, end + 1, end), *rest)
 
 
-def padding_shown(q, k, v, end, log_gate, window):
+def padding_shown(q, k, v, end, *rest):
     k, v = (jnp.nan_to_num(x) for x in (k, v))
-    return IMPLEMENTATIONS["xla"](q, k, v, jnp.maximum(end, jnp.arange(end.shape[-1]) + 1), log_gate, window)
+    return IMPLEMENTATIONS["xla"](q, k, v, jnp.maximum(end, jnp.arange(end.shape[-1]) + 1), *rest)
 
 
 @pytest.mark.parametrize("bug", [off_by_one_window, kept_too_long, padding_shown])
@@ -405,6 +470,18 @@ def test_planted_bugs_are_noticed(monkeypatch, bug):
             "'tpu' takes head_dim 32, 64, 96, 128, 256, not 8; implementation='xla' takes any",
         ),
         ({"segment_ids": jnp.zeros((1, 4), int)}, "segment_ids is (1, 4)"),
+        ({"end": jnp.zeros((1, 2, 5), bool)}, "end is bool, but must be whole numbers"),
+        ({"end": jnp.zeros((1, 2, 5))}, "end is float32, but must be whole numbers"),
+        ({"segment_ids": jnp.zeros((1, 5))}, "segment_ids is float32"),
+        (
+            {"k": jnp.zeros((1, 0, 5, 8)), "v": jnp.zeros((1, 0, 5, 8))},
+            "4 query heads are not a multiple of 0",
+        ),
+        (
+            {"q": jnp.zeros((1, 75, 5, 128), jnp.bfloat16), "implementation": "tpu"}
+            | dict.fromkeys("kv", jnp.zeros((1, 1, 5, 128), jnp.bfloat16)),
+            "'tpu' takes at most 74 query heads a kv head at this head_dim and dtype, not 75",
+        ),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")
@@ -414,3 +491,8 @@ def test_bad_arguments_are_one_line(change, message):
         vertical_slash(**{"q": jnp.zeros((1, 4, 5, 8)), "k": kv, "v": kv, "window": 3} | change)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_ends_of_no_window_is_one_line():
+    with pytest.raises(ValueError, match=r"^ends: window is 0, but a query always sees itself: at least 1$"):
+        ends(jnp.zeros((1, 2, 5), bool), 0)

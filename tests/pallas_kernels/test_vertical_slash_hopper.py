@@ -83,7 +83,7 @@ def check(case):
     if end is not None:
         k, v = (jnp.where((end > jnp.arange(end.shape[-1]))[..., None], x, jnp.nan) for x in (k, v))
     out, raced = interpreted(window, q, k, v, end, gate)
-    assert_attention_close(out, reference(*given, window))
+    assert_attention_close(out, reference(*given, window, q.dtype))
     assert not raced
 
 

@@ -110,8 +110,10 @@ def interpreted(kernel, interpret) -> float:
         *(jnp.asarray(x, jnp.int32) for x in (table, length, ring_length)),
         ring_pages,
         tuple(new),
+        q.dtype,
     )
-    actual, expected = jax.jit(kernel.tpu, static_argnums=(5, 7))(*args, interpret), reference(*args)
+    call = jax.jit(kernel.tpu, static_argnums=(5, 7, 8))
+    actual, expected = call(*args, interpret), reference(*args)
     return max(
         float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(actual, expected, strict=True)
     )

@@ -87,6 +87,6 @@ def interpreted(kernel, interpret) -> float:
     place = np.arange(s)
     end = np.where((rng.random((1, k, s)) < 0.9) & (place > 600), 1 << 30, place + window)
     end = jnp.asarray(np.where(place < 600, 1210, end), jnp.int32)
-    arguments = q, key, value, end, None, window
+    arguments = q, key, value, end, None, window, q.dtype
     actual, expected = kernel.tpu(*arguments, interpret=interpret), reference(*arguments)
     return max(float(jnp.abs(x - y).max()) for x, y in zip(actual, expected, strict=True))
