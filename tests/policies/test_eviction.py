@@ -68,6 +68,8 @@ def scored(model, policy, prompts):
 def expected(name, c: Captured, kept: int) -> np.ndarray:
     if name.startswith("snapkv"):
         return getattr(published, name)(c, OBSERVED)
+    if name == "r_kv_of_fast_kvzip":
+        return published.r_kv(c, balance=0.1)
     if name != "critical_kv":
         return getattr(published, name)(c)
     newest = np.arange(c.k.shape[1]) >= c.k.shape[1] - OBSERVED
@@ -83,12 +85,14 @@ METHODS = {
     "expected_attention": {},
     "h2o": {},
     "r_kv": {},
+    "r_kv_of_fast_kvzip": {"balance": 0.1, "sink": 4},
     "critical_kv": {"observed": OBSERVED},
 }
 PROTECTED = {
     "snapkv": (0, OBSERVED),
     "snapkv_of_groups": (0, OBSERVED),
-    "r_kv": (4, 8),
+    "r_kv": (0, 8),
+    "r_kv_of_fast_kvzip": (4, 8),
     "tova": (0, 1),
     "expected_attention": (4, 0),
     "critical_kv": (0, OBSERVED),
@@ -98,7 +102,7 @@ PROTECTED = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, name):
-    policy = make_policy(name.removesuffix("_of_groups"), model=model, ratio=0.3, **METHODS[name])
+    policy = make_policy(name.split("_of_")[0], model=model, ratio=0.3, **METHODS[name])
     scores = scored(model, policy, prompts)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
