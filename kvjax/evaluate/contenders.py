@@ -113,7 +113,7 @@ def _check_holds(sizing: Sizing, least: int, what: str) -> None:
 
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
-    observed = min(sizing.observed, _gated(sizing).window - 1)
+    observed = min(sizing.observed, _gated(sizing).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
     # heads differ in what the gates let in, so the budget is that of all together
     return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model", **largest)

@@ -314,7 +314,7 @@ def test_freed_pages_are_used_again(model, prompts):
         (
             {"name": "streaming_llm", "eviction": "snapkv", "window": 9, "ratio": 0.5},
             "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
-            "least 65, got 9",
+            "least 64, got 9",
         ),
         (
             {"name": "wgkv", "eviction": "adavk", "ratio": 0.5},
@@ -331,7 +331,7 @@ def test_freed_pages_are_used_again(model, prompts):
         ),
         (
             {"name": "snapkv", "admission": "streaming_llm", "window": 1, "ratio": 0.5},
-            "must still be in the window: window must be at least 65, got 1",
+            "must still be in the window: window must be at least 64, got 1",
         ),
     ],
 )
