@@ -55,7 +55,7 @@ def _full(sizing: Sizing) -> Policy:
 
 
 def _streaming(sizing: Sizing) -> Policy:
-    _check_holds(sizing, SINK, f"{SINK} sinks")
+    _check_holds(sizing.entries, SINK, f"{SINK} sinks")
     return sink_and_window(sizing.model, entries=sizing.entries)
 
 
@@ -67,7 +67,7 @@ def _head_pattern(sizing: Sizing) -> Policy:
         weights, sink, window = np.array(described["rate"]), SINK, int(described["window"])
     else:
         raise UserError("head_pattern needs --pattern, or --gates for the order of the heads")
-    _check_holds(sizing, sink, f"{sink} sinks")
+    _check_holds(sizing.entries, sink, f"{sink} sinks")
     return whole_heads(
         sizing.model, weights, entries=sizing.entries, context=sizing.tokens, window=window, sink=sink
     )
@@ -102,13 +102,13 @@ def _gated(sizing: Sizing, **arguments) -> Policy:
 
 def _calibrated_gates(sizing: Sizing) -> Policy:
     policy = _gated(sizing)
-    _check_holds(sizing, policy.window, f"its window of {policy.window}")
+    _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
     return policy
 
 
-def _check_holds(sizing: Sizing, least: int, what: str) -> None:
-    if sizing.entries < least:
-        raise UserError(f"a budget of {sizing.entries:.1f} entries of each kv head does not hold {what}")
+def _check_holds(entries: float, least: int, what: str) -> None:
+    if entries < least:
+        raise UserError(f"a budget of {entries:.1f} entries of each kv head does not hold {what}")
 
 
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
@@ -160,10 +160,8 @@ def sized(name: str, sizing: Sizing) -> Policy:
     """
     try:
         policy = contender(name).make(sizing)
-        plan, layers = policy.plan, sizing.model.config.num_layers
-        if plan is not None and plan.schedule.when == "prompt":
-            kept = plan.kept([sizing.shortest], 1)
-            plan.counts(policy.name, [sizing.shortest], kept, policy.window - 1, layers)
+        if policy.plan is not None:
+            _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

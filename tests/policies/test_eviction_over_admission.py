@@ -56,8 +56,8 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
 
 
 def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
-    """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest query's
-    own key is stored, which is as new as an entry can be."""
+    """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
+    query's own key is stored, which is as new as an entry can be."""
     policy = make_policy(
         eviction="snapkv", entries=KEPT, observed=OBSERVED, **admitted | {"window": OBSERVED}
     )
