@@ -73,25 +73,19 @@ def _head_pattern(sizing: Sizing) -> Policy:
     )
 
 
-def _evicting(name: str, **arguments) -> Contender:
-    """An eviction once the prompt was read."""
-    return Contender(lambda s: make_policy(name, model=s.model, ratio=s.ratio, **arguments), reads_once=True)
+OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
+"""Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
 
-def _looking_back(name: str) -> Contender:
-    """The same for methods over SnapKV's scores."""
-    return Contender(
-        lambda s: make_policy(name, model=s.model, ratio=s.ratio, observed=s.observed), reads_once=True
-    )
+def _evicting(name: str, when: str = "prompt") -> Contender:
+    """An eviction once the prompt was read, or after every chunk of it (naive, or "patched")."""
 
+    def make(sizing: Sizing) -> Policy:
+        observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
+        schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
+        return make_policy(name, model=sizing.model, ratio=sizing.ratio, **observed, **schedule)
 
-def _by_chunk(name: str, when: str) -> Contender:
-    """An eviction after every chunk."""
-    return Contender(
-        lambda s: make_policy(
-            name, model=s.model, ratio=s.ratio, observed=s.observed, when=when, chunk=s.chunk
-        )
-    )
+    return Contender(make, reads_once=when == "prompt")
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:
@@ -123,16 +117,23 @@ CONTENDERS = {
     "full": Contender(_full, fixed=True),
     "streaming_llm": Contender(_streaming),
     "head_pattern": Contender(_head_pattern),
-    "snapkv": _looking_back("snapkv"),
-    "pyramidkv": _by_chunk("pyramidkv", "chunk"),
-    "pyramidkv_patched": _by_chunk("pyramidkv", "patched"),
-    "adakv": _looking_back("adakv"),
-    "critical_kv": _looking_back("critical_kv"),
+    "snapkv": _evicting("snapkv"),
+    "snapkv_chunked": _evicting("snapkv", "chunk"),
+    "snapkv_patched": _evicting("snapkv", "patched"),
+    "pyramidkv": _evicting("pyramidkv"),
+    "pyramidkv_chunked": _evicting("pyramidkv", "chunk"),
+    "pyramidkv_patched": _evicting("pyramidkv", "patched"),
+    "adakv": _evicting("adakv"),
+    "adakv_chunked": _evicting("adakv", "chunk"),
+    "critical_kv": _evicting("critical_kv"),
     "expected_attention": _evicting("expected_attention"),
+    "expected_attention_chunked": _evicting("expected_attention", "chunk"),
     "h2o": _evicting("h2o"),
+    "h2o_chunked": _evicting("h2o", "chunk"),
     "r_kv": _evicting("r_kv"),
     "tova": _evicting("tova"),
     "keydiff": _evicting("keydiff"),
+    "keydiff_chunked": _evicting("keydiff", "chunk"),
     "knorm": _evicting("knorm"),
     "random_eviction": Contender(
         lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads_once=True
@@ -142,7 +143,8 @@ CONTENDERS = {
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads_once=True),
     "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads_once=True),
 }
-"""What each means: docs of the functions of the same names in `kvjax.policies`, and README."""
+"""What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
+prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""
 
 
 def contender(name: str) -> Contender:
