@@ -30,7 +30,7 @@ class OverflowConfig:
     entries: int = 96
     """Entries of each kv head that may be held, on average."""
     observed: int = 8
-    """Last tokens whose queries score what is stored; fewer than the gates' window."""
+    """Last tokens whose queries score what is stored; at most the gates' window."""
     temperature: float = 0.8
     """Of the drawing."""
     seed: int = 0

@@ -14,12 +14,13 @@ class Calls:
     """A record that `kvjax.sampling` writes to, call by call; every decoded token is a call.
 
     held: entries of a kv head, the mean over layers and heads, before each call. tokens: how many tokens the call ran.
-    dropped: how many of all tokens were only read to look at others. since: tokens before the first call.
+    passing: whether they were only read to look at others, and are no part of the sequence. since: tokens before the
+    first call.
     """
 
     held: list[Float[np.ndarray, " b"]] = field(default_factory=list)
     tokens: list[Int[np.ndarray, " b"]] = field(default_factory=list)
-    dropped: Int[np.ndarray, " b"] | int = 0
+    passing: list[bool] = field(default_factory=list)
     since: int = 0
 
     def feed(self, cache: Cache, tokens: Int[np.ndarray, " b"]) -> None:
@@ -48,3 +49,4 @@ class Calls:
         ring = np.minimum(seen[:sequences], window - 1)
         self.held.append(length[:, :sequences].mean((0, 2)) + ring)
         self.tokens.append(tokens)
+        self.passing.append(False)

@@ -8,7 +8,6 @@ pages, in order.
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +32,8 @@ class Quota:
     due: the sequences that are compacted. count: of the eligible entries, how many stay of each kv head on average, by
     layer or for all, or of each single row. pinned: how many of its own best each head keeps anyway. since: where in
     each row the eligible entries begin; those before stay. dropped: how many of a row's newest entries go, having
-    looked at the others. last, first: how many of its newest and of its very first entries always stay; they take
-    places of `count`. floor: entries with a lower score go in any case.
+    looked at the others. last, first: how many of the newest before those, and of a row's very first entries, always
+    stay; they take places of `count`. floor: entries with a lower score go in any case.
     """
 
     due: Bool[Array, " b"]
@@ -43,7 +42,7 @@ class Quota:
     since: Int[Array, "l b k"]
     dropped: Int[Array, " b"]
     last: Int[Array, " b"]
-    first: Int[Array, ""]
+    first: Int[Array, " b"]
     floor: Float[Array, ""]
 
 
@@ -61,11 +60,8 @@ def quota(
     Args:
         due: which sequences are compacted; None: all.
         since: lengths of the rows before the chunk; None: everything is eligible.
-        dropped: how many tokens were only read to look at the others; None: none. A sequence that has such tokens keeps
-            none of the others for being the newest.
-
-    Raises:
-        UserError: a context that is too short for the method, a budget below what always stays.
+        dropped: how many more tokens behind these were only read to look at them; None: none. They are among the newest
+            that the method keeps.
     """
     plan = policy.plan
     assert plan is not None
@@ -73,17 +69,17 @@ def quota(
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     kept = plan.kept(tokens, entry_bytes(cache))
-    forced = [0 if count else plan.newest(share) for count, share in zip(dropped, kept, strict=True)]
+    newest = [max(0, plan.newest(share) - gone) for share, gone in zip(kept, dropped, strict=True)]
     if plan.schedule.in_chunks:
-        counts = plan.chunk_counts(tokens, kept, forced, layers)
+        counts = plan.chunk_counts(tokens, kept, newest, layers)
     else:
-        # those that are not due may be too short
-        counts = np.zeros((layers, len(tokens)), np.int32)
-        counts[:, due] = plan.counts(
-            policy.name, list(compress(tokens, due)), list(compress(kept, due)), slots, layers
-        )
+        counts = plan.counts(tokens, kept, slots, layers)
     counts = np.maximum(counts - np.minimum(slots, tokens), 0)
-    return _on_devices(plan, cache, due, counts[..., None], forced, slots, dropped, since)
+    # a budget below what always stays: the newest
+    least = counts.min(0)
+    last = np.minimum(_beyond(newest, slots), least)
+    first = np.minimum(plan.first, least - last)
+    return _on_devices(plan, cache, due, counts[..., None], last, first, dropped, since)
 
 
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
@@ -93,22 +89,22 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     assert plan is not None
     length = np.asarray(cache.layers.length)[:, : len(over)]
     seen, slots = np.asarray(cache.seen)[: len(over)], policy.window - 1
-    forced = [plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))]
-    stay = _stay(plan, forced, slots)
+    last = _beyond([plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))], slots)
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():
-        free = np.maximum(counts - stay, 0)
+        free = np.maximum(counts - (last + plan.first)[:, None], 0)
         gone = np.floor(plan.schedule.lost * (1 + 1e-12) * counts).astype(np.int32)
         gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
         if not gone.any():
             break
         counts -= gone
-    return _on_devices(plan, cache, over > 0, counts, forced, slots, [0] * len(over), None)
+    first = np.full(len(over), plan.first)
+    return _on_devices(plan, cache, over > 0, counts, last, first, np.zeros_like(first), None)
 
 
-def _stay(plan, forced, slots) -> Int[np.ndarray, "b 1"]:
-    """How many entries of the global region always stay in each row of a sequence."""
-    return (np.maximum(0, np.array(forced, np.int32) - slots) + plan.first)[:, None]
+def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
+    """How many of each sequence's newest tokens are beyond the ring."""
+    return np.maximum(0, np.array(newest, np.int32) - slots)
 
 
 def entry_bytes(cache: Cache) -> int:
@@ -117,7 +113,7 @@ def entry_bytes(cache: Cache) -> int:
     return layers * heads * cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
 
 
-def _on_devices(plan, cache, due, counts, forced, slots, dropped, since) -> Quota:
+def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
     layers, batch, heads = cache.layers.length.shape
     empty = (0, batch - len(due))
 
@@ -127,7 +123,6 @@ def _on_devices(plan, cache, due, counts, forced, slots, dropped, since) -> Quot
     def by_row(x):
         return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
 
-    counts = np.maximum(counts, _stay(plan, forced, slots))
     zero = np.zeros((layers, len(due), heads), np.int32)
     floor = -np.inf if plan.budget.threshold is None else plan.budget.threshold
     return Quota(
@@ -136,8 +131,8 @@ def _on_devices(plan, cache, due, counts, forced, slots, dropped, since) -> Quot
         pinned=by_row(plan.shares.pins(counts)),
         since=by_row(zero) if since is None else since,
         dropped=by_sequence(np.array(dropped, np.int32)),
-        last=by_sequence(np.maximum(0, np.array(forced, np.int32) - slots)),
-        first=put(np.int32(plan.first)),
+        last=by_sequence(last.astype(np.int32)),
+        first=by_sequence(first.astype(np.int32)),
         floor=put(np.float32(floor)),
     )
 
@@ -196,8 +191,9 @@ def _scores(eviction, output, pages, layers, seen, head, quota, entries, window)
 def _forced(length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota):
     """Which of the eligible entries stay whatever their score."""
     place = places(length, eligible.shape[-1])
-    newest = length[..., None] - place <= quota.last[:, None, None]
-    return eligible & (newest | (place < quota.first))
+    age = length[..., None] - place - quota.dropped[:, None, None]
+    newest = (age > 0) & (age <= quota.last[:, None, None])
+    return eligible & (newest | (place < quota.first[:, None, None]))
 
 
 def _kept(

@@ -226,6 +226,7 @@ def prefill(
     capacity: int | str | None = None,
     page_size: int = caches.PAGE_SIZE,
     chunk: int = CHUNK,
+    observers: Prompts | None = None,
     calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Cache:
@@ -239,13 +240,16 @@ def prefill(
             device's memory ("30%"). None: the policy's expected need with a margin.
         page_size: tokens per page.
         chunk: prompt tokens in one call; the result does not depend on it.
+        observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
+            the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
         calls: a record to add to, of what was held at each call (the KV footprint is computed from it).
 
     Returns:
         The cache, to pass to `sample(…, cache=cache)` with a question, as often as wanted.
 
     Raises:
-        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window.
+        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
+            that compacts while it decodes.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
     _check_made("prefill", model, policy, calls, implementation=implementation)
@@ -256,9 +260,24 @@ def prefill(
     )
     with use_mesh(model):
         policy = _on_mesh(policy)
-        rows = _rows(model, tokens)
-        cache = _new_cache(model, policy, rows, max_new_tokens, page_size, capacity)
-        return schedule.read(model, policy, cache, rows, max_new_tokens, chunk, calls, implementation)[0]
+        rows, behind = _rows(model, tokens), None
+        room = max_new_tokens
+        if observers is not None:
+            behind = _rows(model, observers)
+            room = max(room, *(row.size for row in behind))
+            _check_observers(policy, rows, behind)
+        cache = _new_cache(model, policy, rows, room, page_size, capacity)
+        arguments = max_new_tokens, chunk, calls, implementation, behind
+        return schedule.read(model, policy, cache, rows, *arguments)[0]
+
+
+def _check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
+    if len(observers) != len(rows):
+        raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
+    if policy.plan is not None and policy.plan.schedule.while_decoding:
+        raise UserError(
+            f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
+        )
 
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:

@@ -16,15 +16,19 @@ from kvjax.feeding import bucket, feed
 from kvjax.mesh import batch_shards
 
 
-def read(model, policy, cache, rows, room, chunk, calls=None, implementation=None):
-    """Prompts into an empty cache, compacted as the policy plans, with `room` for so many more tokens; as `feed`."""
+def read(model, policy, cache, rows, room, chunk, calls=None, implementation=None, observers=None):
+    """Read `rows` into an empty cache, compacted as planned, with space for `room` more tokens; returns as `feed`.
+
+    observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing.
+    """
     run = functools.partial(feed, model, policy, chunk=chunk, calls=calls, implementation=implementation)
     plan = policy.plan
     if plan is None:
         return run(cache, rows)
-    if plan.schedule.while_decoding or plan.schedule.in_chunks:
-        # at once, and not when a prompt or an answer has grown to it
-        plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
+    # at once, and not when a prompt or an answer has grown to it
+    plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
+    plan.shares.check(model.config.num_layers)
+    observers = [row[:0] for row in rows] if observers is None else observers
     logits = None
     if plan.schedule.in_chunks:
         for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
@@ -32,15 +36,38 @@ def read(model, policy, cache, rows, room, chunk, calls=None, implementation=Non
             cache, logits = run(
                 cache, [row[start : start + plan.schedule.chunk] for row in rows], logits=logits
             )
-            cache = _after_chunk(model, policy, cache, rows, start, before, run, calls)
+            cache = _after_chunk(model, policy, cache, rows, observers, start, before, run, calls)
     elif plan.schedule.while_decoding:
         cache, logits = run(cache, rows)
         cache = at_end(model, policy, cache, len(rows))
     else:
-        kept = quota(policy, cache, [row.size for row in rows])
         cache, logits = run(cache, rows)
-        cache = compacted(model, policy, cache, kept)
+        cache = at_prompt_end(model, policy, cache, [row.size for row in rows], observers, run, calls)
     return _fitted(policy, cache, room), logits
+
+
+def at_prompt_end(model, policy, cache, tokens, observers, run, calls=None):
+    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. run: `feed` for it.
+    observers: as in `read`."""
+    cache, dropped = _observed(cache, observers, run, calls)
+    return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
+
+
+def _observed(cache, observers, run, calls):
+    """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
+    theirs. An admission's ring would push its oldest tokens out for them: there they are read over a copy, of which
+    only what the eviction saw stays."""
+    sizes = [row.size for row in observers]
+    if not any(sizes):
+        return cache, sizes
+    begun = 0 if calls is None else len(calls.passing)
+    looked, _ = run(cache if cache.window == 1 else jax.tree.map(jnp.copy, cache), observers)
+    if calls is not None:
+        calls.passing[begun:] = [True] * (len(calls.passing) - begun)
+    if cache.window == 1:
+        return looked, sizes
+    layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], looked.layers.state[1]))
+    return dataclasses.replace(cache, layers=layers), [0] * len(sizes)
 
 
 def at_end(model, policy, cache, sequences):
@@ -63,18 +90,21 @@ def _brought_down(model, policy, cache, asked):
     return compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
 
 
-def _after_chunk(model, policy, cache, rows, start, before, run, calls):
+def _after_chunk(model, policy, cache, rows, observers, start, before, run, calls):
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
     plan = policy.plan
     stop = start + plan.schedule.chunk
-    patched = plan.schedule.when == "patched"
-    patch = [row[-plan.observed :] if patched and row.size > stop else row[:0] for row in rows]
+
+    def looking(row, behind):
+        if start < row.size <= stop:
+            return behind
+        patched = plan.schedule.when == "patched" and row.size > stop
+        return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]
+
+    patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
-    if looked:
-        state = jax.tree.map(jnp.copy, cache.layers.state)
-        cache, _ = run(cache, patch)
-        if calls is not None:
-            calls.dropped = calls.dropped + np.array([row.size for row in patch])
+    state = jax.tree.map(jnp.copy, cache.layers.state) if looked else ()
+    cache, dropped = _observed(cache, patch, run, calls)
     seen = [min(row.size, stop) for row in rows]
     kept = quota(
         policy,
@@ -82,7 +112,7 @@ def _after_chunk(model, policy, cache, rows, start, before, run, calls):
         [max(0, count - start) if plan.by_chunk else count for count in seen],
         due=[count > start for count in seen],
         since=before,
-        dropped=[row.size for row in patch],
+        dropped=dropped,
     )
     cache = compacted(model, policy, cache, kept)
     return (

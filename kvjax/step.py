@@ -34,7 +34,7 @@ class Stored:
     from its first one on; negative where there is none. eligible: the entries among which some will go. forced: entries
     that stay whatever their score. count: how many eligible entries of a kv head are to stay in this layer, on average
     or of each. attended: the attention that each entry got so far, its group's mean; None where it is not counted.
-    seen: tokens so far. causal: the last tokens are the last entries; else they are elsewhere, and every entry is older
+    seen: tokens so far. causal: the last tokens are the last entries; else they are elsewhere, and no entry is newer
     than any query that is looked back at. output: the output projection of these query heads. layer, head: as in
     `Step`.
     """

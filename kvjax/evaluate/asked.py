@@ -29,13 +29,16 @@ class Asked:
 class Context:
     """A context and its questions, each asked on its own directly after it.
 
-    published: of a published data set. separable: whether it can be read before a question is known.
+    published: of a published data set. separable: whether it can be read before a question is known. known: whether its
+    only question is known when it is compressed: the question's tokens are then read behind the context, observed by
+    the policy, and asked anew of what it kept.
     """
 
     tokens: Tokens
     questions: tuple[Asked, ...]
     published: bool = False
     separable: bool = True
+    known: bool = False
 
     @property
     def room(self) -> int:
@@ -69,13 +72,18 @@ def predicted(sample: Sample) -> Context:
 
 
 def question_aware(contexts: Sequence[Context]) -> list[Context]:
-    """Each question read with its context, all but its last token, which is left to be asked: so what is compressed has
-    seen the question, and the whole answer comes from what is left."""
+    """Each question read with its context, and both compressed: question, chat template and answer prefix alike.
+
+    The prompt's last token is the one that asks for the answer's first. It is observed like the others, taken out, and
+    asked anew of what was kept: so what is compressed has seen the whole question, no token stands in the sequence
+    twice, and the whole answer comes from what was kept. A policy that keeps everything answers as if it read on.
+    """
     return [
         dataclasses.replace(
             context,
             tokens=np.concatenate([context.tokens, q.prompt[:-1]]),
             questions=(dataclasses.replace(q, prompt=as_tokens(q.prompt[-1:])),),
+            known=True,
         )
         for context in contexts
         for q in context.questions

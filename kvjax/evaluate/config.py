@@ -9,8 +9,10 @@ from kvjax.errors import UserError
 from kvjax.launch import MeshShape, parse_command
 
 POLICIES = (
-    *("full", "streaming_llm", "head_pattern", "snapkv", "pyramidkv", "pyramidkv_patched", "adakv"),
-    *("expected_attention", "h2o", "r_kv", "quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
+    *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
+    *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
+    *("expected_attention_chunked", "keydiff_chunked", "h2o", "h2o_chunked", "r_kv"),
+    *("quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
 DTYPES = "float32", "bfloat16", "float16"

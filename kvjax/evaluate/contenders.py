@@ -55,7 +55,7 @@ def _full(sizing: Sizing) -> Policy:
 
 
 def _streaming(sizing: Sizing) -> Policy:
-    _check_holds(sizing, SINK, f"{SINK} sinks")
+    _check_holds(sizing.entries, SINK, f"{SINK} sinks")
     return sink_and_window(sizing.model, entries=sizing.entries)
 
 
@@ -67,31 +67,25 @@ def _head_pattern(sizing: Sizing) -> Policy:
         weights, sink, window = np.array(described["rate"]), SINK, int(described["window"])
     else:
         raise UserError("head_pattern needs --pattern, or --gates for the order of the heads")
-    _check_holds(sizing, sink, f"{sink} sinks")
+    _check_holds(sizing.entries, sink, f"{sink} sinks")
     return whole_heads(
         sizing.model, weights, entries=sizing.entries, context=sizing.tokens, window=window, sink=sink
     )
 
 
-def _evicting(name: str, **arguments) -> Contender:
-    """An eviction once the prompt was read."""
-    return Contender(lambda s: make_policy(name, model=s.model, ratio=s.ratio, **arguments), reads_once=True)
+OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
+"""Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
 
-def _looking_back(name: str) -> Contender:
-    """The same for methods over SnapKV's scores."""
-    return Contender(
-        lambda s: make_policy(name, model=s.model, ratio=s.ratio, observed=s.observed), reads_once=True
-    )
+def _evicting(name: str, when: str = "prompt") -> Contender:
+    """An eviction once the prompt was read, or after every chunk of it (naive, or "patched")."""
 
+    def make(sizing: Sizing) -> Policy:
+        observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
+        schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
+        return make_policy(name, model=sizing.model, ratio=sizing.ratio, **observed, **schedule)
 
-def _by_chunk(name: str, when: str) -> Contender:
-    """An eviction after every chunk."""
-    return Contender(
-        lambda s: make_policy(
-            name, model=s.model, ratio=s.ratio, observed=s.observed, when=when, chunk=s.chunk
-        )
-    )
+    return Contender(make, reads_once=when == "prompt")
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:
@@ -102,18 +96,18 @@ def _gated(sizing: Sizing, **arguments) -> Policy:
 
 def _calibrated_gates(sizing: Sizing) -> Policy:
     policy = _gated(sizing)
-    _check_holds(sizing, policy.window, f"its window of {policy.window}")
+    _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
     return policy
 
 
-def _check_holds(sizing: Sizing, least: int, what: str) -> None:
-    if sizing.entries < least:
-        raise UserError(f"a budget of {sizing.entries:.1f} entries of each kv head does not hold {what}")
+def _check_holds(entries: float, least: int, what: str) -> None:
+    if entries < least:
+        raise UserError(f"a budget of {entries:.1f} entries of each kv head does not hold {what}")
 
 
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
-    observed = min(sizing.observed, _gated(sizing).window - 1)
+    observed = min(sizing.observed, _gated(sizing).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
     # heads differ in what the gates let in, so the budget is that of all together
     return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model", **largest)
@@ -123,16 +117,23 @@ CONTENDERS = {
     "full": Contender(_full, fixed=True),
     "streaming_llm": Contender(_streaming),
     "head_pattern": Contender(_head_pattern),
-    "snapkv": _looking_back("snapkv"),
-    "pyramidkv": _by_chunk("pyramidkv", "chunk"),
-    "pyramidkv_patched": _by_chunk("pyramidkv", "patched"),
-    "adakv": _looking_back("adakv"),
-    "critical_kv": _looking_back("critical_kv"),
+    "snapkv": _evicting("snapkv"),
+    "snapkv_chunked": _evicting("snapkv", "chunk"),
+    "snapkv_patched": _evicting("snapkv", "patched"),
+    "pyramidkv": _evicting("pyramidkv"),
+    "pyramidkv_chunked": _evicting("pyramidkv", "chunk"),
+    "pyramidkv_patched": _evicting("pyramidkv", "patched"),
+    "adakv": _evicting("adakv"),
+    "adakv_chunked": _evicting("adakv", "chunk"),
+    "critical_kv": _evicting("critical_kv"),
     "expected_attention": _evicting("expected_attention"),
+    "expected_attention_chunked": _evicting("expected_attention", "chunk"),
     "h2o": _evicting("h2o"),
+    "h2o_chunked": _evicting("h2o", "chunk"),
     "r_kv": _evicting("r_kv"),
     "tova": _evicting("tova"),
     "keydiff": _evicting("keydiff"),
+    "keydiff_chunked": _evicting("keydiff", "chunk"),
     "knorm": _evicting("knorm"),
     "random_eviction": Contender(
         lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads_once=True
@@ -142,7 +143,8 @@ CONTENDERS = {
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads_once=True),
     "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads_once=True),
 }
-"""What each means: docs of the functions of the same names in `kvjax.policies`, and README."""
+"""What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
+prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""
 
 
 def contender(name: str) -> Contender:
@@ -160,10 +162,8 @@ def sized(name: str, sizing: Sizing) -> Policy:
     """
     try:
         policy = contender(name).make(sizing)
-        plan, layers = policy.plan, sizing.model.config.num_layers
-        if plan is not None and plan.schedule.when == "prompt":
-            kept = plan.kept([sizing.shortest], 1)
-            plan.counts(policy.name, [sizing.shortest], kept, policy.window - 1, layers)
+        if policy.plan is not None:
+            _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from kvjax.calls import Calls
 from kvjax.errors import UserError
@@ -17,22 +17,33 @@ from kvjax.errors import UserError
 
 @dataclass(frozen=True)
 class Occupancy:
-    """What a kv head (or the mean of several) held, call by call: `held` entries before it, `tokens` in it. `dropped`:
-    how many of the tokens were only read to look at others, and are no part of the sequence."""
+    """What a kv head (or the mean of several) held, call by call: `held` entries before it, `tokens` in it. `passing`:
+    whether the call's tokens were only read to look at others (a chunk's patch, a question that is asked again), and
+    are no part of the sequence; None: no call's."""
 
     held: Float[np.ndarray, " calls"]
     tokens: Int[np.ndarray, " calls"]
-    dropped: int = 0
+    passing: Bool[np.ndarray, " calls"] | None = None
+
+    @property
+    def _own(self) -> Bool[np.ndarray, " calls"]:
+        """The calls of the sequence's own tokens."""
+        return np.ones(len(self.tokens), bool) if self.passing is None else ~self.passing
 
     @property
     def length(self) -> int:
         """Tokens of the sequence."""
-        return int(self.tokens.sum()) - self.dropped
+        return int(self.tokens[self._own].sum())
+
+    @property
+    def totals(self) -> Float[np.ndarray, " calls"]:
+        """Entries summed over the query steps of each call."""
+        return self.tokens * (self.tokens + 1) / 2 + self.held * self.tokens
 
     @property
     def total(self) -> float:
-        """Entries summed over the query steps."""
-        return float((self.tokens * (self.tokens + 1) / 2 + self.held * self.tokens).sum())
+        """Entries summed over the query steps, as the paper charges them: passing tokens and their steps are free."""
+        return float(self.totals[self._own].sum())
 
     @property
     def footprint(self) -> float:
@@ -40,8 +51,13 @@ class Occupancy:
         return self.total / (self.length * (self.length + 1) / 2)
 
     @property
+    def footprint_held(self) -> float:
+        """The same with all that was really held: passing tokens and their steps are counted, too."""
+        return float(self.totals.sum()) / (self.length * (self.length + 1) / 2)
+
+    @property
     def peak(self) -> float:
-        """The most entries at one time over those of full attention at the end."""
+        """The most entries at one time, passing ones included, over those of full attention at the end."""
         return float((self.held + self.tokens).max() / self.length)
 
     @property
@@ -65,8 +81,7 @@ def measured(calls: Calls, sequence: int) -> Occupancy:
     tokens = np.array([x[sequence] for x in calls.tokens])
     ran = tokens > 0
     held = np.array([x[sequence] for x in calls.held])
-    dropped = np.broadcast_to(calls.dropped, len(calls.tokens[0]))[sequence]
-    return Occupancy(held[ran], tokens[ran], int(dropped))
+    return Occupancy(held[ran], tokens[ran], np.array(calls.passing)[ran])
 
 
 def streaming(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:
@@ -93,11 +108,12 @@ def mixed(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
         raise UserError(f"the shares of heads must add up to 1, got {[share for share, _ in parts]}")
     first = parts[0][1]
     if any(
-        not np.array_equal(part.tokens, first.tokens) or part.dropped != first.dropped for _, part in parts
+        not np.array_equal(part.tokens, first.tokens) or not np.array_equal(part._own, first._own)
+        for _, part in parts
     ):
         raise UserError("heads can only be mixed if they hold entries of the same calls")
     return Occupancy(
-        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.dropped
+        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.passing
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +14,18 @@ from jaxtyping import Float
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.calls import Calls
-from kvjax.compaction import quota
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import answers
 from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
+from kvjax.feeding import feed
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.sampling import CHUNK, prefill
-from kvjax.schedule import compacted
+from kvjax.schedule import at_prompt_end
 from kvjax.stopwatch import Stopwatch
 
 
@@ -45,17 +46,18 @@ class Manner:
 class Found:
     """What a policy answered and what it held.
 
-    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that
-    is given: its tokens). footprint, peak: means
-    over the answers (see `footprint`). kv_ratio: entries over those of a full cache once the contexts were read. kept:
-    the same by layer and kv head. rates: share of the tokens that left the ring and were kept. bytes: of a context's
-    pages in use. prefill, decode: tokens per second without compilation; None: there was nothing to time.
+    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that is given:
+    its tokens). footprint, footprint_held, peak: means over the answers (see `Occupancy`). kv_ratio: entries over those
+    of a full cache once the contexts were read. kept: the same by layer and kv head. rates: share of the tokens that
+    left the ring and were kept. bytes: of a context's pages in use. prefill, decode: tokens per second without
+    compilation; None: there was nothing to time.
     """
 
     score: float
     by_kind: dict[str, float]
     answers: int
     footprint: float
+    footprint_held: float
     peak: float
     kv_ratio: float
     kept: Float[np.ndarray, "l k"]
@@ -92,6 +94,7 @@ def read(model: Decoder, policy: Policy, group: Sequence[Context], manner: Manne
         capacity=manner.capacity,
         page_size=manner.page_size,
         chunk=manner.chunk,
+        observers=_observers(group),
         calls=calls,
     )
     jax.block_until_ready(cache)
@@ -105,13 +108,20 @@ def compressed(
     if policy.plan is None:
         return reading
     watch.lap()
+    calls, observers = _joined(reading.calls, Calls()), _observers(group)
+    observers = [context.tokens[:0] for context in group] if observers is None else observers
     with use_mesh(model):
-        cache = jax.tree.map(jnp.copy, reading.cache)
-        kept = quota(policy, cache, [len(context.tokens) for context in group])
-        cache = compacted(model, policy, cache, kept)
+        run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
+        cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(context.tokens) for context in group]
+        cache = at_prompt_end(model, policy, cache, tokens, observers, run, calls)
     jax.block_until_ready(cache)
     seconds = watch.lap()
-    return Reading(cache, reading.calls, reading.seconds + seconds, reading.compiled or watch.compiled)
+    return Reading(cache, calls, reading.seconds + seconds, reading.compiled or watch.compiled)
+
+
+def _observers(group: Sequence[Context]) -> list[Tokens] | None:
+    """The questions that are known when their contexts are compressed."""
+    return [context.questions[0].prompt for context in group] if group[0].known else None
 
 
 class Readings:
@@ -177,7 +187,7 @@ def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
 
 
 def _joined(first: Calls, second: Calls) -> Calls:
-    return Calls(first.held + second.held, first.tokens + second.tokens, first.dropped + second.dropped)
+    return Calls(first.held + second.held, first.tokens + second.tokens, first.passing + second.passing)
 
 
 class Tally:
@@ -185,7 +195,7 @@ class Tally:
 
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
-        self._occupied: list[tuple[float, float]] = []
+        self._occupied: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
         self._kept, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
@@ -209,17 +219,18 @@ class Tally:
             self._scores[question.kind].append(question.score(tokens))
             self._answers += 1 if question.given is None else question.answer_tokens
             occupied = measured(calls, row)
-            self._occupied.append((occupied.footprint, occupied.peak))
+            self._occupied.append((occupied.footprint, occupied.footprint_held, occupied.peak))
 
     def found(self) -> Found:
         everything = [score for group in self._scores.values() for score in group]
         kept = np.sum(self._entries, 0) / self._tokens
-        footprint, peak = np.mean(self._occupied, 0)
+        footprint, footprint_held, peak = np.mean(self._occupied, 0)
         return Found(
             score=float(np.mean(everything)),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
             answers=self._answers,
             footprint=float(footprint),
+            footprint_held=float(footprint_held),
             peak=float(peak),
             kv_ratio=float(kept.mean()),
             kept=kept,

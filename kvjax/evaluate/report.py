@@ -45,8 +45,8 @@ def _by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     if config.question_aware:
         how = (
-            "**Question-aware**: each question was read with its context (all but its last token) and both were "
-            "compressed, before the answer."
+            "**Question-aware**: each question was read with its context and both were compressed, observed by the "
+            "whole question. Its last token was then asked anew of what was kept."
         )
     else:
         how = "**Question-independent**: contexts were read and compressed before any question was seen."
@@ -54,9 +54,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         how,
         f"Contexts were read in chunks of {config.chunk} tokens. A cell is the score in percent at its measured KV "
         "footprint: the entries held, summed over the query steps of context, question and answer, over those of full "
-        "attention. The last column is the smallest footprint that keeps "
-        f"{100 * SHARE:.0f}% of the full cache's score, on straight lines between budgets; < and >: below the smallest "
-        "and above the largest that was measured; –: the full cache answered nothing, or was not measured.",
+        "attention. As in PruLong, tokens that were read to look and dropped again (a chunk's patch, a question that "
+        "is asked anew) are free; under Sizes and speeds a second footprint counts them and their steps. The last "
+        f"column is the smallest footprint that keeps {100 * SHARE:.0f}% of the full cache's score, on straight lines "
+        "between budgets; < and >: below the smallest and above the largest that was measured; –: the full cache "
+        "answered nothing, or was not measured.",
     ]
     if any("quest" in cell.policy for cell in cells):
         lines.append(
@@ -110,16 +112,16 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
             "Means over the tasks. Entries: share of the full cache's once the context was read. MiB: its pages in "
             "use. Tokens per second: of a whole batch, without compilation.",
             "",
-            "| policy | budget | entries | peak | MiB a context | prefill tokens/s | decode tokens/s |",
-            "|---|---|---|---|---|---|---|",
+            "| policy | budget | entries | footprint | all that was held | peak | MiB a context | prefill tokens/s | "
+            "decode tokens/s |",
+            "|---" * 9 + "|",
         ]
         for (policy, budget), group in own.items():
             size = np.mean([cell.bytes for cell in group]) / 2**20
-            entries, peak = (np.mean([getattr(c, name) for c in group]) for name in ("kv_ratio", "peak_kv"))
+            names = "kv_ratio", "footprint", "footprint_held", "peak_kv"
+            sizes = " | ".join(f"{np.mean([getattr(c, name) for c in group]):.3f}" for name in names)
             speeds = [_mean([getattr(c, name) for c in group]) for name in ("prefill_tok_s", "decode_tok_s")]
-            lines.append(
-                f"| {policy} | {budget:g} | {entries:.3f} | {peak:.3f} | {size:.2f} | {' | '.join(speeds)} |"
-            )
+            lines.append(f"| {policy} | {budget:g} | {sizes} | {size:.2f} | {' | '.join(speeds)} |")
         tables.append("\n".join(lines))
     return tables
 

@@ -25,8 +25,9 @@ class Cell:
     """What one policy at one budget did on one task at one length. A line of results.jsonl.
 
     metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
-    answers, of full attention's. kv_ratio: share of the entries once the contexts were read. bytes: of a context's
-    pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data.
+    answers, of full attention's. footprint_held: the same with what was only read to look and dropped again. kv_ratio:
+    share of the entries once the contexts were read. bytes: of a context's pages in use. kept: kv_ratio by layer and kv
+    head. published: RULER's own data.
     """
 
     policy: str
@@ -37,6 +38,7 @@ class Cell:
     samples: int
     score: float
     footprint: float
+    footprint_held: float
     peak_kv: float
     kv_ratio: float
     bytes: int
@@ -68,6 +70,7 @@ def cell(policy: str, budget: float, place: Place, found: Found, config: Evaluat
         samples=found.answers,
         score=round(found.score, 6),
         footprint=round(found.footprint, 6),
+        footprint_held=round(found.footprint_held, 6),
         peak_kv=round(found.peak, 6),
         kv_ratio=round(found.kv_ratio, 6),
         bytes=found.bytes,

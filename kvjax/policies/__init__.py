@@ -159,10 +159,11 @@ def _evicting(
             f"{label}: when={schedule.when!r} looks back at the last {plan.observed} tokens again and again, so they "
             f"must stay: last must be at least {plan.observed}, got {plan.last}"
         )
-    if not everything and policy.window <= method.observed:
+    # what is stored is at least as old as the window, and the oldest query that is looked back at is younger than it
+    if not everything and policy.window < method.observed:
         raise UserError(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "
-            f"window must be at least {method.observed + 1}, got {policy.window}"
+            f"window must be at least {method.observed}, got {policy.window}"
         )
     if not everything and schedule.when == "patched":
         raise UserError(

@@ -61,7 +61,8 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """budget: what stays, shared as `shares` says. last, first, recent, observed: as in `Method`.
+    """budget: what stays, shared as `shares` says. last, first, recent, observed: as in `Method`; a context whose
+    budget is less than these keeps its newest entries (SnapKV for n < w). An admission's window stays in any case.
 
     With a schedule in chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and
     whose survivors then stay; other budgets are met by all entries.
@@ -117,18 +118,11 @@ class Plan:
         return [self.budget.of(count, entry_bytes) for count in tokens]
 
     def counts(
-        self, policy: str, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int
+        self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
-        `ring` are in the ring. `kept`: from `kept`.
-
-        Raises:
-            UserError: a context that is not longer than what is observed, a budget below what always stays.
-        """
-        stay = [self.stay(share, ring) for share in kept]
-        for count, share, least in zip(tokens, kept, stay, strict=True):
-            self._check(policy, count, whole(share), least)
-        return self.shares.counts(kept, tokens, layers, stay)
+        `ring` are in the ring. `kept`: from `kept`."""
+        return self.shares.counts(kept, tokens, layers, [self.stay(share, ring) for share in kept])
 
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int
@@ -143,24 +137,14 @@ class Plan:
 
     def check_bound(self, policy: str, ring: int, entry_bytes: int) -> None:
         """UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of it in
-        the ring."""
+        the ring. Once at a prompt's end only the ring does: of less than the others the newest are kept."""
         if not self.budget.proportional:
             kept = whole(self.budget.of(2**62, entry_bytes))
-            stay = self.stay(kept, ring)
+            stay = ring if self.schedule.when == "prompt" else self.stay(kept, ring)
             if kept < stay:
                 raise UserError(
                     f"{policy}: the budget of {kept} entries per kv head is below the {stay} that always stay"
                 )
-
-    def _check(self, policy: str, tokens: int, kept: int, stay: int) -> None:
-        if tokens <= self.observed:
-            raise UserError(
-                f"{policy} looks at the last {self.observed} tokens: a context of {tokens} is too short for it"
-            )
-        if kept < min(stay, tokens):
-            raise UserError(
-                f"{policy}: the budget of {kept} of {tokens} entries per kv head is below the {stay} that always stay"
-            )
 
     def due(self, tokens: int, kept: float, ring: int) -> bool:
         """Whether a sequence of so many tokens has more than its budget of `kept` entries, and enough of both for the

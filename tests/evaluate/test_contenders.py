@@ -42,7 +42,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     assert jax.tree.structure(small.traced) == jax.tree.structure(large.traced)
     if small.plan is not None:
         assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
-        when = {"pyramidkv": "chunk", "pyramidkv_patched": "patched"}.get(name, "prompt")
+        when = {"chunked": "chunk", "patched": "patched"}.get(name.rpartition("_")[2], "prompt")
         assert small.plan.schedule.when == when
         assert small.plan.schedule.chunk == (0 if when == "prompt" else 32)
     elif small.selection is not None:

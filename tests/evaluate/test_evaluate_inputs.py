@@ -48,12 +48,12 @@ def ruler_data(tmp_path_factory):
             "budget of 2.4 entries .* does not hold 4 sinks",
         ),
         (
-            ["--policies", "snapkv", "--observed", "64"],
-            "budget of 12 of 122 entries per kv head is below the 64",
+            ["--policies", "pyramidkv_chunked", "--observed", "32"],
+            "pyramidkv_chunked at 0.1 of .* more than 32 tokens, got 32",
         ),
         (
-            ["--policies", "pyramidkv", "--observed", "32"],
-            "pyramidkv at 0.1 of .* more than 32 tokens, got 32",
+            ["--policies", "snapkv_chunked"],
+            "the budget of 3 of a chunk's 32 entries per kv head is below the 4 that always stay",
         ),
         (["--budgets", "0.5", "1.5"], "--budgets are shares above 0 and at most 1, got 1.5"),
         (["--budgets", "0"], "--budgets are shares above 0 and at most 1, got 0"),

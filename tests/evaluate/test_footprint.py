@@ -136,15 +136,22 @@ def test_real_chunks_hold_what_is_planned():
     check_plan(lambda model: make_policy("knorm", model=model, ratio=0.5, when="chunk", chunk=4), planned)
 
 
-def test_a_patch_is_held_and_read_but_is_no_part_of_the_sequence():
+def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     model, calls = tiny_model(qk_norm=False), Calls()
     policy = make_policy("snapkv", model=model, ratio=0.5, when="patched", chunk=8, observed=4)
     cache = sampling.prefill(model, [np.arange(20)], policy=policy, calls=calls)
-    question = Calls(list(calls.held), list(calls.tokens), calls.dropped)
+    question = Calls(list(calls.held), list(calls.tokens), list(calls.passing))
     sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=(), calls=question)
     found = measured(question, 0)
     # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
+    assert found.passing is not None
+    assert found.passing.tolist() == [False, True, False, True, False, False, False]
     assert found.length == 23
     assert found.peak == 16 / 23
+    # the sums of each call's steps by hand: 1 … 8, 5 … 12, 9 … 12, 13 and 14, 15; the patches' 9 … 12 and 13 … 16
+    own, patches = 36 + 68 + 42 + 27 + 15, 42 + 58
+    assert found.total == own
+    assert found.footprint == pytest.approx(own / (23 * 24 / 2))
+    assert found.footprint_held == pytest.approx((own + patches) / (23 * 24 / 2))

@@ -84,7 +84,7 @@ def h2o(c: Captured) -> np.ndarray:
     return over_group(attention(c).sum(1), c.group)
 
 
-def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.1) -> np.ndarray:
+def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.07) -> np.ndarray:
     t, h = c.q.shape[1:]
     logits = np.einsum("nth,nsh->nts", c.q[:, -observed:], np.repeat(c.k, c.group, 0)) / np.sqrt(h)
     logits = logits.reshape(len(c.k), c.group, observed, t).max(1)[..., : t - observed]

@@ -23,7 +23,7 @@ def prompts():
 
 def read(model, prompts, *, name="snapkv", **options):
     options = {"ratio": 0.45, "when": "chunk", "chunk": CHUNK} | options
-    if name == "snapkv":
+    if name in ("snapkv", "adakv"):
         options["observed"] = OBSERVED
     policy = make_policy(name, model=model, **options)
     # one pool: few programs
@@ -63,6 +63,57 @@ def test_chunks_keep_what_the_formula_says(model, prompts, when):
         for head, row in enumerate(rows):
             np.testing.assert_allclose(entries(cache, 0, b, head), np.concatenate(row), atol=1e-4)
         assert (np.asarray(cache.layers.length)[:, b] == sum(map(len, rows[0]))).all()
+
+
+def scores_of_chunk(name, c, start, stop, held, kept):
+    """A chunk's scores [k s] by the published formulas, its keys alone being scored. held: each head's keys before."""
+    own = slice(start, stop)
+    part = published.Captured(c.q[:, own], c.q_pre[:, own], c.k[:, own], c.v[:, own], c.output, c.frequencies)
+    place = np.arange(stop - start)
+    if name == "keydiff":
+        return published.keydiff(part)
+    if name == "adakv":
+        score = published.snapkv(part, OBSERVED)
+        return np.where(place >= len(place) - OBSERVED, np.inf, score)
+    if name == "h2o":
+        score = []
+        for head, before in enumerate(held):
+            keys = np.concatenate([*before, part.k[head]])
+            logits = part.q[2 * head : 2 * head + 2] @ keys.T / np.sqrt(8)
+            future = np.triu(np.ones((len(place), len(place)), bool), 1)
+            hidden = np.pad(future, ((0, 0), (len(keys) - len(place), 0)))
+            mass = published.softmax(np.where(hidden, -np.inf, logits)).sum(1).mean(0)
+            score.append(mass[-len(place) :])
+        return np.where(place >= len(place) - kept // 2, np.inf, np.stack(score))
+    # the queries are all so far; without the sinks of a chunk that has none
+    behind = published.Captured(
+        c.q[:, :stop], c.q_pre[:, :stop],
+        *(np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v)), c.output, c.frequencies,
+    )  # fmt: skip
+    score = published.expected_attention(behind)
+    return score[:, 4:] if start else np.where(place < 4, np.inf, score)
+
+
+@pytest.mark.parametrize("name", ["adakv", "expected_attention", "keydiff", "h2o"])
+def test_every_method_scores_a_chunk_by_itself(model, prompts, name):
+    """In the first layer; H2O's queries see what earlier chunks left."""
+    cache = read(model, prompts, name=name)
+    pages_are_whole(cache)
+    for b, prompt in enumerate(prompts):
+        c, rows = captured_layers(model, prompt)[0], [[] for _ in range(4)]
+        for start in range(0, len(prompt), CHUNK):
+            stop = min(start + CHUNK, len(prompt))
+            kept = int(0.45 * (stop - start))
+            score = scores_of_chunk(name, c, start, stop, rows, kept)
+            if name == "adakv":
+                score = np.where(published.best(score, max(1, int(0.2 * kept))), np.inf, score)
+                stays = published.best(score.reshape(1, -1), 4 * kept).reshape(score.shape)
+            else:
+                stays = published.best(score, kept)
+            for head, mask in enumerate(stays):
+                rows[head].append(c.k[head, start:stop][mask])
+        for head, row in enumerate(rows):
+            np.testing.assert_allclose(entries(cache, 0, b, head), np.concatenate(row), atol=1e-4)
 
 
 def test_one_chunk_is_the_whole_prompt(model, prompts):

@@ -68,6 +68,8 @@ def scored(model, policy, prompts):
 def expected(name, c: Captured, kept: int) -> np.ndarray:
     if name.startswith("snapkv"):
         return getattr(published, name)(c, OBSERVED)
+    if name == "r_kv_of_fast_kvzip":
+        return published.r_kv(c, balance=0.1)
     if name != "critical_kv":
         return getattr(published, name)(c)
     newest = np.arange(c.k.shape[1]) >= c.k.shape[1] - OBSERVED
@@ -83,12 +85,14 @@ METHODS = {
     "expected_attention": {},
     "h2o": {},
     "r_kv": {},
+    "r_kv_of_fast_kvzip": {"balance": 0.1, "sink": 4},
     "critical_kv": {"observed": OBSERVED},
 }
 PROTECTED = {
     "snapkv": (0, OBSERVED),
     "snapkv_of_groups": (0, OBSERVED),
-    "r_kv": (4, 8),
+    "r_kv": (0, 8),
+    "r_kv_of_fast_kvzip": (4, 8),
     "tova": (0, 1),
     "expected_attention": (4, 0),
     "critical_kv": (0, OBSERVED),
@@ -98,7 +102,7 @@ PROTECTED = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, name):
-    policy = make_policy(name.removesuffix("_of_groups"), model=model, ratio=0.3, **METHODS[name])
+    policy = make_policy(name.split("_of_")[0], model=model, ratio=0.3, **METHODS[name])
     scores = scored(model, policy, prompts)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
@@ -310,7 +314,7 @@ def test_freed_pages_are_used_again(model, prompts):
         (
             {"name": "streaming_llm", "eviction": "snapkv", "window": 9, "ratio": 0.5},
             "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
-            "least 65, got 9",
+            "least 64, got 9",
         ),
         (
             {"name": "wgkv", "eviction": "adavk", "ratio": 0.5},
@@ -327,7 +331,7 @@ def test_freed_pages_are_used_again(model, prompts):
         ),
         (
             {"name": "snapkv", "admission": "streaming_llm", "window": 1, "ratio": 0.5},
-            "must still be in the window: window must be at least 65, got 1",
+            "must still be in the window: window must be at least 64, got 1",
         ),
     ],
 )
@@ -339,30 +343,70 @@ def test_bad_policies_are_one_line(model, arguments, says):
 
 
 def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
-    policy = make_policy("knorm", model=model, admission="streaming_llm", window=21, ratio=0.3)
-    with pytest.raises(
-        UserError, match="the budget of 18 of 60 entries per kv head is below the 20 that always stay"
-    ):
-        sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    """It stays in any case: a number of entries that cannot hold it is refused, and of a context that is too short for
+    a share nothing but the window is left."""
+    given = {"model": model, "admission": "full", "window": 21}
+    with pytest.raises(UserError, match="the budget of 18 entries per kv head is below the 20 that always"):
+        sampling.prefill(model, prompts, policy=make_policy("knorm", entries=18, **given), page_size=PAGE)
+    cache = sampling.prefill(model, prompts, policy=make_policy("knorm", ratio=0.45, **given), page_size=PAGE)
+    for b, stay in enumerate((int(0.45 * 60) - 20, 0)):
+        assert (np.asarray(cache.layers.length)[:, b] == stay).all()
+    np.testing.assert_array_equal(cache.seen, LENGTHS)
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"ratio": 0.5, "observed": 60},
-            "snapkv looks at the last 60 tokens: a context of 60 is too short for it",
-        ),
-        (
-            {"ratio": 0.1, "observed": 10},
-            "snapkv: the budget of 6 of 60 entries per kv head is below the 10 that always stay",
-        ),
-    ],
+    "name", ["snapkv", "adakv", "pyramidkv", "critical_kv", "r_kv", "expected_attention"]
 )
-def test_contexts_that_do_not_suit_are_one_line(model, prompts, options, says):
-    with pytest.raises(UserError) as error:
-        sampling.prefill(model, prompts[:1], policy=make_policy("snapkv", model=model, **options))
-    assert str(error.value) == says
+@pytest.mark.parametrize(
+    ("budget", "kept"), [({"ratio": 0.5}, [30, 10, 3, 2]), ({"entries": 30}, [30, 20, 6, 4])]
+)
+def test_short_contexts_keep_their_newest_beside_a_long_one(model, prompts, captured, name, budget, kept):
+    """Shorter than what is observed, or with a budget below what always stays: the newest, as many as there are places.
+    The long one keeps what it keeps alone."""
+    observed = {} if name in ("r_kv", "expected_attention") else {"observed": 12}
+    policy = make_policy(name, model=model, **budget, **observed)
+    rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
+    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
+    pages_are_whole(cache)
+    length = np.asarray(cache.layers.length)
+    alone = sampling.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE, capacity=60)
+    np.testing.assert_array_equal(length[:, 0], np.asarray(alone.layers.length)[:, 3])
+    for layer, head in np.ndindex(3, 4):
+        np.testing.assert_allclose(entries(cache, layer, 0, head), entries(alone, layer, 3, head), atol=1e-5)
+        for b, (row, count) in list(enumerate(zip(rows, kept, strict=True)))[1:]:
+            keys = captured[0][layer].k[head][: row.size]
+            if name == "expected_attention":
+                # of it only the first 4 are sure to stay
+                np.testing.assert_allclose(
+                    entries(cache, layer, b, head)[: min(4, count)], keys[: min(4, count)], atol=1e-4
+                )
+                assert length[layer, b, head] == count
+            elif name != "r_kv" or count <= 8:
+                np.testing.assert_allclose(
+                    entries(cache, layer, b, head), keys[row.size - count :], atol=1e-4
+                )
+
+
+def test_what_observes_is_read_and_gone(model, prompts, captured):
+    """The last tokens of each prompt read behind the others: what stays is what the formula keeps of the whole prompt,
+    without them; and the cache stands before them."""
+    policy, behind = make_policy("snapkv", model=model, entries=20, observed=OBSERVED), 2
+    rows, observers = [prompt[:-behind] for prompt in prompts], [prompt[-behind:] for prompt in prompts]
+    cache = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    pages_are_whole(cache)
+    np.testing.assert_array_equal(cache.seen, [len(row) for row in rows])
+    for b, layers in enumerate(captured):
+        place = np.arange(LENGTHS[b])
+        for layer, c in enumerate(layers):
+            scores = np.where(place >= LENGTHS[b] - OBSERVED, np.inf, published.snapkv(c, OBSERVED))
+            for head, mask in enumerate(published.best(scores[:, :-behind], 20)):
+                own = entries(cache, layer, b, head)
+                np.testing.assert_allclose(own, c.k[head, :-behind][mask], atol=1e-4)
+    with pytest.raises(UserError, match="observers are one row a prompt, got 1 for 2"):
+        sampling.prefill(model, rows, policy=policy, observers=observers[:1])
+    busy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, when="every", every=4)
+    with pytest.raises(UserError, match="observers look at a prompt's end, and snapkv compacts while it"):
+        sampling.prefill(model, rows, policy=busy, observers=observers)
 
 
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])

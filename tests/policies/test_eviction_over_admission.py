@@ -55,6 +55,54 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
         assert (max(mask.sum() for mask in stays) > count) == (over == "layer")
 
 
+def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
+    """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
+    query's own key is stored, which is as new as an entry can be."""
+    policy = make_policy(
+        eviction="snapkv", entries=KEPT, observed=OBSERVED, **admitted | {"window": OBSERVED}
+    )
+    scores = scored(model, policy, prompts)
+    before = sampling.prefill(
+        model, prompts, policy=make_policy(**admitted | {"window": OBSERVED}), page_size=PAGE
+    )
+    newest = []
+    for b, prompt in enumerate(prompts):
+        c = captured_layers(model, prompt)[0]
+        asked = np.arange(len(prompt))[-OBSERVED:]
+        for head in range(4):
+            keys = entries(before, 0, b, head)
+            position = np.abs(c.k[head] - keys[:, None]).sum(-1).argmin(-1)
+            q = c.q.reshape(4, 2, -1, 8)[head, :, asked]
+            logits = np.where(position <= asked[:, None, None], q @ keys.T / np.sqrt(8), -np.inf)
+            mass = np.pad(published.softmax(logits).mean((0, 1)), 2)
+            want = np.lib.stride_tricks.sliding_window_view(mass, 5).mean(-1)
+            np.testing.assert_allclose(scores[0, b, head, -len(want) :], want, atol=1e-6)
+            newest.append(int(position.max()) - int(asked.min()))
+    assert max(newest) == 0
+
+
+def test_what_observes_passes_by_the_ring(model, prompts, admitted):
+    """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
+    rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
+    policy = make_policy(eviction="snapkv", entries=KEPT, observed=OBSERVED, **admitted)
+    before = sampling.prefill(model, rows, policy=make_policy(**admitted), page_size=PAGE)
+    after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    pages_are_whole(after)
+    np.testing.assert_array_equal(after.seen, [len(row) for row in rows])
+    for b, prompt in enumerate(prompts):
+        c = captured_layers(model, prompt)[0]
+        for head in range(4):
+            keys = entries(before, 0, b, head)
+            score = published.snapkv_of_stored(c.q[2 * head : 2 * head + 2, -OBSERVED:], keys)
+            stays = published.best(score, min(KEPT - WINDOW + 1, len(keys)))
+            np.testing.assert_allclose(entries(after, 0, b, head), keys[stays], atol=1e-5)
+            near = np.asarray(after.pages.pool)[np.asarray(after.layers.page_table)[0, b, head, :2]]
+            ring = near.reshape(-1, 16)[: WINDOW - 1, :8]
+            last = c.k[head, len(prompt) - 2 - (WINDOW - 1) : len(prompt) - 2]
+            order = np.argsort(np.arange(len(last)) + len(prompt) - 2 - len(last) & 7)
+            np.testing.assert_allclose(ring, last[order], atol=1e-4)
+
+
 def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
     counts = [
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length

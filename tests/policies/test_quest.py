@@ -1,6 +1,8 @@
 """Quest: which pages a query reads, against the paper's formula in float64, and what it then attends to."""
 
 import dataclasses
+import itertools
+import math
 from functools import cache as remembered
 
 import jax
@@ -25,15 +27,22 @@ from tests.tiny_models import tiny_gates, tiny_model
 STEPS, TOTAL = 5, 65
 
 
-def chosen_pages(q, keys, local, tokens, page) -> np.ndarray:
-    """The pages [p] that the query heads [g h] of one kv head with these keys [s h] read."""
-    stored = [keys[i : i + page] for i in range(0, len(keys), page)]
-    score = [np.maximum(q * one.min(0), q * one.max(0)).sum(-1).max() for one in stored]
-    partial = bool(stored) and len(stored[-1]) < page
-    if partial:
-        score[-1] = np.inf
-    places = max(-(-(tokens - local) // page), int(partial))
-    return np.sort(np.argsort(-np.array(score), kind="stable")[: max(places, 0)])
+def chosen_pages(q, keys, local, tokens, page) -> list[int]:
+    """The pages that the query heads [g h] of one kv head with these keys [s h] read, in the steps of WG-KV's code:
+    places for what the window leaves of the budget; without any, nothing; else a last page that is not full, and then
+    the best full pages, by the largest product of a query with any corner of a page's box."""
+    if tokens <= local:
+        return []
+    places, (full, rest) = math.ceil((tokens - local) / page), divmod(len(keys), page)
+    chosen = [full] if rest else []
+
+    def score(index):
+        own = keys[index * page : (index + 1) * page]
+        corners = np.array(list(itertools.product(*zip(own.min(0), own.max(0), strict=True))))
+        return (corners @ q.T).max()
+
+    ranked = sorted(range(full), key=lambda index: (-score(index), index))
+    return sorted(chosen + ranked[: places - len(chosen)])
 
 
 # --- the rule on its own ---------------------------------------------------------------------------------------------

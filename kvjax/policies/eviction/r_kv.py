@@ -72,9 +72,13 @@ def _softmax(x: Float[Array, "b k s"], exists: Bool[Array, "b k s"]) -> Float[Ar
 
 
 def r_kv(
-    *, model: Any, observed: int = 8, pool: int = 7, balance: float = 0.1, alike: float = 0.5, sink: int = 4
+    *, model: Any, observed: int = 8, pool: int = 7, balance: float = 0.07, alike: float = 0.5, sink: int = 0
 ) -> Method:
-    """The last `observed` and the first `sink` entries stay. `balance`: λ."""
+    """The last `observed` and the first `sink` entries stay. `balance`: λ.
+
+    The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
+    `balance=0.1, sink=4`.
+    """
     observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
     balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)
     sink = whole_number("r_kv", "sink", sink, 0)

@@ -37,13 +37,14 @@ class Quest:
         page_size: int,
     ) -> Bool[Array, "b k p"]:
         """The ⌈max(T − local, 0) / page_size⌉ pages with the best scores (of equal ones the earlier). A last page that
-        is not full is read whatever its score, and takes one of these places if there is any (WG-KV's code)."""
+        is not full takes the first of these places whatever its score; without places nothing is read (WG-KV's
+        code)."""
         budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
         places = -(-jnp.maximum(budget - local, 0) // page_size)
         stored = length[..., None] - page_size * jnp.arange(bounds.shape[2])
         filling = (stored > 0) & (stored < page_size)
         scores = jnp.where(filling, jnp.inf, page_scores(q, bounds))
-        return filling | top(scores[None], (stored > 0)[None], places[None, :, None], "head")[0]
+        return top(scores[None], (stored > 0)[None], places[None, :, None], "head")[0]
 
 
 def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -> Float32[Array, "b k p"]:
