@@ -54,7 +54,7 @@ def programs(mesh):
     """Each as what to lower: `(jitted, arguments, options)`."""
     model = jax.eval_shape(lambda: Decoder(CONFIG, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
-    train = TrainConfig(window=256, steps=10)
+    train = TrainConfig(window=256, sequences=10)
     state = jax.eval_shape(functools.partial(initial_state, train, CONFIG))
     yield "training", make_update(train), (state, model, row(jnp.int32, (2, 2048), BATCH, None)), {}
 

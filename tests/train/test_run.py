@@ -24,7 +24,7 @@ from kvjax.train.loop import train
 ROOT = Path(__file__).parents[2]
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
-    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--steps", "6"),
+    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
     *("--checkpoint-every", "2", "--report", "none", "--dtype", "float32"),
 ]
 
