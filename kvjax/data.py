@@ -82,7 +82,7 @@ def step_lengths(
     return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
 
 
-def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " t"]]:
+def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
     """Sequences of the built-in tasks on the packaged text for evaluation."""
     from kvjax.evaluate.tasks import Mixture, builtin_text, builtin_vocabulary
 
@@ -235,7 +235,7 @@ def digest(text: str) -> bytes:
 
 def hold_out(
     reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
-) -> tuple[list[Int[np.ndarray, " t"]], frozenset[bytes]]:
+) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
     """Held-out sequences: of each length's documents the second, fourth, … in the reader's order, as many as `wanted`
     lists it, or as there are. Independent of the mesh, the processes, and where a run stands.
 
@@ -246,7 +246,7 @@ def hold_out(
         UserError: no text at all, no document for one of the lengths that are `trained` on, or none to hold out.
     """
     left, missing = Counter(wanted), set(trained)
-    found: dict[int, list[Int[np.ndarray, " t"]]] = {length: [] for length in left}
+    found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
     held, others, longest = set[bytes](), set[bytes](), 0
     passed: Counter[int] = Counter()
     while (missing or +left) and (text := reader.next()) is not None:
@@ -266,7 +266,7 @@ def hold_out(
             others.add(name)
     if missing:
         raise _no_document(source, bins, min(missing), longest)
-    if not held:
+    if wanted and not held:
         raise UserError(
             f"--data {source}: there is but one document for each of --lengths {list(found)}: validation needs another"
         )
@@ -355,7 +355,7 @@ def open_data(
     seed: int,
     tokenizer: Any = None,
     instruction: str = "",
-) -> tuple[grain.DatasetIterator, list[Int[np.ndarray, " t"]]]:
+) -> tuple[grain.DatasetIterator, list[Int[np.ndarray, " _"]]]:
     """The run's data.
 
     Args:

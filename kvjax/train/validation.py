@@ -56,7 +56,7 @@ class Validation:
 Validate = Callable[[WriteGate, Decoder], Validation]
 
 
-def make_validate(config: TrainConfig, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " t"]]) -> Validate:
+def make_validate(config: TrainConfig, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " _"]]) -> Validate:
     """A function that measures gates on the held-out sequences. A sequence's figures do not depend on the mesh."""
 
     @jax.jit
