@@ -117,8 +117,8 @@ def check_finite(what: str, tree: Any) -> None:
     """UserError if an array of `tree` holds a number that is not finite: such a state must not replace a good one."""
     if not all(jax.tree.leaves(jax.device_get(_finite(tree)))):
         raise UserError(
-            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. A "
-            "smaller --lr may help"
+            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. "
+            "A smaller --lr may help"
         )
 
 

@@ -177,7 +177,7 @@ def test_half_of_a_length_at_most_is_held_out(tmp_path):
 
 
 def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
-    sequences, held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)
+    held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)[1]
     assert [len(tokens) for tokens in held_out] == [128, 256]
     again = opened_with("builtin", [64], [128, 256], seed=4)[1]
     for mine, theirs in zip(held_out, again, strict=True):
@@ -240,9 +240,7 @@ def hub(tmp_path, count):
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
-        return iter(
-            DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, schedule, "x")
-        )
+        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, schedule, "x"))
 
     schedule = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]

@@ -179,7 +179,8 @@ def test_help_is_quick_and_names_every_option():
     )
     assert time.monotonic() - began < 3
     assert shown.stdout.startswith("usage: python -m kvjax.train")
-    for option in ("mesh", "config", "model", "data", "lambda", "window", "sequences", "seed", "out", "resume"):
+    options = "mesh", "config", "model", "data", "lambda", "window", "sequences", "seed", "out", "resume"
+    for option in options:
         assert f"--{option}" in shown.stdout
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert not imported & {"jax", "flax", "numpy", "transformers", "orbax", "grain"}

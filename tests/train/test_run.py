@@ -216,7 +216,9 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
     found = Validation(1.0, 1.0, 0.5, 0.5, 0.5, 1, np.zeros((1, 2, 4)))
     monkeypatch.setattr(loop, "make_update", make_update)
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda gates, model: found)
-    with pytest.raises(UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"):
+    with pytest.raises(
+        UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"
+    ):
         train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
     assert [file.name for file in (folder / "checkpoints").iterdir()] == ["2"]
     assert not (folder / "gates").exists()

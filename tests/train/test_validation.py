@@ -1,4 +1,4 @@
-"""Held-out figures: the hard gates' are those of the cache that uses them, the soft ones' those of the training loss."""
+"""Held-out figures: the hard gates' are those of the cache that uses them, the soft ones' those of training."""
 
 import functools
 

@@ -5,6 +5,7 @@ the window. In training the gate is soft: a query at distance ≥ window adds lo
 a token is written to the global region iff g ≥ τ.
 """
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -169,18 +170,38 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
     (folder / "config.json").write_text(json.dumps({"method": "wgkv"} | shape | description, indent=1))
 
 
+def _files(folder: str | Path) -> tuple[Path, Path]:
+    """The weights and the description of exported gates."""
+    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
+    files = folder / "gates.safetensors", folder / "config.json"
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+    return files
+
+
+def describe_gates(folder: str | Path) -> dict[str, Any]:
+    """The description that `save_gates` wrote. Raises UserError if it cannot be read."""
+    file = _files(folder)[1]
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: these are no WG-KV gates, or the file is damaged ({error!r})") from None
+
+
+def gates_digest(folder: str | Path) -> str:
+    """What exported gates are known by, weights and description: other gates in the same folder have another one."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _files(folder))).hexdigest()[:16]
+
+
 def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
     """The gates and the description that `save_gates` wrote; `builtin` is the folder of those that come with kvjax.
 
     Raises UserError naming the file that is wrong, and for gates that are not for `model`.
     """
-    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
-    weights, config = folder / "gates.safetensors", folder / "config.json"
-    for file in (weights, config):
-        if not file.is_file():
-            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+    description = describe_gates(folder)
+    weights = _files(folder)[0]
     try:
-        description = json.loads(config.read_text())
         layers, kv_heads, head_dim = (int(description[key]) for key in ("layers", "kv_heads", "head_dim"))
         expand = float(description["expand"])
         arrays = load_file(weights)
