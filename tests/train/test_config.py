@@ -85,6 +85,8 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
     )
     assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
+    told = ["--model", str(folder), "--data", str(empty), "--report", "full"]
+    assert "--report full is for the built-in model, got --model" in refusal(capsys, told)
 
 
 @pytest.mark.parametrize("name", PACKAGED)
