@@ -36,9 +36,9 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
 
 def gated_attention(
     method: Trainable, step: Step, *, window: int, implementation: str | None = None
-) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, ""]]]:
-    """Training's attention of one layer: soft gates beyond the window, and the method's scalars averaged over the
-    layer's sequences and kv heads (float32)."""
+) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
+    """Training's attention of one layer: the method's masks beyond the window, and its scalars of each sequence and kv
+    head (float32)."""
 
     def local(method, step):
         state, masks = method.masks((), step)
@@ -52,8 +52,7 @@ def gated_attention(
         o = sum(outputs[1:], outputs[0])
         return o, method.auxiliary(state, step, o, lse)
 
-    o, scalars = jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
-    return o, jax.tree.map(jnp.mean, scalars)
+    return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
 
 
 def cached_attention(

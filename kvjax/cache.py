@@ -31,6 +31,10 @@ MARGIN = 1.25
 """How much larger than the policy's expected need the default pool is (never larger than the full cache)."""
 
 
+SLACK = 1.05
+"""How much more than what was missed the capacity is that an error names."""
+
+
 class CapacityError(UserError):
     """The pool is too small for what the policy keeps of these tokens."""
 
@@ -450,8 +454,11 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     )
 
 
-def check(cache: Cache, policy: Policy) -> None:
-    """Raise CapacityError if the pool ever ran out. Waits for the device."""
+def check(cache: Cache, policy: Policy, room: int = 0) -> None:
+    """Raise CapacityError if the pool ever ran out. Waits for the device.
+
+    room: tokens that are still to come in each sequence. The capacity that the error names is enough for them, too.
+    """
     count = np.asarray(cache.pages.free_count)
     if (count >= 0).all():
         return
@@ -459,10 +466,11 @@ def check(cache: Cache, policy: Policy) -> None:
     have = pool.shape[0] // len(count)
     need = have - int(count.min())
     layers, batch, heads = cache.layers.length.shape
-    rows = layers * batch * heads / len(count)
+    rows = layers * batch * heads // len(count)
+    # tokens that found no page were read without, and the next layers then admit others
+    wanted = math.ceil(need * SLACK) + rows * -(-room // cache.page_size)
     raise CapacityError(
-        f"policy {policy.name} needs at least {need} pages of {cache.page_size} tokens on a device "
-        f"({need * cache.page_size / rows:.0f} entries per kv head), the pool has {have} "
-        f"({have * cache.page_size / rows:.0f} per kv head, {pool.nbytes / 2**20:.1f} MiB in all); "
-        f"give a larger capacity"
+        f"policy {policy.name} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "
+        f"the pool has {have} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
+        f"{-(-wanted * cache.page_size // rows)} entries per kv head, which is enough for {room} more tokens, too"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
@@ -110,6 +111,20 @@ def check_room(folder: Path, tree: Any) -> None:
         raise UserError(
             f"{folder}: the disk is full: {needed / 2**20:.1f} MiB to write, {free / 2**20:.1f} MiB left"
         )
+
+
+def check_finite(what: str, tree: Any) -> None:
+    """UserError if an array of `tree` holds a number that is not finite: such a state must not replace a good one."""
+    if not all(jax.tree.leaves(jax.device_get(_finite(tree)))):
+        raise UserError(
+            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. "
+            "A smaller --lr may help"
+        )
+
+
+@jax.jit
+def _finite(tree):
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
 
 
 def export(folder: Path, tree: Any) -> None:

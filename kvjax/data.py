@@ -2,10 +2,12 @@
 
 Deterministic from the seed, and an iterator's position is a small JSON value that goes into checkpoints. Documents are
 cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to exactly the step's
-length.
+length, which is the largest that it fills. Some are held out for validation.
 """
 
 import dataclasses
+import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,6 +25,10 @@ from kvjax.mesh import BATCH, P
 Tokens = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
 """Tokens that a sequence of built-in tasks needs for its questions."""
+FIRST_HELD_OUT = 2**31
+"""Index of the first held-out sequence of built-in tasks."""
+TURN = 256
+"""Tokens that the instruction and a chat template's own may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,14 @@ def step_lengths(
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: steps - counts.sum()]] += 1
     return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
+
+
+def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
+    """Sequences of the built-in tasks on the packaged text for evaluation."""
+    from kvjax.evaluate.tasks import Mixture, builtin_text, builtin_vocabulary
+
+    mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    return [mixture(seed, FIRST_HELD_OUT + index, int(length))[0] for index, length in enumerate(lengths)]
 
 
 def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int) -> grain.DatasetIterator:
@@ -189,28 +203,103 @@ class Encoder:
         return np.asarray(ids, np.int32)
 
 
-class DocumentSequences(grain.IterDataset[Tokens]):
-    """Steps made of documents: row by row the next document that fits the step's length; each length reads on its own.
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """The lengths that documents are cut to, rising. Each document belongs to the largest length that it fills."""
 
-    A document fits the length L if it has at least L tokens and fewer than 2L, or at least twice the longest length.
+    lengths: tuple[int, ...]
+    encode: Callable[[str], Int[np.ndarray, " t"]]
+
+    def tokens(self, text: str, shortest: int = 0) -> Int[np.ndarray, " t"]:
+        """The document's tokens. One that is surely shorter than `shortest` and than every length needs no tokenizer
+        and comes as zeros."""
+        size, shortest = len(text.encode()), max(shortest, self.lengths[0])
+        if size < shortest - TURN:  # a token has at least one byte
+            return np.zeros(min(size, shortest - 1), np.int32)
+        return self.encode(text)
+
+    def of(self, tokens: int) -> int | None:
+        """The length that a document of so many tokens is cut to; None: it is too short for all of them."""
+        return max((length for length in self.lengths if length <= tokens), default=None)
+
+    def range(self, length: int) -> str:
+        """The sizes that belong to a length, in words."""
+        above = [longer for longer in self.lengths if longer > length]
+        return f"{length} to {above[0] - 1}" if above else f"{length} or more"
+
+
+def digest(text: str) -> bytes:
+    """What a document is known by, so that no copy of a held-out one is trained on."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def hold_out(
+    reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
+) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
+    """Held-out sequences: of each length's documents the second, fourth, … in the reader's order, as many as `wanted`
+    lists it, or as there are. Independent of the mesh, the processes, and where a run stands.
+
+    Returns:
+        the sequences, cut to their lengths, and the digests of their documents.
+
+    Raises:
+        UserError: no text at all, no document for one of the lengths that are `trained` on, or none to hold out.
+    """
+    left, missing = Counter(wanted), set(trained)
+    found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
+    held, others, longest = set[bytes](), set[bytes](), 0
+    passed: Counter[int] = Counter()
+    while (missing or +left) and (text := reader.next()) is not None:
+        if not text:
+            continue
+        tokens = bins.tokens(text)
+        longest, length, name = max(longest, len(tokens)), bins.of(len(tokens)), digest(text)
+        if length is None or name in held or name in others:
+            continue
+        passed[length] += 1
+        missing.discard(length)
+        if passed[length] % 2 == 0 and left[length]:
+            left[length] -= 1
+            found[length].append(tokens[:length])
+            held.add(name)
+        else:
+            others.add(name)
+    if missing:
+        raise _no_document(source, bins, min(missing), longest)
+    if wanted and not held:
+        raise UserError(
+            f"--data {source}: there is but one document for each of --lengths {list(found)}: validation needs another"
+        )
+    return [tokens for length in sorted(found) for tokens in found[length]], frozenset(held)
+
+
+def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserError:
+    if not longest:
+        return UserError(f"--data {source}: there is no text in it")
+    return UserError(
+        f"--data {source}: no document has {bins.range(length)} tokens; the longest of the others has about {longest}: "
+        "change --lengths"
+    )
+
+
+class DocumentSequences(grain.IterDataset[Tokens]):
+    """Steps made of documents: row by row the next document of the step's length; each length reads on its own.
+
+    Documents whose digests are in `held_out` are passed over.
     """
 
     def __init__(
         self,
         readers: Callable[[], Reader],
-        encode: Callable[[str], Int[np.ndarray, " t"]],
+        bins: Bins,
         rows: int,
         schedule: Int[np.ndarray, " steps"],
         source: str,
+        held_out: frozenset[bytes] = frozenset(),
     ):
         super().__init__()
-        self.readers, self.encode, self.rows, self.schedule, self.source = (
-            readers,
-            encode,
-            rows,
-            schedule,
-            source,
-        )
+        self.readers, self.bins, self.rows, self.schedule = readers, bins, rows, schedule
+        self.source, self.held_out = source, held_out
         self.lengths = sorted({int(length) for length in schedule})
 
     def __iter__(self) -> "DocumentIterator":
@@ -234,30 +323,17 @@ class DocumentIterator(grain.DatasetIterator[Tokens]):
         return np.stack([self._one(length) for _ in range(self._data.rows)])
 
     def _one(self, length: int) -> Int[np.ndarray, " t"]:
-        reader, longest, passes = self._readers[length], 0, 0
+        bins, reader, longest, passes = self._data.bins, self._readers[length], 0, 0
         while passes < 2:  # the first may have begun anywhere
             text = reader.next()
             if text is None:
                 passes += 1
             elif text:
-                size = len(text.encode())
-                # a token has at least one byte, so short texts need no tokenizer; the turn's own tokens are let in
-                tokens = (
-                    self._data.encode(text)
-                    if size >= length - 256
-                    else np.zeros(min(size, length - 1), np.int32)
-                )
+                tokens = bins.tokens(text, length)
                 longest = max(longest, len(tokens))
-                if length <= len(tokens) < 2 * length or len(tokens) >= max(
-                    length, 2 * self._data.lengths[-1]
-                ):
+                if bins.of(len(tokens)) == length and digest(text) not in self._data.held_out:
                     return tokens[:length]
-        if not longest:
-            raise UserError(f"--data {self._data.source}: there is no text in it")
-        raise UserError(
-            f"--data {self._data.source}: no document has {length} to {2 * length - 1} tokens (or "
-            f"{2 * self._data.lengths[-1]} and more); the longest of the others has about {longest}: change --lengths"
-        )
+        raise _no_document(self._data.source, bins, length, longest)
 
     def get_state(self) -> dict[str, Any]:
         positions = {str(length): reader.get_state() for length, reader in self._readers.items()}
@@ -274,43 +350,42 @@ def open_data(
     *,
     rows: Rows,
     schedule: Int[np.ndarray, " steps"],
+    lengths: Sequence[int],
+    validation: Int[np.ndarray, " s"],
     seed: int,
     tokenizer: Any = None,
     instruction: str = "",
-) -> grain.DatasetIterator:
-    """An iterator over the run's steps, each int32 [rows of this process, length of that step].
+) -> tuple[grain.DatasetIterator, list[Int[np.ndarray, " _"]]]:
+    """The run's data.
 
     Args:
         source: `builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed).
         schedule: the length of every step.
+        lengths: those that documents are cut to, rising.
+        validation: the length of every held-out sequence.
+
+    Returns:
+        an iterator over the steps, each int32 [rows of this process, length of that step], and the held-out sequences,
+        the same in every process.
 
     Raises:
         UserError: nothing there, no text in it, or no document long enough for one of the lengths.
     """
     if source == "builtin":
-        return builtin_sequences(rows, schedule, seed)
-    encode = Encoder(tokenizer, instruction, int(schedule.max()))
+        return builtin_sequences(rows, schedule, seed), builtin_held_out(validation, seed)
+    bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
     if Path(source).exists():
-        documents = Documents(Path(source), seed, piece=16 * int(schedule.max()))
+        documents = Documents(Path(source), seed, piece=16 * max(lengths))
 
-        def readers() -> Reader:
-            return FileReader(documents, rows.group, rows.groups)
+        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
+            return FileReader(documents, group, groups)
     else:
         hub = open_hub(source)
 
-        def readers() -> Reader:
-            return HubReader(hub, rows.group, rows.groups)
+        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
+            return HubReader(hub, group, groups)
 
-    dataset = DocumentSequences(readers, encode, rows.count, schedule, source)
-    if Path(source).exists():
-        check_lengths(dataset)
-    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
-
-
-def check_lengths(dataset: DocumentSequences) -> None:
-    """Find a document for every length, so that a length without any is refused before anything compiles."""
-    first = DocumentSequences(
-        dataset.readers, dataset.encode, 1, np.asarray(dataset.lengths, np.int64), dataset.source
-    )
-    for _ in first:
-        pass
+    wanted = [int(length) for length in validation]
+    sequences, held_out = hold_out(readers(0, 1), bins, wanted, sorted(set(schedule.tolist())), source)
+    dataset = DocumentSequences(readers, bins, rows.count, schedule, source, held_out)
+    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)), sequences

@@ -73,9 +73,9 @@ def padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
     return put(tokens, BATCH, None), put(valid, BATCH)
 
 
-def feed(model, policy, cache, rows, chunk, calls=None, implementation=None, logits=None):
+def feed(model, policy, cache, rows, chunk, calls=None, implementation=None, logits=None, room=0):
     """All of `rows` through the model in chunks; the cache (donated) and the logits after each row's last token, those
-    of `logits` where a row is empty."""
+    of `logits` where a row is empty. room: tokens that will follow."""
     longest = max(row.size for row in rows)
     for start in range(0, longest, chunk):
         part = [row[start : start + chunk] for row in rows]
@@ -84,5 +84,5 @@ def feed(model, policy, cache, rows, chunk, calls=None, implementation=None, log
         tokens, valid = padded(part, bucket(min(chunk, longest - start)))
         cache, new = last_logits(model, policy.reading, cache, tokens, valid, implementation=implementation)
         logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
-    caches.check(cache, policy)
+    caches.check(cache, policy, room)
     return cache, logits

@@ -3,7 +3,10 @@
 Values are looked at one step late, when the next step is already queued, so that the device never waits for them.
 """
 
+import importlib.util
 import json
+import math
+import os
 import sys
 import time
 from collections import deque
@@ -27,18 +30,17 @@ RECENT_STEPS = 33
 
 
 class Metrics:
-    """A run's record, as a context: `step` with each step's values, `say` for anything else.
+    """A run's record, as a context: `step` with each step's values, `note` for what is measured now and then, `say` for
+    anything else.
 
-    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}; those of steps from `first` on, left by a run
-    that was killed, are dropped.
+    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}, or {"step": …, "seconds": …, name: {values…}} for
+    a note; those of steps from `first` on, left by a run that was killed, are dropped.
 
     Args:
         total, first: steps of the run, and the one it starts at.
         shown: the names to show, in order, with their formats.
+        tensorboard: also write its events (see `check_tensorboard`).
         quiet: write nothing at all (processes other than the first).
-
-    Raises:
-        UserError: TensorBoard is wanted and tensorboardX is not installed.
     """
 
     def __init__(
@@ -79,33 +81,58 @@ class Metrics:
 
     def step(self, step: int, values: dict[str, jax.Array], *, tokens: int) -> None:
         """Take the device values of step `step` (counted from 0), which runs `tokens` tokens, and record those of the
-        step before."""
+        step before.
+
+        Raises:
+            UserError: one of those is not finite.
+        """
         self._write_held()
         self._held = (step, values, tokens)
 
+    def flush(self) -> None:
+        """Record what is held. All that was recorded is on disk when this returns: a checkpoint of step n comes after
+        the values of step n. Raises UserError as `step`."""
+        self._write_held()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def note(self, step: int, name: str, values: dict[str, float]) -> None:
+        """Record what was measured after step `step`, under its own name, after that step's own values."""
+        self._write_held()
+        self._write({"step": step, "seconds": round(time.monotonic() - self._started, 3), name: values})
+        if self._events is not None:
+            for key, value in values.items():
+                self._events.add_scalar(f"{name}/{key}", value, step)
+
     def _write_held(self) -> None:
-        if self._held is None or self._quiet:
+        if self._held is None:
             return
         step, on_device, tokens = self._held
         self._held = None
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise UserError(
+                    f"step {step + 1}: {name} is {value}: the run is stopped, checkpoints of earlier steps are kept. A "
+                    "smaller --lr may help, if the weights are right"
+                )
+        if self._quiet:
+            return
         now = time.monotonic()
         self._recent.append((now, tokens))
         elapsed = now - self._recent[0][0]
         speed = sum(count for _, count in list(self._recent)[1:]) / elapsed if elapsed else 0.0
-        line = {
-            "step": step,
-            "seconds": round(now - self._started, 3),
-            "tokens_per_second": round(speed, 1),
-            **values,
-        }
-        assert self._file is not None
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        seconds = round(now - self._started, 3)
+        self._write({"step": step, "seconds": seconds, "tokens_per_second": round(speed, 1), **values})
         if self._events is not None:
             for name, value in (values | {"tokens_per_second": speed}).items():
                 self._events.add_scalar(name, value, step)
         self._show(step, values, speed, now)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
 
     def say(self, text: str) -> None:
         """A line of text, above the bar where there is one."""
@@ -171,9 +198,13 @@ def _step_of(line: str) -> float:
         return float("inf")
 
 
+def check_tensorboard() -> None:
+    """UserError if tensorboardX is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'")
+
+
 def _event_writer(out: Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'") from None
+    from tensorboardX import SummaryWriter
+
     return SummaryWriter(str(out / "tensorboard"))

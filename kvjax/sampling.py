@@ -354,7 +354,9 @@ def stream(
             _check_continues(cache, model, policy, rows)
             longest = max(row.size for row in rows)
             held = schedule.with_room(cache, policy, longest, max_new_tokens)
-            held, after = feed(model, policy.continuing, held, rows, chunk, calls, implementation)
+            held, after = feed(
+                model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
+            )
             held = schedule.at_end(model, policy, held, len(rows))
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
@@ -369,7 +371,7 @@ def stream(
                 model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
                 count=count, greedy=greedy, implementation=implementation,
             )  # fmt: skip
-        caches.check(held, policy)
+        caches.check(held, policy, max_new_tokens - made - count)
         if calls is not None:
             lengths, seen, ran = map(np.asarray, fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))

@@ -24,7 +24,7 @@ def read(model, policy, cache, rows, room, chunk, calls=None, implementation=Non
     run = functools.partial(feed, model, policy, chunk=chunk, calls=calls, implementation=implementation)
     plan = policy.plan
     if plan is None:
-        return run(cache, rows)
+        return run(cache, rows, room=room)
     # at once, and not when a prompt or an answer has grown to it
     plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
     plan.shares.check(model.config.num_layers)

@@ -61,7 +61,7 @@ def programs(mesh, config):
     pages = POOL // (PAGE * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
-    train = TrainConfig(window=256, steps=10)
+    train = TrainConfig(window=256, sequences=10)
     state = jax.eval_shape(functools.partial(initial_state, train, config))
     yield "training", make_update(train), (state, model, row(jnp.int32, (2, 2048), BATCH, None)), {}
 

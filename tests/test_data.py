@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from kvjax import data as module
 from kvjax.data import (
+    FIRST_HELD_OUT,
+    Bins,
     DocumentSequences,
     Encoder,
     FileReader,
@@ -19,7 +22,7 @@ from kvjax.data import (
 )
 from kvjax.documents import Documents
 from kvjax.errors import UserError
-from kvjax.evaluate.tasks import mixture
+from kvjax.evaluate.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.mesh import make_mesh
 
 ALL = Rows(0, 4, 4)
@@ -50,15 +53,27 @@ def texts(tmp_path, documents):
     return str(file)
 
 
-def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
+def opened_with(source, schedule, validation, rows=ALL, seed=0, tokenizer=None):
+    """The iterator and the held-out sequences."""
     return open_data(
         source,
         rows=rows,
         schedule=np.asarray(schedule),
+        lengths=sorted(set(schedule)),
+        validation=np.asarray(validation, int),
         seed=seed,
         tokenizer=tokenizer or Letters(),
         instruction="Read:",
     )
+
+
+def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
+    return opened_with(source, schedule, [], rows, seed, tokenizer)[0]
+
+
+def written(tokens):
+    """The text of a sequence of `Letters`."""
+    return "".join(map(chr, tokens.tolist()))
 
 
 def test_every_length_gets_its_share_of_the_steps():
@@ -102,16 +117,73 @@ def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def test_documents_go_to_their_length_and_are_cut_to_it(tmp_path):
-    sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 500}
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [((8, 16), {8: "bc", 16: "defgh"}), ((8, 64), {8: "bcdef", 64: "gh"}), ((7,), {7: "abcdefgh"})],
+)
+def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp_path, lengths, found):
+    sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 64, "h": 500}
     source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
-    found = {8: set(), 16: set()}
-    for tokens in opened(source, [8, 16] * 12, Rows(0, 1, 1)):
-        letters = set(map(chr, tokens[0].tolist()))
-        assert len(letters) == 1
-        found[tokens.shape[1]] |= letters
-    # 8 … 15 and 16 … 31; from 32, twice the longest, a document serves either
-    assert found == {8: set("bcfg"), 16: set("defg")}
+    for length, letters in found.items():
+        # a pass over them: each once
+        schedule = [length] * len(letters) + [other for other in lengths if other != length]
+        own = [written(t[0]) for t in opened(source, schedule, Rows(0, 1, 1)) if t.shape[1] == length]
+        assert sorted(own) == [letter * length for letter in letters]
+
+
+def held_out_of(source, schedule, validation, **changes):
+    """Held-out texts, and those trained on."""
+    sequences, held_out = opened_with(source, schedule, validation, **changes)
+    return [written(t) for t in held_out], {written(row) for tokens in sequences for row in tokens}
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Twenty documents of 8 tokens and twenty of 16, each with a number of its own, and a copy of each."""
+    short, long = ([f"{i:02}" * (length // 2) for i in range(20)] for length in (8, 16))
+    return texts(tmp_path, 2 * (short + long))
+
+
+def test_held_out_documents_are_never_trained_on(numbered):
+    schedule = [8] * 40 + [16] * 40
+    held, trained = held_out_of(numbered, schedule, [8, 8, 8, 16, 16])
+    assert [len(text) for text in held] == [8, 8, 8, 16, 16]
+    assert len(set(held)) == 5
+    assert not set(held) & trained
+    everything = {f"{i:02}" * (length // 2) for i in range(20) for length in (8, 16)}
+    assert set(held) | trained == everything
+
+
+def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered):
+    schedule, validation = [8, 16] * 20, [8, 8, 16]
+    held, _ = held_out_of(numbered, schedule, validation)
+    for group in (0, 1):
+        rows = Rows(2 * group, 2 * group + 2, 4)
+        others, trained = held_out_of(numbered, schedule * 3, validation, rows=rows)
+        assert others == held
+        assert not set(held) & trained
+    assert held_out_of(numbered, schedule, validation, seed=1)[0] != held
+
+
+def test_half_of_a_length_at_most_is_held_out(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(5)] + ["x" * 16])
+    held, trained = held_out_of(source, [8, 16] * 6, [8] * 10 + [16] * 3)
+    assert len(held) == 2
+    assert len(trained) == 4
+    assert "x" * 16 in trained
+    alone = texts(tmp_path, ["y" * 8, "y" * 8])
+    with pytest.raises(UserError, match=r"but one document for each of --lengths \[8\]: validation needs"):
+        held_out_of(alone, [8], [8])
+
+
+def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
+    held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)[1]
+    assert [len(tokens) for tokens in held_out] == [128, 256]
+    again = opened_with("builtin", [64], [128, 256], seed=4)[1]
+    for mine, theirs in zip(held_out, again, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    held_mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    np.testing.assert_array_equal(held_out[1], held_mixture(4, FIRST_HELD_OUT + 1, 256)[0])
 
 
 def test_processes_share_the_documents_out(tmp_path):
@@ -142,7 +214,7 @@ def test_a_chat_model_reads_a_users_turn():
         (["", " \n"], ["there is no text in it"]),
         ([], ["there is no text in it"]),
         (["abc", "abcdefg"], ["no document has 16 to 31 tokens", "about 7", "--lengths"]),
-        (["x" * 16], ["no document has 32 to 63 tokens", "about 16"]),
+        (["x" * 16], ["no document has 32 or more tokens", "about 16"]),
     ],
 )
 def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, documents, parts):
@@ -167,11 +239,8 @@ def hub(tmp_path, count):
 
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
-        return iter(
-            DocumentSequences(
-                lambda: HubReader(hub(tmp_path, 6), 0, 1), Encoder(Letters(), "", 8), 1, schedule, "x"
-            )
-        )
+        bins = Bins((8,), Encoder(Letters(), "", 8))
+        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, schedule, "x"))
 
     schedule = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
@@ -182,6 +251,13 @@ def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     rest = sequences()
     rest.set_state(json.loads(json.dumps(first.get_state())))
     assert [bytes(tokens[0].tolist()).decode() for tokens in rest] == whole[4:]
+
+
+def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "open_hub", lambda name: hub(tmp_path, 8))
+    held, trained = held_out_of("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
+    assert held == ["01" * 4, "03" * 4]
+    assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
 
 
 def test_readers_tell_when_a_pass_is_over(tmp_path):

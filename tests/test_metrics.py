@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax import metrics as module
+from kvjax.errors import UserError
 from kvjax.metrics import Metrics
 
 
@@ -37,6 +38,39 @@ def test_values_are_looked_at_when_the_next_step_is_under_way(tmp_path):
         metrics.step(1, {"loss": jnp.float32(1)}, tokens=1)
         assert [line["step"] for line in lines(tmp_path)] == [0]
     assert [line["step"] for line in lines(tmp_path)] == [0, 1]
+
+
+def test_a_flush_leaves_nothing_behind(tmp_path):
+    with Metrics(tmp_path, total=3, first=0, shown={}) as metrics:
+        metrics.step(0, {"loss": jnp.float32(0)}, tokens=1)
+        metrics.flush()
+        assert [line["step"] for line in lines(tmp_path)] == [0]
+        metrics.flush()
+    assert [line["step"] for line in lines(tmp_path)] == [0]
+
+
+def test_a_note_has_a_line_of_its_own_after_its_step(tmp_path):
+    with Metrics(tmp_path, total=3, first=0, shown={}) as metrics:
+        metrics.step(0, {"loss": jnp.float32(0.5)}, tokens=1)
+        metrics.note(0, "validation", {"distillation": 0.25})
+    first, second = lines(tmp_path)
+    assert (first["step"], first["loss"]) == (0, 0.5)
+    assert (second["step"], second["validation"]) == (0, {"distillation": 0.25})
+    run(tmp_path, steps=range(1), total=3, first=0)
+    assert len(lines(tmp_path)) == 1, "a run from step 0 drops the notes of step 0, too"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_stops_every_process(tmp_path, value, quiet):
+    with Metrics(tmp_path, total=3, first=0, shown={}, quiet=quiet) as metrics:
+        metrics.step(0, {"loss": jnp.float32(1)}, tokens=1)
+        metrics.step(1, {"loss": jnp.float32(value)}, tokens=1)
+        with pytest.raises(
+            UserError, match=f"step 2: loss is {value}: .* earlier steps are kept. A smaller --lr"
+        ):
+            metrics.flush()
+    assert quiet or [line["step"] for line in lines(tmp_path)] == [0]
 
 
 def test_a_resumed_run_drops_what_the_killed_one_wrote_too_far(tmp_path):

@@ -1,5 +1,7 @@
 """Prefill, chunked prefill and decode against dense attention under the same visibility rule."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from kvjax.feeding import extend, last_logits
 from kvjax.mesh import AXES, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
-from tests.tiny_models import policies_for, tiny_model
+from tests.tiny_models import policies_for, tiny_gates, tiny_model
 
 LENGTH = 40
 
@@ -320,3 +322,20 @@ def test_mistakes_are_named_in_one_line(model, call, says):
     with pytest.raises(UserError, match=says) as caught:
         call(model)
     assert "\n" not in str(caught.value)
+
+
+def test_the_capacity_that_an_error_names_is_enough(model):
+    """For the prompt and for what is generated after it, though layers above those that ran out admit others."""
+    prompt = [np.random.default_rng(3).integers(0, 61, 190)]
+    policy = make_policy(
+        "wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=8, rate=np.full((3, 4), 0.01)
+    )
+    with pytest.raises(CapacityError) as error:
+        sampling.sample(model, prompt, policy=policy, max_new_tokens=40, eos=())
+    named = re.search(
+        r"a capacity of (\d+) entries per kv head, which is enough for 40 more tokens", str(error.value)
+    )
+    assert named is not None
+    found = sampling.sample(model, prompt, policy=policy, capacity=int(named[1]), max_new_tokens=40, eos=())
+    assert found.tokens[0].size == 40
+    assert int(named[1]) < 190 + 40

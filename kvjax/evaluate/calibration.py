@@ -1,6 +1,7 @@
 """The threshold at which gates keep a given share of the entries."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -39,6 +40,11 @@ class Calibration:
         self._policy, self._size_of = policy, size_of
         self._known: dict[float, float] = {}
 
+    @functools.cached_property
+    def own(self) -> float:
+        """The share of the entries that the policy keeps at the τ it has."""
+        return self._size_of(self._policy)
+
     def to(self, ratio: float) -> Policy:
         """The policy whose τ keeps `ratio` of the entries, by bisection on τ's logit.
 
@@ -60,6 +66,13 @@ class Calibration:
         if logit not in self._known:
             self._known[logit] = self._size_of(with_tau(self._policy, _sigmoid(logit)))
         return self._known[logit]
+
+
+def nearest(searches: dict[str, Calibration], ratio: float) -> str:
+    """The gates whose own size is nearest to `ratio`: their τ has to be moved least."""
+    if len(searches) == 1:
+        return next(iter(searches))
+    return min(searches, key=lambda gates: abs(math.log(searches[gates].own / ratio)))
 
 
 def _sigmoid(x: float) -> float:

@@ -8,11 +8,13 @@ from kvjax.builtin import BUILTIN
 from kvjax.errors import UserError
 from kvjax.launch import MeshShape, parse_command
 
+FIXED_TAU = "wgkv_fixed_tau"
+"""Gates at their own τ."""
 POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
     *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
     *("expected_attention_chunked", "keydiff_chunked", "h2o", "h2o_chunked", "r_kv"),
-    *("quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
+    *("quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
 DTYPES = "float32", "bfloat16", "float16"
@@ -48,8 +50,10 @@ class EvaluateConfig:
     """Last tokens that SnapKV and what builds on it look back at; by default 64, at most a sixteenth of a chunk."""
     question_aware: bool = False
     """Read each question with its context and compress both; by default contexts are compressed before any question."""
-    gates: str | None = None
-    """wgkv: a folder with trained gates, or `builtin`, the default for the built-in model."""
+    gates: tuple[str, ...] = ()
+    """Folders with trained gates, or `builtin`, the default for the built-in model. wgkv_fixed_tau compares all of them
+    at their own τ, its budget being λ; wgkv searches the τ for each budget, with those whose own size is nearest to it;
+    whatever else needs gates takes the first."""
     pattern: Path | None = None
     """head_pattern: a DuoAttention pattern folder; by default heads are ordered by the gates' own rates."""
     ruler_data: Path | None = None
@@ -84,6 +88,8 @@ class EvaluateConfig:
             values = getattr(self, name)
             if not values:
                 raise UserError(f"--{name} needs at least one value")
+        for name in ("policies", "budgets", "tasks", "context", "gates"):
+            values = getattr(self, name)
             twice = [value for index, value in enumerate(values) if value in values[:index]]
             if twice:
                 raise UserError(f"--{name} names {twice[0]} twice")
@@ -119,5 +125,5 @@ def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
     config.check()
     chunk = config.chunk or default_chunk(min(config.context))
     observed = config.observed or default_observed(chunk)
-    gates = config.gates or (BUILTIN if config.model == BUILTIN else None)
+    gates = config.gates or ((BUILTIN,) if config.model == BUILTIN else ())
     return dataclasses.replace(config, chunk=chunk, observed=observed, gates=gates)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvjax.errors import UserError
+from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.fixed import SINK, sink_and_window, whole_heads
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -42,12 +43,14 @@ class Sizing:
 @dataclass(frozen=True)
 class Contender:
     """make: the policy of a size. fixed: it has one size, whatever the budget. reads_once: contexts are read the same
-    way at every budget. calibrated: its size follows from τ, which is searched for (see `calibration`)."""
+    way at every budget. calibrated: its size follows from τ, which is searched for (see `calibration`). own_tau: it has
+    a cell for each folder of gates, at their own τ, and its budget is λ."""
 
     make: Callable[[Sizing], Policy]
     fixed: bool = False
     reads_once: bool = False
     calibrated: bool = False
+    own_tau: bool = False
 
 
 def _full(sizing: Sizing) -> Policy:
@@ -140,6 +143,7 @@ CONTENDERS = {
     ),
     "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads_once=True),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
+    FIXED_TAU: Contender(_gated, own_tau=True),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads_once=True),
     "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads_once=True),
 }

@@ -37,7 +37,7 @@ class Progress:
         """A cell is finished."""
         self._finished += 1
         line = (
-            f"{cell.task} {cell.context}, {cell.policy} at {cell.budget:g}: {100 * cell.score:.1f}%, "
+            f"{cell.task} {cell.context}, {cell.policy} at {cell.at}: {100 * cell.score:.1f}%, "
             f"{cell.kv_ratio:.3f} of the entries, footprint {cell.footprint:.3f}"
         )
         if self._bar is not None and self._task is not None:

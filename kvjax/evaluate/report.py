@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
+from kvjax.evaluate.contenders import contender
 from kvjax.evaluate.footprint import critical
 from kvjax.evaluate.results import Cell
 
@@ -64,6 +65,13 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         lines.append(
             "Quest frees nothing: its budget is what a query reads, its footprint that of the cache it reads from."
         )
+    if any(cell.tau is not None for cell in cells):
+        lines.append(
+            "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget, with those of "
+            f"several gates whose own size is nearest to it. {FIXED_TAU}: the τ that the gates were exported with, a "
+            "cell for each λ, as in WG-KV's paper; their size is what it comes to. Others with gates have the first "
+            "ones' own τ. The second table of a task says which τ each had."
+        )
     published = {cell.published for cell in cells if cell.published}
     if published:
         tasks = dict.fromkeys(cell.task for cell in cells if cell.published)
@@ -72,7 +80,8 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
 
 
 def _scores(cells: list[Cell]) -> str:
-    first, budgets = cells[0], sorted({cell.budget for cell in cells if cell.policy != FULL} or {1.0})
+    first = cells[0]
+    budgets = sorted({cell.budget for cell in cells if cell.policy not in (FULL, FIXED_TAU)} or {1.0})
     full = next((cell.score for cell in cells if cell.policy == FULL), None)
     most = max(cell.samples for cell in cells)
     lines = [
@@ -83,6 +92,8 @@ def _scores(cells: list[Cell]) -> str:
         "|---" * (len(budgets) + 2) + "|",
     ]
     for name, own in _by_policy(cells).items():
+        if name == FIXED_TAU:
+            continue
         if name == FULL:
             shown = [_shown(own[0])] + [""] * (len(budgets) - 1)
             lines.append(f"| {name} | {' | '.join(shown)} | |")
@@ -92,7 +103,25 @@ def _scores(cells: list[Cell]) -> str:
         points = [(cell.footprint, cell.score) for cell in own]
         crossing = str(critical(points, full, SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_thresholds(cells, full)])
+
+
+def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
+    """Those of policies with gates: which τ each had, and how it came by it."""
+    gated = [cell for cell in cells if cell.tau is not None]
+    if not gated:
+        return []
+    lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
+    for cell in gated:
+        tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
+        lines.append(
+            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_shown(cell)} |"
+        )
+    swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
+    if swept and full:
+        found = critical(swept, full, SHARE)
+        lines += ["", f"{FIXED_TAU}: {100 * SHARE:.0f}% of the full cache's score at {found}."]
+    return lines
 
 
 def _shown(cell: Cell) -> str:
@@ -103,10 +132,10 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
     """A table for each length: sizes and speeds, the mean over its tasks."""
     tables = []
     for context in dict.fromkeys(cell.context for cell in cells):
-        own: dict[tuple[str, float], list[Cell]] = {}
+        own: dict[tuple[str, str], list[Cell]] = {}
         for cell in cells:
             if cell.context == context:
-                own.setdefault((cell.policy, cell.budget), []).append(cell)
+                own.setdefault((cell.policy, cell.at), []).append(cell)
         lines = [
             f"## Sizes and speeds, {context} tokens",
             "Means over the tasks. Entries: share of the full cache's once the context was read. MiB: its pages in "
@@ -121,7 +150,7 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
             names = "kv_ratio", "footprint", "footprint_held", "peak_kv"
             sizes = " | ".join(f"{np.mean([getattr(c, name) for c in group]):.3f}" for name in names)
             speeds = [_mean([getattr(c, name) for c in group]) for name in ("prefill_tok_s", "decode_tok_s")]
-            lines.append(f"| {policy} | {budget:g} | {sizes} | {size:.2f} | {' | '.join(speeds)} |")
+            lines.append(f"| {policy} | {budget} | {sizes} | {size:.2f} | {' | '.join(speeds)} |")
         tables.append("\n".join(lines))
     return tables
 
@@ -155,8 +184,7 @@ def _draw(out: Path, cells: Sequence[Cell]) -> None:
         (out / folder).mkdir(exist_ok=True)
     for name, own in _by_policy(cells).items():
         maps = {
-            title: {f"{cell.budget:g}": np.array(cell.kept) for cell in found}
-            for title, found in _panels(own).items()
+            title: {cell.at: np.array(cell.kept) for cell in found} for title, found in _panels(own).items()
         }
         pictures.draw_kept(out / "kept" / f"{name}.png", f"{name}: kept entries, by budget", maps)
         needles = [cell for cell in own if cell.task == "needle"]

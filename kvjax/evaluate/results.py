@@ -9,9 +9,10 @@ from typing import Any
 
 from kvjax.atomic import write_text
 from kvjax.errors import UserError
-from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Found
 from kvjax.evaluate.places import Place
+from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
@@ -27,7 +28,7 @@ class Cell:
     metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
     answers, of full attention's. footprint_held: the same with what was only read to look and dropped again. kv_ratio:
     share of the entries once the contexts were read. bytes: of a context's pages in use. kept: kv_ratio by layer and kv
-    head. published: RULER's own data.
+    head. published: RULER's own data. gates, tau: the folder and the threshold of a policy with gates.
     """
 
     policy: str
@@ -49,13 +50,28 @@ class Cell:
     published: bool
     seed: int
     kept: list[list[float]]
+    gates: str | None
+    tau: float | None
 
     @property
     def key(self) -> tuple[str, float, str, int]:
         return self.policy, self.budget, self.task, self.context
 
+    @property
+    def at(self) -> str:
+        """The budget, or the λ of gates at their own τ."""
+        return f"λ {self.budget:g}" if self.policy == FIXED_TAU else f"{self.budget:g}"
 
-def cell(policy: str, budget: float, place: Place, found: Found, config: EvaluateConfig) -> Cell:
+
+def cell(
+    policy: str,
+    budget: float,
+    place: Place,
+    found: Found,
+    config: EvaluateConfig,
+    gates: str | None = None,
+    tau: float | None = None,
+) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
     def speed(x):
@@ -81,6 +97,8 @@ def cell(policy: str, budget: float, place: Place, found: Found, config: Evaluat
         published=place.published,
         seed=config.seed,
         kept=found.kept.round(4).tolist(),
+        gates=gates,
+        tau=tau,
     )
 
 
@@ -102,6 +120,7 @@ class Results:
 
     def _check_settings(self, config: EvaluateConfig) -> None:
         now = {name: _plain(getattr(config, name)) for name in MEASURED_WITH}
+        now["gates"] = {folder: gates_digest(folder) for folder in config.gates}
         file = config.out / "settings.json"
         if not file.exists():
             if self._file.exists():

@@ -1,14 +1,16 @@
 """All cells of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.evaluate.calibration import Calibration
+from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, sized
+from kvjax.evaluate.gates import by_lambda, own_tau
 from kvjax.evaluate.measuring import Manner, Readings, measure, read
 from kvjax.evaluate.places import Place
 from kvjax.evaluate.progress import Progress
@@ -34,14 +36,17 @@ class Evaluation:
 
     def __post_init__(self):
         for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
-            sized(policy, self._sizing(place, budget))
+            sized(policy, self._sizing(place, policy, budget))
 
-    def _sizing(self, place: Place, budget: float) -> Sizing:
+    def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
         config = self.config
         assert config.chunk is not None
         assert config.observed is not None
+        gates = config.gates[0] if config.gates else None
+        if contender(policy).own_tau:
+            gates, budget = by_lambda(config.gates)[budget], 1.0
         return Sizing(
-            self.model, budget, place.tokens, place.shortest, config.chunk, config.observed, config.gates,
+            self.model, budget, place.tokens, place.shortest, config.chunk, config.observed, gates,
             config.pattern, config.seed,
         )  # fmt: skip
 
@@ -70,17 +75,30 @@ class Evaluation:
         """One policy's cells of a place."""
         entry, manner = contender(name), self._manner(place)
         readings = Readings() if entry.reads_once else None
-        search: Calibration | None = None
+        searches: dict[str, Calibration] = {}
         for budget in budgets:
-            policy = sized(name, self._sizing(place, budget))
+            sizing = self._sizing(place, name, budget)
+            policy = sized(name, sizing)
             try:
                 if entry.calibrated:
-                    search = search or Calibration(policy, lambda policy: self._size(policy, place, manner))
-                    policy = search.to(budget)
+                    searches = searches or self._searches(name, sizing, place, manner)
+                    sizing = dataclasses.replace(sizing, gates=nearest(searches, budget))
+                    policy = searches[str(sizing.gates)].to(budget)
                 found = measure(self.model, policy, place.contexts, manner, readings)
             except UserError as error:
                 raise UserError(f"{name} at {budget:g} on {place.task}: {error}") from None
-            yield cell(name, budget, place, found, self.config)
+            tau = own_tau(policy)
+            gates = None if tau is None else str(sizing.gates)
+            yield cell(name, budget, place, found, self.config, gates, tau)
+
+    def _searches(self, name: str, sizing: Sizing, place: Place, manner: Manner) -> dict[str, Calibration]:
+        """For each folder of gates the search for its τ."""
+
+        def size(policy: Policy) -> float:
+            return self._size(policy, place, manner)
+
+        every = {gates: dataclasses.replace(sizing, gates=gates) for gates in self.config.gates}
+        return {gates: Calibration(sized(name, own), size) for gates, own in every.items()}
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""
@@ -89,9 +107,11 @@ class Evaluation:
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:
-    """Policies with their budgets; one that has but one size has budget 1."""
-    return [
-        (policy, budget)
-        for policy in config.policies
-        for budget in ((1.0,) if contender(policy).fixed else config.budgets)
-    ]
+    """Policies with their budgets: 1 for one that has but one size, λ for gates at their own τ."""
+    return [(policy, budget) for policy in config.policies for budget in _budgets(policy, config)]
+
+
+def _budgets(policy: str, config: EvaluateConfig) -> tuple[float, ...]:
+    if contender(policy).own_tau:
+        return tuple(by_lambda(config.gates))
+    return (1.0,) if contender(policy).fixed else config.budgets

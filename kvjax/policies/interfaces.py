@@ -111,6 +111,7 @@ class Trainable(Protocol):
         log_gate). `None` stands for weight 1, for plain causal attention, and for no gate."""
         ...
 
-    def auxiliary(self, state: State, step: Step, o: Any, lse: Any) -> dict[str, Float[Array, ""]]:
-        """Scalars of this layer, averaged over layers into the loss or the log (sparsity, score losses)."""
+    def auxiliary(self, state: State, step: Step, o: Any, lse: Any) -> dict[str, Float[Array, "b k"]]:
+        """Scalars of this layer's sequences and kv heads, averaged into the loss or the log (sparsity, score
+        losses)."""
         ...

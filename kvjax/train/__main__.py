@@ -1,7 +1,12 @@
 """`python -m kvjax.train`: the command."""
 
+from typing import TYPE_CHECKING
+
 from kvjax.launch import run_command
-from kvjax.train.config import parse
+from kvjax.train.config import TrainConfig, parse
+
+if TYPE_CHECKING:
+    from kvjax.train.loop import Trained
 
 
 def main() -> None:
@@ -15,6 +20,8 @@ def main() -> None:
     from kvjax.train.loop import train
 
     trained = train(config)
+    if jax.process_index() == 0:
+        print(summary(config, trained))
     if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
         return
 
@@ -25,6 +32,20 @@ def main() -> None:
         rows = report.report(trained.model, trained.gates, config, trained.folder, print)
     print(
         f"\n{report.table(rows)}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}"
+    )
+
+
+def summary(config: TrainConfig, trained: "Trained") -> str:
+    """Where the gates are, what they are worth, and how to use them."""
+    found, gates = trained.validation, trained.folder / "gates"
+    model = "" if config.model == "builtin" else f" --model {config.model}"
+    return "\n".join(
+        [
+            f"gates: {gates}",
+            f"{found}: at τ {config.tau:g} they admit {100 * found.admitted:.1f}% of the tokens",
+            f"use them: python -m kvjax.generate{model} --policy wgkv --gates {gates} --prompt-file FILE",
+            f"compare them: python -m kvjax.evaluate{model} --gates {gates} --out FOLDER",
+        ]
     )
 
 

@@ -18,8 +18,11 @@ RUNS = Path("runs")
 """Where runs without an --out go."""
 SAVED = "config.yaml"
 """What a run was told, in its folder."""
-MAY_CHANGE = {"mesh", "batch", "checkpoint_every", "keep", "report", "tensorboard", "out", "resume", "config"}
-"""What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of a step."""
+MAY_CHANGE = {
+    *("mesh", "batch", "checkpoint_every", "validate_every", "keep", "report", "tensorboard", "out"),
+    *("resume", "config"),
+}
+"""What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +48,13 @@ class TrainConfig:
     instruction: str = "Please analyze and summarize the following text:"
     """What stands before each document in the user's turn, with an empty line, for models with a chat template."""
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
-    """Tokens of a sequence: a document of at least that many and less than twice as many is cut to it."""
+    """Tokens of a sequence: a document is cut to the largest length that it fills."""
     shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
     """How often each length is trained on, relative to the others."""
-    batch: int | None = None
-    """Sequences of a step, rounded up to a multiple of the mesh's data × fsdp; by default one for each of them."""
-    steps: int = 7500
-    """Updates. Warm-up takes the first tenth, a cosine to 0 the rest."""
+    sequences: int = 7500
+    """Sequences to train on in all, on any mesh. Warm-up takes the first tenth, a cosine to 0 the rest."""
+    batch: int = 1
+    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp: a larger one makes fewer updates."""
     lambda_: Annotated[float, tyro.conf.arg(name="lambda")] = 0.04
     """Weight of the sparsity term: a larger one keeps less."""
     window: int = 256
@@ -74,7 +77,11 @@ class TrainConfig:
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
     checkpoint_every: int = 250
-    """Steps between two checkpoints."""
+    """Updates between two checkpoints."""
+    validation: int = 8
+    """Held-out sequences, of the lengths in their shares. Their documents are never trained on."""
+    validate_every: int | None = None
+    """Updates between two validations; by default as many as between two checkpoints. The last update has one, too."""
     keep: int = 2
     """Checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
@@ -84,9 +91,14 @@ class TrainConfig:
 
     @property
     def rows(self) -> int:
-        """Sequences of a step, on this mesh."""
+        """Sequences of an update, on this mesh."""
         shards = self.mesh.batch_shards
-        return -(-(self.batch or shards) // shards) * shards
+        return -(-self.batch // shards) * shards
+
+    @property
+    def steps(self) -> int:
+        """Updates, on this mesh: the last one is filled up."""
+        return -(-self.sequences // self.rows)
 
     def check(self) -> None:
         """Refuse values that cannot be trained with. Raises UserError."""
@@ -96,13 +108,20 @@ class TrainConfig:
             (self.lambda_ >= 0, "--lambda", "at least 0", self.lambda_),
             (self.window >= 1, "--window", "at least 1", self.window),
             (0 <= self.tau <= 1, "--tau", "between 0 and 1", self.tau),
-            (self.steps >= 1, "--steps", "at least 1", self.steps),
-            (self.batch is None or self.batch >= 1, "--batch", "at least 1", self.batch),
+            (self.sequences >= 1, "--sequences", "at least 1", self.sequences),
+            (self.batch >= 1, "--batch", "at least 1", self.batch),
             (self.expand is None or self.expand > 0, "--expand", "above 0", self.expand),
             (self.lr > 0, "--lr", "above 0", self.lr),
             (self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay),
             (self.seed >= 0, "--seed", "at least 0", self.seed),
             (self.checkpoint_every >= 1, "--checkpoint-every", "at least 1", self.checkpoint_every),
+            (self.validation >= 1, "--validation", "at least 1", self.validation),
+            (
+                self.validate_every is None or self.validate_every >= 1,
+                "--validate-every",
+                "at least 1",
+                self.validate_every,
+            ),
             (self.keep >= 1, "--keep", "at least 1", self.keep),
             (
                 self.dtype in (None, "float32", "bfloat16", "float16"),
@@ -160,7 +179,7 @@ def _parse_resumed(args: Sequence[str] | None, arguments: Sequence[str]) -> Trai
     config = parse_command(TrainConfig, args, default=load_config(TrainConfig, name) if name else before)
     if config.rows != before.batch:
         raise UserError(
-            f"--resume goes on with the run's own {before.batch} sequences a step, got {config.rows}, by --batch "
+            f"--resume goes on with the run's own {before.batch} sequences an update, got {config.rows}, by --batch "
             f"or rounded up to --mesh {config.mesh}"
         )
     for field in dataclasses.fields(TrainConfig):

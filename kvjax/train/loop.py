@@ -7,33 +7,34 @@ from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.checkpoint import Checkpoints, abstract
+from kvjax.checkpoint import Checkpoints, abstract, check_finite
 from kvjax.data import Rows, open_data, step_lengths, to_mesh
 from kvjax.errors import UserError
 from kvjax.launch import start
-from kvjax.metrics import Metrics
+from kvjax.metrics import Metrics, check_tensorboard
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
 from kvjax.models.folder import find_folder, speaks_builtin
 from kvjax.policies.admission.wgkv import WriteGate
-from kvjax.train.config import SAVED, TrainConfig, prepare_folder
-from kvjax.train.exported import admission_rates, export_gates
+from kvjax.train.config import TrainConfig, prepare_folder
+from kvjax.train.exported import export_gates
 from kvjax.train.step import TrainState, initial_state, make_update
+from kvjax.train.validation import Validate, Validation, make_validate
 
 SHOWN = {"loss": ".4f", "distillation": ".4f", "sparsity": ".3f", "kv_size": ".3f"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run leaves: the frozen model, its gates, and where they are."""
+    """What a run leaves: the frozen model, its gates, where they are, and what they are worth on held-out data."""
 
     model: Decoder
     gates: WriteGate
     mesh: Mesh
     folder: Path
+    validation: Validation
 
 
 def check(config: TrainConfig) -> None:
@@ -51,6 +52,10 @@ def check(config: TrainConfig) -> None:
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
             "a folder or a hub data set"
         )
+    if config.report == "full" and not speaks_builtin(folder):
+        raise UserError(f"--report full is for the built-in model, got --model {config.model}")
+    if config.tensorboard:
+        check_tensorboard()
 
 
 def train(config: TrainConfig) -> Trained:
@@ -61,27 +66,40 @@ def train(config: TrainConfig) -> Trained:
     """
     check(config)
     mesh = start(config.mesh)
-    folder = prepare_folder(config, write=jax.process_index() == 0)
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.lengths))
         rows = Rows.of_this_process(mesh, config.rows)
-        sequences = open_data(
+        lengths = step_lengths(config.steps, config.lengths, config.shares, config.seed)
+        sequences, held_out = open_data(
             config.data,
             rows=rows,
-            schedule=step_lengths(config.steps, config.lengths, config.shares, config.seed),
+            schedule=lengths,
+            lengths=config.lengths,
+            validation=step_lengths(config.validation, config.lengths, config.shares, config.seed),
             seed=config.seed,
             tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
             instruction=config.instruction,
         )
-        beginning = sequences.get_state()
+        # the folder is taken once nothing is left that the user could have to mend
+        folder = prepare_folder(config, write=jax.process_index() == 0)
+        validate = make_validate(config, mesh, held_out)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            run = Run(config, folder, mesh, model, rows, sequences, checkpoints)
-            state = run.steps(*run.begin())
-        sequences.set_state(beginning)
-        tokens = to_mesh(mesh, rows, next(sequences))
-        rates = np.asarray(admission_rates(model, state.gates, tokens, jnp.float32(config.tau)))
-        export_gates(folder / "gates", state.gates, config, rates)
-        return Trained(model, state.gates, mesh, folder)
+            run = Run(config, folder, mesh, model, rows, sequences, checkpoints, validate)
+            state, found = run.steps(*run.begin(), tokens=rows.total * int(lengths.sum()))
+        export_gates(folder / "gates", state.gates, config, found)
+        return Trained(model, state.gates, mesh, folder, found)
+
+
+def plan(config: TrainConfig, first: int, tokens: int) -> str:
+    """What a run is going to do, or to go on with, in one line."""
+    rows, steps = config.rows, config.steps
+    text = f"{rows * steps:,} sequences, {tokens:,} tokens in all: {steps} updates of {rows}"
+    if rows > config.batch:
+        shards = config.mesh.batch_shards
+        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axis `tensor` does not)"
+    if first:
+        text += f"; going on with update {first + 1}" if first < steps else "; all are done"
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +113,7 @@ class Run:
     rows: Rows
     sequences: grain.DatasetIterator
     checkpoints: Checkpoints
+    validate: Validate
 
     def begin(self) -> tuple[TrainState, int]:
         """The state to go on with and its step, the data moved there: the last checkpoint's, or the first ones."""
@@ -115,10 +134,17 @@ class Run:
         self.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
         return state, step
 
-    def steps(self, state: TrainState, first: int) -> TrainState:
-        """The steps from `first` on; the state after them."""
+    def steps(self, state: TrainState, first: int, *, tokens: int) -> tuple[TrainState, Validation]:
+        """The steps from `first` on; the state after them, and its validation. tokens: of the whole run.
+
+        A checkpoint of step n is saved once the metrics up to n are on disk.
+
+        Raises:
+            UserError: the loss or the gates are no longer finite.
+        """
         config, update = self.config, make_update(self.config)
-        told = (self.folder / SAVED).read_text(encoding="utf-8")
+        validate_every = config.validate_every or config.checkpoint_every
+        found = None
         with Metrics(
             self.folder,
             total=config.steps,
@@ -127,20 +153,23 @@ class Run:
             tensorboard=config.tensorboard,
             quiet=jax.process_index() > 0,
         ) as metrics:
-            left = (
-                f"steps {first + 1} to {config.steps}"
-                if first < config.steps
-                else f"all {first} steps are done"
-            )
-            metrics.say(f"{left}, {self.rows.total} sequences each; the run is kept in {self.folder}")
+            metrics.say(plan(config, first, tokens))
+            metrics.say(f"the run is kept in {self.folder}")
             for step in range(first, config.steps):
-                tokens = to_mesh(self.mesh, self.rows, next(self.sequences))
-                state, numbers = update(state, self.model, tokens)
-                metrics.step(step, numbers, tokens=tokens.size)
-                if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.steps:
-                    notes = {"data": self.positions(), "config": told}
-                    self.checkpoints.save(step + 1, state, notes)
-        return state
+                batch = to_mesh(self.mesh, self.rows, next(self.sequences))
+                state, numbers = update(state, self.model, batch)
+                metrics.step(step, numbers, tokens=batch.size)
+                done, last = step + 1, step + 1 == config.steps
+                if done % validate_every == 0 or last:
+                    metrics.flush()
+                    found = self.validate(state.gates, self.model)
+                    metrics.note(step, "validation", found.numbers)
+                    metrics.say(f"step {done}: {found}")
+                if done % config.checkpoint_every == 0 or last:
+                    metrics.flush()
+                    check_finite(f"step {done}", state)
+                    self.checkpoints.save(done, state, {"data": self.positions()})
+        return state, found or self.validate(state.gates, self.model)
 
     def positions(self) -> list[Any]:
         """Where each of the `rows.groups` parts of the data stands, a JSON value each."""

@@ -26,21 +26,25 @@ class TrainState:
     opt: Any
 
 
-def schedule(steps: int, peak: float) -> optax.Schedule:
-    """The learning rate of update i: peak · i/w during the first tenth (w = steps/10), then a cosine from peak to 0
-    (WG-KV, App. C; its 7,500 updates give w = 750)."""
-    warmup = max(1, math.floor(steps / 10))
+def schedule(sequences: int, rows: int, peak: float) -> optax.Schedule:
+    """The learning rate of the update that begins with sequence s of the run: peak · s/w during the first tenth
+    (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
+
+    WG-KV, App. C: 7,500 sequences, one an update, w = 750. Its code steps the schedule once a sequence, too.
+    """
+    warmup = max(1, math.floor(sequences / 10))
 
     def rate(update: Any) -> Float[Array, ""]:
-        after = (update - warmup) / max(1, steps - warmup)
-        return peak * jnp.where(update < warmup, update / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
+        sequence = update * rows
+        after = (sequence - warmup) / max(1, sequences - warmup)
+        return peak * jnp.where(sequence < warmup, sequence / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
 
     return rate
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW with decay on every gate parameter; no clipping (WG-KV, App. C)."""
-    rate = schedule(config.steps, config.lr)
+    rate = schedule(config.sequences, config.rows, config.lr)
     return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=config.weight_decay)
 
 
@@ -57,6 +61,12 @@ def initial_state(config: TrainConfig, model: ModelConfig) -> TrainState:
     return TrainState(gates, optimizer(config).init(gates))
 
 
+def trained_method(config: TrainConfig, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
+    """The gates as they are trained; `hard`: as they are used, binarised at τ."""
+    tau = jnp.full(gates.b2.shape[0], config.tau, jnp.float32)
+    return WriteGateTraining(gates, tau, window=config.window, sparsity=config.sparsity, hard=hard)
+
+
 Update = Callable[[TrainState, Decoder, Any], tuple[TrainState, dict[str, Any]]]
 
 
@@ -65,8 +75,7 @@ def make_update(config: TrainConfig) -> Update:
     tx = optimizer(config)
 
     def loss(gates: WriteGate, model: Decoder, tokens: Int[Array, "b t"]):
-        tau = jnp.full(model.config.num_layers, config.tau, jnp.float32)
-        method = WriteGateTraining(gates, tau, window=config.window, sparsity=config.sparsity)
+        method = trained_method(config, gates)
         return distillation(method, model, tokens, window=config.window, weight=jnp.float32(config.lambda_))
 
     def update(state: TrainState, model: Decoder, tokens: Int[Array, "b t"]):

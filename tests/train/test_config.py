@@ -8,11 +8,12 @@ import time
 import pytest
 
 from kvjax.config import packaged_configs
+from kvjax.data import step_lengths
 from kvjax.errors import UserError
 from kvjax.launch import MeshShape, run_command
 from kvjax.train import config as module
 from kvjax.train.config import SAVED, TrainConfig, parse, prepare_folder
-from kvjax.train.loop import train
+from kvjax.train.loop import plan, train
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
@@ -42,7 +43,9 @@ def refusal(capsys, args):
         (["--lambda", "nan"], ["lambda", "a number"]),
         (["--window", "0"], ["--window must be at least 1, got 0"]),
         (["--tau", "2"], ["--tau must be between 0 and 1, got 2"]),
-        (["--steps", "0"], ["--steps"]),
+        (["--sequences", "0"], ["--sequences"]),
+        (["--validation", "0"], ["--validation must be at least 1, got 0"]),
+        (["--validate-every", "0"], ["--validate-every"]),
         (["--batch", "0"], ["--batch"]),
         (["--lengths", "16"], ["--lengths 16 is not above --window 16"]),
         (["--lengths", "512", "256"], ["--lengths", "rising", "[512, 256]"]),
@@ -53,7 +56,7 @@ def refusal(capsys, args):
         (["--model", "no-such-folder"], ["no-such-folder"]),
         (["--mesh", "1x3"], ["tensor axis of 3", "4 kv heads"]),
         (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
-        (["--stepz", "3"], ["--stepz", "--steps"]),
+        (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
     ],
 )
@@ -82,6 +85,8 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
     )
     assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
+    told = ["--model", str(folder), "--data", str(empty), "--report", "full"]
+    assert "--report full is for the built-in model, got --model" in refusal(capsys, told)
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -89,13 +94,14 @@ def test_every_packaged_config_can_be_trained_with(name):
     config = parse(["--config", name])
     assert config.model == "builtin" or "/" in config.model
     assert sum(config.shares) > 0
-    assert config.rows == (config.batch or 1)
+    assert config.rows == config.batch
 
 
 def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_paper():
     assert parse([]).window == 16
     other = parse(["--model", "some/folder", "--data", "some/data"])
-    assert (other.window, other.lambda_, other.tau, other.steps, other.lr) == (256, 0.04, 0.1, 7500, 1e-3)
+    assert (other.window, other.lambda_, other.tau, other.lr) == (256, 0.04, 0.1, 1e-3)
+    assert (other.sequences, other.batch, other.steps) == (7500, 1, 7500)
     assert parse(["--config", "builtin", "--window", "9"]).window == 9
 
 
@@ -103,6 +109,30 @@ def test_rows_fill_every_data_shard():
     config = TrainConfig(mesh=MeshShape(2, 4, 2))
     assert config.rows == 8
     assert dataclasses.replace(config, batch=9).rows == 16
+
+
+@pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
+def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
+    config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
+    lengths = step_lengths(config.steps, config.lengths, config.shares, config.seed)
+    tokens = config.rows * int(lengths.sum())
+    assert tokens == pytest.approx(65_536_000, rel=0.01)
+    assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens)
+    if config.rows == 1:
+        assert (config.steps, tokens) == (7500, 65_536_000)
+
+
+def test_a_run_says_what_its_mesh_makes_of_the_batch():
+    config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
+    assert plan(config, 0, 65_536_000) == (
+        "7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch into 8 (its axis "
+        "`tensor` does not)"
+    )
+    builtin = parse(["--mesh", "8"])
+    assert (builtin.steps, builtin.rows) == (200, 8)
+    assert plan(builtin, 50, 512_000) == (
+        "1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
+    )
 
 
 def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
@@ -115,7 +145,7 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
     with pytest.raises(UserError, match=r"--resume goes on with the run's own --lambda 0.7, got 0.5"):
         parse(["--resume", "--lambda", "0.5"])
     with pytest.raises(
-        UserError, match=r"the run's own 8 sequences a step, got 9, by --batch or rounded up to"
+        UserError, match=r"the run's own 8 sequences an update, got 9, by --batch or rounded up to"
     ):
         parse(["--resume", "--mesh", "3"])
     with pytest.raises(UserError, match="started just now"):
@@ -151,7 +181,8 @@ def test_help_is_quick_and_names_every_option():
     )
     assert time.monotonic() - began < 3
     assert shown.stdout.startswith("usage: python -m kvjax.train")
-    for option in ("mesh", "config", "model", "data", "lambda", "window", "steps", "seed", "out", "resume"):
+    options = "mesh", "config", "model", "data", "lambda", "window", "sequences", "seed", "out", "resume"
+    for option in options:
         assert f"--{option}" in shown.stdout
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert not imported & {"jax", "flax", "numpy", "transformers", "orbax", "grain"}

@@ -10,21 +10,27 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
+from kvjax.checkpoint import Checkpoints
+from kvjax.errors import UserError
 from kvjax.launch import MeshShape
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.train import loop
+from kvjax.train.__main__ import summary
 from kvjax.train.config import parse
 from kvjax.train.loop import train
+from kvjax.train.validation import Validation
 
 ROOT = Path(__file__).parents[2]
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
-    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--steps", "6"),
+    *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
     *("--checkpoint-every", "2", "--report", "none", "--dtype", "float32"),
 ]
 
@@ -48,16 +54,36 @@ train(parse(sys.argv[1:]))
 """
 
 
-def losses(folder):
+def written(folder):
+    """The lines of metrics.jsonl: those of steps, and the validations by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(6))
-    return [line["loss"] for line in lines]
+    validations = {line["step"]: line["validation"] for line in lines if "validation" in line}
+    return [line for line in lines if "validation" not in line], validations
+
+
+def losses(folder):
+    steps, _ = written(folder)
+    assert [line["step"] for line in steps] == list(range(6))
+    return [line["loss"] for line in steps]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    return train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+def saves():
+    """Of the run `whole`: the steps that were on disk when each checkpoint was saved."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, saves):
+    folder, save = tmp_path_factory.mktemp("whole") / "run", Checkpoints.save
+
+    def noted(self, step, *args):
+        saves[step] = [line["step"] for line in written(folder)[0]]
+        save(self, step, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoints, "save", noted)
+        return train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +104,36 @@ def resumed(killed, tmp_path, mesh):
     return train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", mesh]))
 
 
+def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
+    assert saves == {step: list(range(step)) for step in (2, 4, 6)}
+
+
+def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypatch):
+    """Between the checkpoint of step 4, complete, and the next update."""
+    folder, save = tmp_path / "run", Checkpoints.save
+
+    class Killed(BaseException):
+        pass
+
+    def killed_after_the_second(self, step, *args):
+        save(self, step, *args)
+        if step == 4:
+            self._manager.wait_until_finished()
+            raise Killed
+
+    monkeypatch.setattr(Checkpoints, "save", killed_after_the_second)
+    with pytest.raises(Killed):
+        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+    monkeypatch.setattr(Checkpoints, "save", save)
+    again = train(parse(["--resume", "--out", str(folder), "--mesh", "8"]))
+    assert losses(folder) == losses(whole.folder)
+    assert written(folder)[1] == written(whole.folder)[1]
+    np.testing.assert_array_equal(again.gates.w1[...], whole.gates.w1[...])
+
+
 def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
-    assert len((killed / "metrics.jsonl").read_text().splitlines()) >= 3, (
-        "it was further than its last checkpoint"
-    )
+    assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
     again = resumed(killed, tmp_path, "8")
     assert losses(again.folder) == losses(whole.folder)
     for mine, theirs in zip(jax.tree.leaves(again.gates), jax.tree.leaves(whole.gates), strict=True):
@@ -107,8 +158,80 @@ def test_a_run_leaves_gates_that_make_policy_loads(whole):
         np.testing.assert_array_equal(mine, theirs)
     described = json.loads((whole.folder / "gates" / "config.json").read_text())
     assert (described["lambda"], described["tau"], described["window"]) == (0.3, 0.1, 8)
-    assert np.shape(described["rate"]) == whole.gates.b2.shape
+    assert (described["sequences"], described["batch"], described["lengths"]) == (48, 8, [64])
+    found = whole.validation
+    np.testing.assert_allclose(described["rate"], found.rates.mean(0), atol=1e-4)
+    np.testing.assert_allclose(described["peak_rate"], found.rates.max(0), atol=1e-4)
+    np.testing.assert_allclose(policy.admission.rate, found.rates.max(0), atol=1e-4)
+    assert found.rates.shape == (8, *whole.gates.b2.shape)
     assert (whole.folder / "gates" / "orbax").is_dir()
+
+
+def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
+    _, validations = written(whole.folder)
+    assert list(validations) == [1, 3, 5]
+    described = json.loads((whole.folder / "gates" / "config.json").read_text())["validation"]
+    assert described == validations[5] == whole.validation.numbers
+    assert set(described) == {
+        *("distillation", "hard_distillation", "gate", "admitted", "kv_size", "sequences")
+    }
+    assert validations[1]["gate"] > validations[5]["gate"], "λ closes the gates"
+
+
+def test_validations_as_often_as_told(whole, tmp_path):
+    args = ["--validate-every", "3", "--validation", "3", "--mesh", "4x2", "--out", str(tmp_path / "run")]
+    other = train(parse([*ARGS, *args]))
+    _, validations = written(other.folder)
+    assert list(validations) == [2, 5]
+    assert other.validation.sequences == 3
+    # the first three of the same sequences, on another mesh
+    assert other.validation.rates == pytest.approx(whole.validation.rates[:3], abs=0.05)
+
+
+def test_the_end_of_a_run_says_what_it_left(whole):
+    config = parse(["--resume", "--out", str(whole.folder), "--mesh", "8"])
+    said, found = summary(config, whole), whole.validation
+    for part in (
+        f"gates: {whole.folder}/gates", "held out (8 sequences)", f"{found.distillation:.4g} soft",
+        f"{found.hard_distillation:.4g} hard", "at τ 0.1", f"--model {config.model}", "kvjax.generate",
+        f"--policy wgkv --gates {whole.folder}/gates",
+    ):  # fmt: skip
+        assert part in said, part
+
+
+@pytest.mark.parametrize("broken", ["loss", "gates"])
+def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
+    folder, made = tmp_path / "run", []
+
+    def make_update(config):
+        def update(state, model, tokens):
+            made.append(1)
+            bad = len(made) == 4
+            if bad and broken == "gates":
+                state.gates.b2[...] = state.gates.b2[...] * jnp.nan
+            return state, {"loss": jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)}
+
+        return update
+
+    found = Validation(1.0, 1.0, 0.5, 0.5, 0.5, 1, np.zeros((1, 2, 4)))
+    monkeypatch.setattr(loop, "make_update", make_update)
+    monkeypatch.setattr(loop, "make_validate", lambda *args: lambda gates, model: found)
+    with pytest.raises(
+        UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"
+    ):
+        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+    assert [file.name for file in (folder / "checkpoints").iterdir()] == ["2"]
+    assert not (folder / "gates").exists()
+
+
+def test_a_folder_is_not_taken_by_a_run_that_cannot_start(tmp_path):
+    folder, data = tmp_path / "run", tmp_path / "data"
+    data.mkdir()
+    args = [*ARGS, "--mesh", "8", "--out", str(folder)]
+    with pytest.raises(UserError, match="has no .txt"):
+        train(parse([*args, "--data", str(data)]))
+    assert not folder.exists()
+    assert parse(args).out == folder
 
 
 def test_a_finished_run_is_left_as_it_is(whole):

@@ -16,7 +16,7 @@ from kvjax.train.config import TrainConfig
 from kvjax.train.objective import distillation
 from kvjax.train.step import initial_state, make_update, optimizer, schedule
 
-CONFIG = TrainConfig(window=4, lambda_=0.3, steps=5, lr=1e-2, expand=4.0)
+CONFIG = TrainConfig(window=4, lambda_=0.3, sequences=5, lr=1e-2, expand=4.0)
 MESHES = {"1": {}, "8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}, "2x4": {"fsdp": 2, "tensor": 4}}
 
 
@@ -73,7 +73,7 @@ def test_each_device_holds_its_part_of_what_is_sharded(runs, name):
 
 
 def test_the_schedule_is_the_papers():
-    rate = schedule(7500, 1e-3)
+    rate = schedule(7500, 1, 1e-3)
     for update in (0, 1, 400, 749):
         assert float(rate(update)) == pytest.approx(1e-3 * update / 750, rel=1e-6)
     for update in (750, 3000, 7499):
@@ -81,16 +81,29 @@ def test_the_schedule_is_the_papers():
         assert float(rate(update)) == pytest.approx(wanted, rel=1e-4, abs=1e-10)
 
 
-def test_the_schedule_scales_with_the_steps():
-    rates = [float(schedule(20, 1.0)(update)) for update in range(20)]
+def test_the_schedule_is_in_sequences():
+    """An update has the rate of the sequence that it begins with, whatever the mesh: the paper's own at 0, 8, 16, …"""
+    ones, eights = schedule(7500, 1, 1e-3), schedule(7500, 8, 1e-3)
+    for update in (0, 1, 93, 94, 500, 937):
+        assert float(eights(update)) == pytest.approx(float(ones(8 * update)), rel=1e-6)
+    rates = [float(schedule(20, 1, 1.0)(update)) for update in range(20)]
     assert rates[:3] == pytest.approx([0, 0.5, 1])
     assert rates[11] == pytest.approx(0.5)
-    assert float(schedule(1, 1.0)(0)) == 0
+    assert float(schedule(1, 1, 1.0)(0)) == 0
+
+
+def test_the_built_in_recipe_has_the_rates_of_200_updates():
+    """Bit for bit: w = 20 updates, and a cosine over the other 180."""
+    rate = schedule(1600, 8, 5e-3)
+    for update in range(200):
+        falling = (1 + jnp.cos(jnp.pi * ((jnp.int32(update) - 20) / 180))) / 2
+        wanted = 5e-3 * jnp.where(update < 20, jnp.int32(update) / 20, falling)
+        assert float(rate(jnp.int32(update))) == float(wanted), update
 
 
 def test_adamw_by_hand():
     """torch's AdamW: p ← p (1 − lr·wd) − lr · m̂ / (√v̂ + ε), decay on every parameter, lr 0 in the first update."""
-    config = TrainConfig(steps=20, lr=0.1, weight_decay=0.01)
+    config = TrainConfig(sequences=20, lr=0.1, weight_decay=0.01)
     tx, p, gradients = optimizer(config), jnp.float32(2), [0.5, -0.25, 1.0]
     state, m, v, wanted = tx.init(p), 0.0, 0.0, 2.0
     for i, gradient in enumerate(gradients):

@@ -5,6 +5,7 @@ the window. In training the gate is soft: a query at distance ≥ window adds lo
 a token is written to the global region iff g ≥ τ.
 """
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -25,6 +26,7 @@ from kvjax.policies.interfaces import Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import static, struct
+from pallas_kernels.vertical_slash import ends
 
 GATE_FLOOR = 1e-3
 """The smallest soft gate; below it the gradient stops (WG-KV's code, `g_epsilon`)."""
@@ -88,7 +90,8 @@ def _rms(x, scale):
 class WGKV:
     """Admission by the gate: a token that leaves the window is written iff g ≥ τ.
 
-    `rate` is the share of tokens that the gates admitted when they were trained (1 where unknown); it sizes the pool.
+    `rate` is the largest share of a sequence's tokens that is expected to be admitted (1 where unknown); it sizes the
+    pool.
     """
 
     gates: WriteGate
@@ -114,43 +117,50 @@ class WriteGateTraining:
 
     `sparsity` "lifetime" is the code's form, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)] with o_s = min(1, W/(N − s)) the
     share of the remaining steps that token s spends in the ring anyway; "paper" is mean[g + g(1 − g)].
+    `hard`: the mask is the one of use, binarised at τ, and has no gradient.
     """
 
     gates: WriteGate
     tau: Float[Array, "*l"]
     window: int = static()
     sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
+    hard: bool = static(default=False)
 
     def sample(self, key: jax.Array) -> "WriteGateTraining":
         return self
 
     def masks(self, state: Any, step: Step):
-        # the loss sees the floor everywhere, and no gradient comes from below it (WG-KV's code)
-        gate = jnp.maximum(self.gates(step.k_pre, step.k), GATE_FLOOR)
-        return gate, [(None, None, jnp.log(gate))]
+        gate = self.gates(step.k_pre, step.k)
+        if self.hard:
+            return gate, [(None, ends(gate >= self.tau, self.window), None)]
+        return gate, [(None, None, jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
 
     def auxiliary(
         self, state: Float[Array, "b k t"], step: Step, o: Any, lse: Any
     ) -> dict[str, Float[Array, "..."]]:
-        """Per sequence and kv head `[b k]`: the sparsity term, the mean gate, and the share of the sequence's entries
-        that the hard gate would leave in the cache at its end, ring included."""
-        gate, tokens = state, state.shape[-1]
+        """Per sequence and kv head `[b k]`: the sparsity term, the mean gate, the share of tokens that the hard gate
+        admits, and the share of the sequence's entries that it would leave in the cache at the end, ring included."""
+        admitted, tokens = state >= self.tau, state.shape[-1]
+        # the loss sees the floor everywhere, and no gradient comes from below it (WG-KV's code)
+        gate = jnp.maximum(state, GATE_FLOOR)
         used = gate * (2 - gate)
         left = jnp.arange(tokens, 0, -1, dtype=jnp.float32)
         if self.sparsity == "lifetime":
             ring = jnp.minimum(1.0, self.window / left)
             used = ring + (1 - ring) * used
-        kept = (gate >= self.tau) | (left <= self.window)
+        kept = admitted | (left <= self.window)
         return {
             "sparsity": used.mean(-1),
             "gate": gate.mean(-1),
+            "admitted": admitted.astype(jnp.float32).mean(-1),
             "kv_size": kept.astype(jnp.float32).mean(-1),
         }
 
 
 def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]) -> None:
-    """Write `gates.safetensors` and `config.json`. `description` holds tau, window, rate (layers × kv heads) and
-    whatever else says how they were made."""
+    """Write `gates.safetensors` and `config.json`. `description` holds tau, window, rate and peak_rate (the mean and
+    the largest share of a sequence's tokens that were admitted, layers × kv heads), and whatever else says how they
+    were made."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     arrays = {name: np.asarray(param) for name, param in nnx.to_pure_dict(nnx.state(gates)).items()}
@@ -160,18 +170,38 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
     (folder / "config.json").write_text(json.dumps({"method": "wgkv"} | shape | description, indent=1))
 
 
+def _files(folder: str | Path) -> tuple[Path, Path]:
+    """The weights and the description of exported gates."""
+    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
+    files = folder / "gates.safetensors", folder / "config.json"
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+    return files
+
+
+def describe_gates(folder: str | Path) -> dict[str, Any]:
+    """The description that `save_gates` wrote. Raises UserError if it cannot be read."""
+    file = _files(folder)[1]
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: these are no WG-KV gates, or the file is damaged ({error!r})") from None
+
+
+def gates_digest(folder: str | Path) -> str:
+    """What exported gates are known by, weights and description: other gates in the same folder have another one."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in _files(folder))).hexdigest()[:16]
+
+
 def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
     """The gates and the description that `save_gates` wrote; `builtin` is the folder of those that come with kvjax.
 
     Raises UserError naming the file that is wrong, and for gates that are not for `model`.
     """
-    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
-    weights, config = folder / "gates.safetensors", folder / "config.json"
-    for file in (weights, config):
-        if not file.is_file():
-            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+    description = describe_gates(folder)
+    weights = _files(folder)[0]
     try:
-        description = json.loads(config.read_text())
         layers, kv_heads, head_dim = (int(description[key]) for key in ("layers", "kv_heads", "head_dim"))
         expand = float(description["expand"])
         arrays = load_file(weights)
@@ -215,8 +245,8 @@ def wgkv(
         gates: a folder that training exported, `builtin` for those of the built-in model, or the gates themselves.
         tau: the threshold; a higher one keeps less. By default the folder's, else 0.1.
         window: the local window. By default the folder's, that is the one the gates were trained with.
-        rate: the expected share of admitted tokens by layer and kv head, which sizes the pool; by default the
-            folder's, else 1.
+        rate: the largest share of a sequence's tokens that is expected to be admitted, by layer and kv head, which
+            sizes the pool; by default the folder's, if it was exported with this τ or a lower one; else 1.
         model: refuses gates whose layers, kv heads or head_dim are not this model's.
     """
     description: dict[str, Any] = {}
@@ -228,8 +258,9 @@ def wgkv(
     _check_made_for((layers, kv_heads, fan_in // 2), model)
     tau = real_number("wgkv", "tau", description.get("tau", 0.1) if tau is None else tau, 0.0, 1.0)
     window = whole_number("wgkv", "window", description.get("window") if window is None else window)
-    known = description.get("rate") if rate is None else rate
-    known = np.ones((layers, kv_heads)) if known is None else known
+    if rate is None and tau >= description.get("tau", tau):
+        rate = description.get("peak_rate", description.get("rate"))
+    known = np.ones((layers, kv_heads)) if rate is None else rate
     table = head_table("wgkv", "rate", known, layers, kv_heads).astype(np.float32)
     admission = WGKV(gates, put(np.full(layers, tau, np.float32)), put(table, None, "tensor"))
     return Policy(admission, name="wgkv", window=window)

@@ -1,0 +1,119 @@
+"""Gates that are compared: at their own τ, λ swept, and with τ searched; what the results say of it."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.gates import by_lambda
+from kvjax.models import load_model
+from kvjax.policies.admission.wgkv import save_gates
+from tests.tiny_models import tiny_gates
+
+SMALL = [
+    *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
+    *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),
+    *("--budgets", "0.3", "0.8", "--tasks", "needle"),
+]
+"""The sizes of test_evaluate.py: its programs."""
+OWN = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
+"""λ and τ of two gates."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The folder that holds both."""
+    parent, model = tmp_path_factory.mktemp("gates"), load_model(builtin_model("test_model"))
+    for name, (weight, tau) in OWN.items():
+        described = {"tau": tau, "window": 4, "rate": np.full((2, 4), 0.5).tolist(), "lambda": weight}
+        save_gates(parent / name, tiny_gates(model), described)
+    return parent
+
+
+@pytest.fixture(scope="module")
+def arguments(folders):
+    return [*SMALL, "--gates", *(str(folders / name) for name in OWN)]
+
+
+@pytest.fixture(scope="module")
+def evaluated(arguments, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    main([*arguments, "--policies", "full", "wgkv", "wgkv_fixed_tau", "--out", str(folder)])
+    return folder
+
+
+def cells(folder):
+    found = map(json.loads, (folder / "results.jsonl").read_text().splitlines())
+    return {(cell["policy"], cell["budget"]): cell for cell in found}
+
+
+def test_each_gates_have_a_cell_at_their_own_tau(evaluated, folders):
+    found = cells(evaluated)
+    assert list(found) == [
+        *(("full", 1.0), ("wgkv", 0.3), ("wgkv", 0.8)),
+        *(("wgkv_fixed_tau", 0.02), ("wgkv_fixed_tau", 0.16)),
+    ]
+    for name, (weight, tau) in OWN.items():
+        cell = found["wgkv_fixed_tau", weight]
+        assert cell["gates"] == str(folders / name)
+        assert cell["tau"] == tau
+    sizes = [found["wgkv_fixed_tau", weight]["kv_ratio"] for weight, _ in OWN.values()]
+    assert sizes[0] > 0.7 > 0.5 > sizes[1]
+    assert (found["full", 1.0]["gates"], found["full", 1.0]["tau"]) == (None, None)
+
+
+def test_tau_is_searched_with_the_gates_of_the_nearest_size_and_written_down(evaluated, folders):
+    found = cells(evaluated)
+    small, large = found["wgkv", 0.3], found["wgkv", 0.8]
+    assert (small["gates"], large["gates"]) == (str(folders / "small"), str(folders / "large"))
+    for cell in (small, large):
+        assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
+    # the weights are the same, so a lower threshold keeps more
+    assert large["tau"] < small["tau"]
+
+
+def test_the_report_says_which_protocol_each_row_has(evaluated, folders):
+    report, found = (evaluated / "report.md").read_text(), cells(evaluated)
+    assert "Two protocols for gates. wgkv: τ is searched" in report
+    assert "| policy | 0.3 | 0.8 | 90% at |" in report
+    assert "\n| wgkv_fixed_tau | λ 0.02 | " + f"{folders / 'large'} | 0.3" in report
+    own, searched = found["wgkv_fixed_tau", 0.16], found["wgkv", 0.3]
+    for cell, at, how in ((own, "λ 0.16", "their own"), (searched, "0.3", "searched")):
+        shown = f"| {cell['policy']} | {at} | {cell['gates']} | {cell['tau']:.9g}, {how} | {cell['kv_ratio']:.3f} |"
+        assert shown in report, shown
+    assert "wgkv_fixed_tau: 90% of the full cache's score at " in report
+
+
+def test_other_gates_in_the_same_folder_are_not_answered_for_by_old_cells(evaluated, arguments, folders):
+    again = [*arguments, "--policies", "full", "wgkv_fixed_tau", "--out", str(evaluated)]
+    main(again)
+    shutil.copytree(folders / "small", folders / "before")
+    model = load_model(builtin_model("test_model"))
+    described = json.loads((folders / "small" / "config.json").read_text())
+    save_gates(folders / "small", tiny_gates(model, seed=2), described)
+    try:
+        with pytest.raises(UserError, match="holds results with --gates .* name another folder"):
+            main(again)
+    finally:
+        shutil.rmtree(folders / "small")
+        (folders / "before").rename(folders / "small")
+    main(again)
+
+
+def test_gates_are_told_apart_by_lambda(folders, tmp_path):
+    large, small = (str(folders / name) for name in OWN)
+    assert by_lambda([large, small]) == {0.02: large, 0.16: small}
+    shutil.copytree(large, tmp_path / "copy")
+    with pytest.raises(UserError, match=f"--gates {large} and {tmp_path / 'copy'} have both λ 0.02"):
+        by_lambda([large, str(tmp_path / "copy")])
+    described = json.loads((tmp_path / "copy" / "config.json").read_text())
+    del described["lambda"]
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(UserError, match="does not say with which lambda"):
+        by_lambda([str(tmp_path / "copy")])
+    with pytest.raises(UserError, match="wgkv_fixed_tau needs --gates"):
+        by_lambda([])
