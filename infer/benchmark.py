@@ -106,10 +106,10 @@ def random_gated(model: Any, config: BenchmarkConfig):
         random: Random
 
         def init(self, batch):
-            return ()
+            return self.random.init(batch)
 
         def score(self, state, step):
-            _, priority, delay = self.random.score((), step)
+            state, priority, delay = self.random.score(state, step)
             # far below the resolution of the draw: the gate is computed and decides nothing
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 
