@@ -15,6 +15,7 @@ class Asked:
 
     score: what they are worth, from 0 to 1. kind: the row it is reported under. given: the model is fed these instead
     of what it said, and says each token after the true ones before it. stops: whether the model's stop tokens end it.
+    expected: a right answer; None where none is known.
     """
 
     prompt: Tokens
@@ -23,6 +24,7 @@ class Asked:
     kind: str
     given: Tokens | None = None
     stops: bool = False
+    expected: Tokens | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def exact(sample: Sample) -> Context:
         def score(said: Tokens) -> float:
             return float(np.array_equal(said, question.answer))
 
-        return Asked(question.prompt, len(question.answer), score, question.kind)
+        return Asked(question.prompt, len(question.answer), score, question.kind, expected=question.answer)
 
     return Context(sample.context, tuple(map(asked, sample.questions)))
 
@@ -63,7 +65,8 @@ def predicted(sample: Sample) -> Context:
         def score(said: Tokens) -> float:
             return float(np.mean(said == question.answer))
 
-        return Asked(question.prompt, len(question.answer), score, question.kind, given=question.answer)
+        true = {"given": question.answer, "expected": question.answer}
+        return Asked(question.prompt, len(question.answer), score, question.kind, **true)
 
     return Context(sample.context, tuple(map(asked, sample.questions)))
 

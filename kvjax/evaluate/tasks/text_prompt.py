@@ -27,10 +27,12 @@ REACH = 32
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample as token ids: its context, and each question with template and answer prefix."""
+    """A sample as token ids: its context, each question with template and answer prefix, and what is expected after
+    each."""
 
     context: Tokens
     questions: tuple[Tokens, ...]
+    answers: tuple[Tokens, ...]
 
 
 class PromptEncoder:
@@ -70,11 +72,19 @@ class PromptEncoder:
         return Prompt(
             np.concatenate([self._opening, self._ids(before)]),
             tuple(self._continued(before[-REACH:], self._asked(question)) for question in sample.questions),
+            tuple(map(self._answer, sample.questions)),
         )
 
     def _asked(self, question: TextQuestion) -> str:
         prefix = question.answer_prefix.lstrip() if self.chat else question.answer_prefix
         return question.text + self._after + prefix
+
+    def _answer(self, question: TextQuestion) -> Tokens:
+        """A right answer: the strings that are expected, or the first where one of them will do."""
+        asked = self._asked(question)
+        wanted = ", ".join(question.expected if question.scoring == "all" else question.expected[:1])
+        space = "" if asked[-1:].isspace() else " "
+        return self._continued(asked[-REACH:], space + wanted)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> Tokens:
         if self._called:
