@@ -15,7 +15,8 @@ from kvjax.evaluate.places import Place
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
-    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
+    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype", "order_contexts"),
+    "order_length",
 )
 """Settings that all cells of a folder share."""
 
@@ -26,7 +27,8 @@ class Cell:
 
     metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
     answers, of full attention's. kv_ratio: share of the entries once the contexts were read. bytes: of a context's
-    pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data.
+    pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data. choice: what was chosen on
+    calibration contexts, in words.
     """
 
     policy: str
@@ -47,13 +49,14 @@ class Cell:
     published: bool
     seed: int
     kept: list[list[float]]
+    choice: str
 
     @property
     def key(self) -> tuple[str, float, str, int]:
         return self.policy, self.budget, self.task, self.context
 
 
-def cell(policy: str, budget: float, place: Place, found: Found, config: EvaluateConfig) -> Cell:
+def cell(policy: str, budget: float, place: Place, found: Found, config: EvaluateConfig, choice: str) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
     def speed(x):
@@ -78,6 +81,7 @@ def cell(policy: str, budget: float, place: Place, found: Found, config: Evaluat
         published=place.published,
         seed=config.seed,
         kept=found.kept.round(4).tolist(),
+        choice=choice,
     )
 
 

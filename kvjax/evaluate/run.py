@@ -1,18 +1,24 @@
 """All cells of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.evaluate.calibration import Calibration
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.contenders import Sizing, contender, sized
+from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
+from kvjax.evaluate.fixed import Rivals
+from kvjax.evaluate.head_order import default_contexts, orders
 from kvjax.evaluate.measuring import Manner, Readings, measure, read
-from kvjax.evaluate.places import Place
+from kvjax.evaluate.places import Place, for_rivals
 from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import Cell, Results, cell
+from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.sampling import BLOCK
@@ -71,16 +77,33 @@ class Evaluation:
         entry, manner = contender(name), self._manner(place)
         readings = Readings() if entry.reads_once else None
         search: Calibration | None = None
+        rivals = functools.cache(lambda: self._rivals(place, name))
         for budget in budgets:
-            policy = sized(name, self._sizing(place, budget))
+            policy, choice = sized(name, sizing := self._sizing(place, budget)), ""
             try:
+                if entry.chosen is not None:
+                    chosen = entry.chosen(rivals(), sizing.entries)
+                    policy, choice = chosen.fixed.policy(self.model), chosen.said
                 if entry.calibrated:
                     search = search or Calibration(policy, lambda policy: self._size(policy, place, manner))
                     policy = search.to(budget)
                 found = measure(self.model, policy, place.contexts, manner, readings)
             except UserError as error:
                 raise UserError(f"{name} at {budget:g} on {place.task}: {error}") from None
-            yield cell(name, budget, place, found, self.config)
+            yield cell(name, budget, place, found, self.config, choice)
+
+    def _rivals(self, place: Place, name: str) -> Rivals:
+        """What the static policies of a place are chosen by. Heads are measured where they count and no pattern was
+        given."""
+        config, sizing = self.config, self._sizing(place, 1.0)
+        known, window = known_orders(sizing)
+        length = min(place.length, config.order_length)
+        count = config.order_contexts or default_contexts(int(np.prod(sizing.shape)), length)
+        if name == "head_pattern" and config.pattern is None:
+            run = TeacherForced(self.model, for_rivals(place, config, count, length))
+            known = orders(run, sizing.shape, window, config.out / "heads" / f"{place.task}-{length}") | known
+        run = TeacherForced(self.model, for_rivals(place, config, count, place.length))
+        return Rivals(run, known, place.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""

@@ -5,8 +5,10 @@ be tried for one compilation. What a token sees is exactly what it sees through 
 `head_pattern` and `streaming_llm`.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +40,15 @@ class Lines:
     context: int = static()
 
 
+@struct
+class Pattern:
+    """The heads that are `whole`; the others see `sink` first tokens and the last `window`."""
+
+    whole: Bool[Array, "*l k"]
+    sink: Int[Array, ""]
+    window: Int[Array, ""]
+
+
 @dataclass(frozen=True)
 class Outcome:
     """score: the mean over the answers, each scored as the task does. loss: cross-entropy of the answers' tokens, the
@@ -60,8 +71,8 @@ class TeacherForced:
     def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
         """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
         with use_mesh(self._model):
-            arguments = put(whole, None, "tensor"), np.int32(sink), np.int32(window)
-            said, loss = map(np.asarray, _outcome(self._model, self._lines, *arguments))
+            pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
+            said, loss = map(np.asarray, _outcome(self._model, self._lines, pattern))
         scores = [question.score(said[row, columns]) for row, columns, question in self._asked]
         return Outcome(float(np.mean(scores)), float(loss))
 
@@ -70,7 +81,7 @@ def _rows(contexts, shards):
     """The lines as arrays, with empty ones to a multiple of `shards`; and of each answer its row, its columns after the
     context and its question."""
     start = max(len(context.tokens) for context in contexts)
-    room = max(sum(len(q.prompt) + len(q.expected) - 1 for q in context.questions) for context in contexts)
+    room = max(sum(len(q.prompt) + len(q.right) - 1 for q in context.questions) for context in contexts)
     shape = -(-len(contexts) // shards) * shards, start + room
     token, position, part, target = (np.full(shape, empty, np.int32) for empty in (0, -1, -1, -1))
     asked = []
@@ -78,32 +89,25 @@ def _rows(contexts, shards):
         n, column = len(context.tokens), start
         token[row, :n], position[row, :n], part[row, :n] = context.tokens, np.arange(n), 0
         for number, question in enumerate(context.questions, 1):
-            ids = np.concatenate([question.prompt, question.expected[:-1]])
+            answer = question.right
+            ids = np.concatenate([question.prompt, answer[:-1]])
             at = slice(column, column := column + len(ids))
             token[row, at], position[row, at], part[row, at] = ids, n + np.arange(len(ids)), number
-            target[row, column - len(question.expected) : column] = question.expected
-            asked.append((row, slice(column - len(question.expected) - start, column - start), question))
+            target[row, column - len(answer) : column] = answer
+            asked.append((row, slice(column - len(answer) - start, column - start), question))
     return {"token": token, "position": position, "part": part, "target": target}, asked
 
 
 @jax.jit
-def _outcome(
-    model: Decoder,
-    lines: Lines,
-    whole: Bool[Array, "l k"],
-    sink: Int[Array, ""],
-    window: Int[Array, ""],
-) -> tuple[Int[Array, "b q"], Float[Array, ""]]:
+def _outcome(model: Decoder, lines: Lines, pattern: Pattern) -> tuple[Int[Array, "b q"], Float[Array, ""]]:
     """The most likely token after each one behind the context, and the mean loss of the targets."""
 
     def attend(step, carry, whole):
-        def local(q, k, v, *where):
-            return _attend(q, k, v, *where, lines.context)
+        own = dataclasses.replace(pattern, whole=whole)
+        local = jax.shard_map(partial(_attend, context=lines.context), out_specs=HEADS)
+        return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
 
-        where = lines.position, lines.part, whole, sink, window
-        return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v, *where), carry, None
-
-    x, _, _ = scan_layers(model, model.embed_tokens(lines.token), lines.position, attend, xs=whole)
+    x, _, _ = scan_layers(model, model.embed_tokens(lines.token), lines.position, attend, xs=pattern.whole)
     logits = model.logits(model.norm(x[:, lines.context :]))
     target = lines.target[:, lines.context :]
     wanted = target >= 0
@@ -113,17 +117,17 @@ def _outcome(
     return jax.sharding.reshard(said, P()), loss.sum() / wanted.sum()
 
 
-def _attend(q, k, v, position, part, whole, sink, window, context):
+def _attend(q, k, v, position, part, pattern, *, context):
     """The context under its own mask, then the questions over the context and each over itself."""
-    stays = whole[:, None] | (position < sink)[:, None]
-    end = jnp.where(stays, FOREVER, (position + window)[:, None])
+    stays = pattern.whole[:, None] | (position < pattern.sink)[:, None]
+    end = jnp.where(stays, FOREVER, (position + pattern.window)[:, None])
     end = jnp.where((position >= 0)[:, None], end, 0).astype(jnp.int32)
-    first = (x[:, :, :context] for x in (q, k, v))
-    read, _ = vertical_slash(*first, end[..., :context], window=1)
+    first = {"q": q[:, :, :context], "k": k[:, :, :context], "v": v[:, :, :context]}
+    read, _ = vertical_slash(**first, end=end[..., :context], window=1)
     age = position[:, context:, None] - position[:, None]
     own = (part[:, None] == 0) | (part[:, None] == part[:, context:, None])
     sees = own & (position >= 0)[:, None] & (age >= 0)
-    sees = sees[:, None] & (stays[:, :, None] | (age < window)[:, None])
+    sees = sees[:, None] & (stays[:, :, None] | (age < pattern.window)[:, None])
     asking = rearrange(q[:, :, context:], "b (k g) t h -> b k g t h", k=k.shape[1])
     exact = {"preferred_element_type": jnp.float32}
     logits = jnp.einsum("bkgth,bksh->bkgts", asking, k, **exact) * q.shape[-1] ** -0.5
