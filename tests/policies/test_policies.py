@@ -181,6 +181,16 @@ def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, ga
         make_policy("wgkv", model=model, gates=tmp_path)
 
 
+def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
+    """One compiled program for both; KeyDiff scores what is stored, SnapKV's queries must be seen."""
+    full, keydiff, snapkv = (
+        make_policy(name, model=model, **arguments).reading
+        for name, arguments in (("full", {}), ("keydiff", {"ratio": 0.5}), ("snapkv", {"ratio": 0.5}))
+    )
+    assert jax.tree.structure(keydiff) == jax.tree.structure(full)
+    assert jax.tree.structure(snapkv) != jax.tree.structure(full)
+
+
 def test_expected_entries(model):
     assert make_policy("full").expected_entries(100, 1).item() == 100
     streaming = make_policy("streaming_llm", model=model, window=11, sink=4)
