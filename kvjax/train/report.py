@@ -1,7 +1,7 @@
 """What training bought: accuracy against measured KV size, beside what costs nothing to train, at equal size.
 
-Every row is measured through the paged cache: contexts are read, then questions asked of the small cache; the sizes
-are the cache's own.
+Every row is measured through the paged cache: contexts are read in four chunks, then questions asked of the small
+cache; the sizes are the cache's own.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from jaxtyping import Float
 
 from kvjax.evaluate import pictures
 from kvjax.evaluate.asked import Context, exact
+from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.fixed import Rivals
 from kvjax.evaluate.head_order import orders
 from kvjax.evaluate.measuring import Manner, measure
@@ -100,7 +101,7 @@ def compare(
     for task, (contexts, calibration) in tasks.items():
 
         def row(method, policy, choice="", task=task, contexts=contexts):
-            found = measure(model, policy, contexts, Manner())
+            found = measure(model, policy, contexts, Manner(chunk=default_chunk(context)))
             sizes = found.kv_ratio, found.footprint
             rows.append(Row(method, task, context, *sizes, found.score, found.answers, found.by_kind, choice))
             say(f"{task}: {method} {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
