@@ -53,7 +53,7 @@ class EvaluateConfig:
     measured, and kept in --out as such folders."""
     order_contexts: int | None = None
     """Contexts that heads are ordered on, and that sinks and windows of streaming heads are chosen on; by default 2 to
-    16, the fewer the more heads there are to measure."""
+    10, the fewer the more heads there are to measure."""
     order_length: int = 1024
     """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
     ruler_data: Path | None = None

@@ -19,7 +19,7 @@ Run = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
 
 SINK = 4
 """Sinks of the streaming heads while heads are measured."""
-MEASURED_TOKENS = 400_000
+MEASURED_TOKENS = 250_000
 """Tokens that all measurements of a model read together by default."""
 
 
@@ -75,5 +75,5 @@ def write_pattern(folder: Path, weights: Float[np.ndarray, "l k"], sink: int, wi
 
 
 def default_contexts(heads: int, length: int) -> int:
-    """How many contexts of `length` tokens heads are measured on: 2 to 16, as `MEASURED_TOKENS` allow."""
-    return int(np.clip(MEASURED_TOKENS // (len(MEASURES) * heads * length), 2, 16))
+    """How many contexts of `length` tokens heads are measured on: 2 to 10, as `MEASURED_TOKENS` allow."""
+    return int(np.clip(MEASURED_TOKENS // (len(MEASURES) * heads * length), 2, 10))
