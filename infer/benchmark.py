@@ -106,10 +106,10 @@ def random_gated(model: Any, config: BenchmarkConfig):
         random: Random
 
         def init(self, batch):
-            return ()
+            return self.random.init(batch)
 
         def score(self, state, step):
-            _, priority, delay = self.random.score((), step)
+            state, priority, delay = self.random.score(state, step)
             # far below the resolution of the draw: the gate is computed and decides nothing
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 
@@ -133,16 +133,15 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
     from kvjax.errors import UserError
     from kvjax.evaluate.config import default_chunk, default_observed
     from kvjax.evaluate.contenders import Sizing, sized
-    from kvjax.evaluate.fixed import whole_heads
+    from kvjax.evaluate.fixed import SINKS, whole_heads
 
     if name.split("+")[0] == "wgkv":
         raise UserError(f"--policies {name}: gates are timed as 'random + gates', at a rate that is known")
     share = 1 - config.sparsity
     if name == "head_pattern":
         weights = np.random.default_rng(0).random((config.layers, config.kv_heads))
-        return whole_heads(
-            model, weights, entries=share * config.context, context=config.context, window=config.window
-        )
+        sizes = {"context": config.context, "window": config.window, "sink": SINKS[0]}
+        return whole_heads(weights, entries=share * config.context, **sizes).policy(model)
     chunk = default_chunk(config.context)
     sizing = Sizing(model, share, config.context, config.context, chunk, default_observed(chunk))
     return sized(name, sizing)

@@ -46,7 +46,8 @@ def main() -> None:
     import jax
 
     import kvjax
-    from kvjax.evaluate.accuracy import measure
+    from kvjax.evaluate.asked import exact
+    from kvjax.evaluate.measuring import Manner, measure
     from kvjax.evaluate.pictures import draw_depths
     from kvjax.evaluate.tasks import Needle, builtin_text, builtin_vocabulary
 
@@ -62,10 +63,10 @@ def main() -> None:
         )
         for row, length in enumerate(config.lengths):
             samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
-            found = measure(model, policy, samples)
+            found = measure(model, policy, list(map(exact, samples)), Manner())
             grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
             sizes.append(found.kv_ratio)
-            print(f"{length} tokens: {100 * found.accuracy:.1f}% right at {found.kv_ratio:.3f} of the cache")
+            print(f"{length} tokens: {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
     rows = [f"{length} ({size:.2f})" for length, size in zip(config.lengths, sizes, strict=True)]
     draw_depths(config.out, config.policy, grid, rows, list(depths), "context (share of the cache)")
     print(f"picture: {config.out}")

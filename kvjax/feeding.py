@@ -40,7 +40,8 @@ def extend(
         )
 
     x = model.embed_tokens(tokens)
-    x, pages, layers = scan_layers(model, x, position, attend, carry=cache.pages, xs=(cache.layers, policy))
+    xs = cache.layers, policy
+    x, pages, layers = scan_layers(model, x, position, attend, carry=cache.pages, xs=xs, token=tokens)
     cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
     return cache, model.norm(x)
 

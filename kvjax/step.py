@@ -11,7 +11,8 @@ class Step:
 
     hidden: the layer's input after its attention norm. q, k: after RoPE. q_pre, k_pre: before RoPE (after QK-norm where
     the model has one). position: true token positions, −1 for padding. layer: the layer's index. head: the index
-    of each kv head in the whole model (on a device that holds a part of them, its part).
+    of each kv head in the whole model (on a device that holds a part of them, its part). token: the token ids; None
+    where no policy runs.
     """
 
     hidden: Float[Array, "b t d"]
@@ -23,6 +24,7 @@ class Step:
     position: Int[Array, "b t"]
     layer: Int[Array, ""]
     head: Int[Array, " k"]
+    token: Int[Array, "b t"] | None = None
 
 
 @struct

@@ -15,6 +15,7 @@ class Asked:
 
     score: what they are worth, from 0 to 1. kind: the row it is reported under. given: the model is fed these instead
     of what it said, and says each token after the true ones before it. stops: whether the model's stop tokens end it.
+    expected: a right answer, where none is given.
     """
 
     prompt: Tokens
@@ -23,6 +24,14 @@ class Asked:
     kind: str
     given: Tokens | None = None
     stops: bool = False
+    expected: Tokens | None = None
+
+    @property
+    def right(self) -> Tokens:
+        """The tokens of a right answer."""
+        answer = self.expected if self.given is None else self.given
+        assert answer is not None
+        return answer
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def exact(sample: Sample) -> Context:
         def score(said: Tokens) -> float:
             return float(np.array_equal(said, question.answer))
 
-        return Asked(question.prompt, len(question.answer), score, question.kind)
+        return Asked(question.prompt, len(question.answer), score, question.kind, expected=question.answer)
 
     return Context(sample.context, tuple(map(asked, sample.questions)))
 

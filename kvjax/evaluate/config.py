@@ -55,7 +55,13 @@ class EvaluateConfig:
     at their own τ, its budget being λ; wgkv searches the τ for each budget, with those whose own size is nearest to it;
     whatever else needs gates takes the first."""
     pattern: Path | None = None
-    """head_pattern: a DuoAttention pattern folder; by default heads are ordered by the gates' own rates."""
+    """head_pattern: a DuoAttention pattern folder, for its order of the heads; by default every head's own loss is
+    measured, and kept in --out as such folders."""
+    order_contexts: int | None = None
+    """Contexts that heads are ordered on, and that sinks and windows of streaming heads are chosen on; by default 2 to
+    10, the fewer the more heads there are to measure."""
+    order_length: int = 1024
+    """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
     ruler_data: Path | None = None
     """RULER's own samples instead of samples made here: a folder with a .jsonl or .parquet file a task or with one for
     all, or a hub data set with a configuration for each context's length (simonjegou/ruler)."""
@@ -98,7 +104,8 @@ class EvaluateConfig:
                 raise UserError(f"--budgets are shares above 0 and at most 1, got {budget:g}")
         numbers = {
             "context": min(self.context), "samples": self.samples, "chunk": self.chunk, "observed": self.observed,
-            "batch": self.batch, "page-size": self.page_size,
+            "batch": self.batch, "page-size": self.page_size, "order-contexts": self.order_contexts,
+            "order-length": self.order_length,
         }  # fmt: skip
         for name, value in numbers.items():
             if value is not None and value < 1:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
-from kvjax.evaluate.fixed import SINK, sink_and_window, whole_heads
+from kvjax.evaluate.fixed import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
+from kvjax.policies.policy import head_table
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,25 @@ class Sizing:
     def entries(self) -> float:
         return self.ratio * self.tokens
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers × kv heads."""
+        return self.model.config.num_layers, self.model.config.num_kv_heads
+
 
 @dataclass(frozen=True)
 class Contender:
     """make: the policy of a size. fixed: it has one size, whatever the budget. reads_once: contexts are read the same
     way at every budget. calibrated: its size follows from τ, which is searched for (see `calibration`). own_tau: it has
-    a cell for each folder of gates, at their own τ, and its budget is λ."""
+    a cell for each folder of gates, at their own τ, and its budget is λ. chosen: the best of its kind on calibration
+    contexts, for so many entries; `make` then gives any of them."""
 
     make: Callable[[Sizing], Policy]
     fixed: bool = False
     reads_once: bool = False
     calibrated: bool = False
     own_tau: bool = False
+    chosen: Callable[[Rivals, float], Choice] | None = None
 
 
 def _full(sizing: Sizing) -> Policy:
@@ -58,22 +67,29 @@ def _full(sizing: Sizing) -> Policy:
 
 
 def _streaming(sizing: Sizing) -> Policy:
-    _check_holds(sizing.entries, SINK, f"{SINK} sinks")
-    return sink_and_window(sizing.model, entries=sizing.entries)
+    _check_holds(sizing.entries, SINKS[0], f"{SINKS[0]} sinks")
+    return sink_and_window(sizing.shape, entries=sizing.entries, sink=SINKS[0]).policy(sizing.model)
 
 
 def _head_pattern(sizing: Sizing) -> Policy:
+    _check_holds(sizing.entries, SINKS[0], f"{SINKS[0]} sinks")
+    orders, window = known_orders(sizing)
+    weights = next(iter(orders.values()), np.zeros(sizing.shape))
+    sizes = {"entries": sizing.entries, "context": sizing.tokens, "window": window, "sink": SINKS[0]}
+    return whole_heads(weights, **sizes).policy(sizing.model)
+
+
+def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
+    """What heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
+    streaming heads: the gates', if there are any."""
+    orders, window = {}, narrowest(sizing.tokens)
     if sizing.pattern is not None:
-        weights, sink, window = read_pattern(sizing.pattern)
-    elif sizing.gates is not None:
+        weights = read_pattern(sizing.pattern)[0]
+        orders["the pattern's"] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
+    if sizing.gates is not None:
         described = load_gates(sizing.gates, sizing.model)[1]
-        weights, sink, window = np.array(described["rate"]), SINK, int(described["window"])
-    else:
-        raise UserError("head_pattern needs --pattern, or --gates for the order of the heads")
-    _check_holds(sizing.entries, sink, f"{sink} sinks")
-    return whole_heads(
-        sizing.model, weights, entries=sizing.entries, context=sizing.tokens, window=window, sink=sink
-    )
+        orders["the gates' rates"], window = np.array(described["rate"]), int(described["window"])
+    return orders, window
 
 
 OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
@@ -118,8 +134,8 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
 
 CONTENDERS = {
     "full": Contender(_full, fixed=True),
-    "streaming_llm": Contender(_streaming),
-    "head_pattern": Contender(_head_pattern),
+    "streaming_llm": Contender(_streaming, chosen=Rivals.sink_and_window),
+    "head_pattern": Contender(_head_pattern, chosen=Rivals.head_pattern),
     "snapkv": _evicting("snapkv"),
     "snapkv_chunked": _evicting("snapkv", "chunk"),
     "snapkv_patched": _evicting("snapkv", "patched"),

@@ -69,6 +69,13 @@ def _place(task: str, length: int, found: Source, config: EvaluateConfig) -> Pla
     return Place(task, length, found, contexts, calibration, -(-len(contexts) // batches))
 
 
+def for_rivals(place: Place, config: EvaluateConfig, count: int, length: int) -> list[Context]:
+    """`count` contexts of a place's task that are not among those compared: what static rivals are chosen on."""
+    first = FIRST_SEED * (1 + config.seed) + CALIBRATION_SEED + CALIBRATION
+    contexts = place.source.contexts(first, count, length)
+    return question_aware(contexts)[:count] if config.question_aware else contexts
+
+
 def _whole_batches(config: EvaluateConfig, worth: int) -> int:
     """Contexts for so many answers or some more: batches of one size, since each size is a program of its own."""
     count = -(-config.samples // worth)

@@ -21,7 +21,7 @@ SHARE = 0.9
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
-    tables = "\n\n".join([*map(_scores, _panels(cells).values()), *_speeds(cells)])
+    tables = "\n\n".join([*map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)])
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_made_with(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)
@@ -126,6 +126,25 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
 
 def _shown(cell: Cell) -> str:
     return f"{100 * cell.score:.1f} at {cell.footprint:.2f}"
+
+
+def _choices(cells: Sequence[Cell]) -> list[str]:
+    """What was chosen on calibration contexts, if anything was."""
+    lines = [
+        "## Chosen on calibration contexts",
+        "Of contexts that are not among those compared: which order of heads, how many sinks and which smallest window "
+        "answer best, with the answers right of each that was tried. Orders: heads by the loss with one of them "
+        "streaming, by that with one of them whole, by the gates' rates.",
+        "",
+        "| policy | budget | task | chosen |",
+        "|---|---|---|---|",
+        *(
+            f"| {cell.policy} | {cell.budget:g} | {cell.task}, {cell.context} | {cell.choice} |"
+            for cell in cells
+            if cell.choice
+        ),
+    ]
+    return ["\n".join(lines)] if any(cell.choice for cell in cells) else []
 
 
 def _speeds(cells: Sequence[Cell]) -> list[str]:

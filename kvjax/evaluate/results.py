@@ -16,7 +16,8 @@ from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
-    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
+    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype", "order_contexts"),
+    "order_length",
 )
 """Settings that all cells of a folder share."""
 
@@ -28,7 +29,8 @@ class Cell:
     metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
     answers, of full attention's. footprint_held: the same with what was only read to look and dropped again. kv_ratio:
     share of the entries once the contexts were read. bytes: of a context's pages in use. kept: kv_ratio by layer and kv
-    head. published: RULER's own data. gates, tau: the folder and the threshold of a policy with gates.
+    head. published: RULER's own data. gates, tau: the folder and the threshold of a policy with gates. choice: what was
+    chosen on calibration contexts, in words.
     """
 
     policy: str
@@ -52,6 +54,7 @@ class Cell:
     kept: list[list[float]]
     gates: str | None
     tau: float | None
+    choice: str
 
     @property
     def key(self) -> tuple[str, float, str, int]:
@@ -71,6 +74,7 @@ def cell(
     config: EvaluateConfig,
     gates: str | None = None,
     tau: float | None = None,
+    choice: str = "",
 ) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
@@ -99,6 +103,7 @@ def cell(
         kept=found.kept.round(4).tolist(),
         gates=gates,
         tau=tau,
+        choice=choice,
     )
 
 

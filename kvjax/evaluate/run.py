@@ -1,20 +1,26 @@
 """All cells of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.contenders import Sizing, contender, sized
+from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
+from kvjax.evaluate.fixed import Rivals
 from kvjax.evaluate.gates import by_lambda, own_tau
+from kvjax.evaluate.head_order import default_contexts, orders
 from kvjax.evaluate.measuring import Manner, Readings, measure, read
-from kvjax.evaluate.places import Place
+from kvjax.evaluate.places import Place, for_rivals
 from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import Cell, Results, cell
+from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.sampling import BLOCK
@@ -76,10 +82,13 @@ class Evaluation:
         entry, manner = contender(name), self._manner(place)
         readings = Readings() if entry.reads_once else None
         searches: dict[str, Calibration] = {}
+        rivals = functools.cache(lambda: self._rivals(place, name))
         for budget in budgets:
-            sizing = self._sizing(place, name, budget)
-            policy = sized(name, sizing)
+            policy, choice = sized(name, sizing := self._sizing(place, name, budget)), ""
             try:
+                if entry.chosen is not None:
+                    chosen = entry.chosen(rivals(), sizing.entries)
+                    policy, choice = chosen.fixed.policy(self.model), chosen.said
                 if entry.calibrated:
                     searches = searches or self._searches(name, sizing, place, manner)
                     sizing = dataclasses.replace(sizing, gates=nearest(searches, budget))
@@ -89,7 +98,7 @@ class Evaluation:
                 raise UserError(f"{name} at {budget:g} on {place.task}: {error}") from None
             tau = own_tau(policy)
             gates = None if tau is None else str(sizing.gates)
-            yield cell(name, budget, place, found, self.config, gates, tau)
+            yield cell(name, budget, place, found, self.config, gates, tau, choice)
 
     def _searches(self, name: str, sizing: Sizing, place: Place, manner: Manner) -> dict[str, Calibration]:
         """For each folder of gates the search for its τ."""
@@ -99,6 +108,19 @@ class Evaluation:
 
         every = {gates: dataclasses.replace(sizing, gates=gates) for gates in self.config.gates}
         return {gates: Calibration(sized(name, own), size) for gates, own in every.items()}
+
+    def _rivals(self, place: Place, name: str) -> Rivals:
+        """What the static policies of a place are chosen by. Heads are measured where they count and no pattern was
+        given."""
+        config, sizing = self.config, self._sizing(place, name, 1.0)
+        known, window = known_orders(sizing)
+        length = min(place.length, config.order_length)
+        count = config.order_contexts or default_contexts(int(np.prod(sizing.shape)), length)
+        if name == "head_pattern" and config.pattern is None:
+            run = TeacherForced(self.model, for_rivals(place, config, count, length))
+            known = orders(run, sizing.shape, window, config.out / "heads" / f"{place.task}-{length}") | known
+        run = TeacherForced(self.model, for_rivals(place, config, count, place.length))
+        return Rivals(run, known, place.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""

@@ -132,13 +132,13 @@ class InText:
     def _encoded(self, sample: TextSample) -> Context:
         prompt, tokenizer = self.material.encode(sample), self.material.tokenizer
 
-        def asked(ids, question):
+        def asked(ids, answer, question):
             def score(said: Tokens) -> float:
                 return question.score(tokenizer.decode(said.tolist(), skip_special_tokens=True))
 
-            return Asked(ids, question.reserved, score, question.kind, stops=True)
+            return Asked(ids, question.reserved, score, question.kind, stops=True, expected=answer)
 
-        questions = map(asked, prompt.questions, sample.questions)
+        questions = map(asked, prompt.questions, prompt.answers, sample.questions)
         return Context(prompt.context, tuple(questions), sample.published, sample.separable)
 
 

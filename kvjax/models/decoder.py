@@ -218,6 +218,7 @@ def scan_layers(
     carry: Any = None,
     xs: Any = None,
     *,
+    token: Int[Array, "b t"] | None = None,
     remat: bool = False,
 ) -> tuple[Float[Array, "b t d"], Any, Any]:
     """Run `x` through all layers; attention is `attend(step, carry, xs of the layer) -> (o [b n t h], carry, ys)`.
@@ -226,6 +227,7 @@ def scan_layers(
         position: true token positions, −1 for padding.
         carry: what the layers hand on (the page pool).
         xs: what each layer has of its own, with a leading layer axis (page tables, states, a policy's parameters).
+        token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
 
     Returns:
@@ -237,7 +239,7 @@ def scan_layers(
     def body(carried, inputs):
         x, carry = carried
         layer, index, own = inputs
-        step = Step(**layer.project(x, angles), position=position, layer=index, head=heads)
+        step = Step(**layer.project(x, angles), position=position, layer=index, head=heads, token=token)
         o, carry, ys = attend(step, carry, own)
         return (layer.finish(x, o), carry), ys
 

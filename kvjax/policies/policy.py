@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
+from kvjax.policies.eviction.unobserved import Unobserved
 from kvjax.policies.interfaces import Admission, Eviction, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.struct import static, struct
@@ -45,8 +46,10 @@ class Policy:
 
     @property
     def reading(self) -> "Policy":
-        """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut."""
-        return dataclasses.replace(self.traced, selection=None)
+        """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut, and
+        an eviction that looks at no tokens has no part in it."""
+        eviction = None if isinstance(self.eviction, Unobserved) else self.eviction
+        return dataclasses.replace(self.traced, selection=None, eviction=eviction)
 
     def init(self, batch: int) -> tuple[State, State]:
         """The states of one layer's admission and eviction before the first token."""

@@ -1,13 +1,13 @@
 """What training bought: accuracy against measured KV size, beside what costs nothing to train, at equal size.
 
-Every row is measured through the paged cache: contexts are read, then questions asked of the small cache; the sizes
-are the cache's own.
+Every row is measured through the paged cache: contexts are read in four chunks, then questions asked of the small
+cache; the sizes are the cache's own.
 """
 
 import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -15,10 +15,14 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.accuracy import Accuracy, measure
-from kvjax.evaluate.fixed import sink_and_window, whole_heads
+from kvjax.evaluate.asked import Context, exact
+from kvjax.evaluate.config import default_chunk
+from kvjax.evaluate.fixed import Rivals
+from kvjax.evaluate.head_order import orders
+from kvjax.evaluate.measuring import Manner, measure
+from kvjax.evaluate.places import CALIBRATION_SEED, FIRST_SEED
 from kvjax.evaluate.tasks import make_task
-from kvjax.evaluate.tasks.task import Sample
+from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
@@ -27,53 +31,63 @@ from kvjax.train.config import TrainConfig
 CONTEXT = 1024
 """Tokens of the report's contexts."""
 SAMPLES = {"default": {"recall": 16}, "full": {"recall": 32, "needle": 176, "copy": 256}}
-"""Contexts of each task, by --report: at least 192 answers by default, at least 500 in full."""
-FIRST_SEED = 1_000_000
-"""Seeds of the report's contexts start here, whatever the run's seed: every run is asked the same."""
+"""Contexts of each task, by --report: at least 192 answers by default, at least 500 in full. Their seeds do not depend
+on the run's: every run is asked the same."""
+CALIBRATION = {"recall": 8, "needle": 16, "copy": 16}
+"""Contexts of each task that static rivals are chosen on."""
+EVICTIONS = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
+"""The evictions that do best here without training."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method on one task: `accuracy` over `answers` answers at `kv_ratio` of the full cache's entries."""
+    """One method on one task: `accuracy` over `answers` answers at `kv_ratio` of the full cache's entries once the
+    context was read, and at `footprint` of the entries over all steps. choice: what was chosen on calibration contexts,
+    in words."""
 
     method: str
     task: str
     context: int
     kv_ratio: float
+    footprint: float
     accuracy: float
     answers: int
     by_kind: dict[str, float]
+    choice: str = ""
 
 
-def rivals(model: Decoder, gated: Accuracy, *, context: int, window: int, seed: int) -> dict[str, Policy]:
-    """The policies that a trained one is held against, each sized to hold as many entries as it did.
+def same_size(
+    model: Decoder,
+    static: Rivals,
+    *,
+    kv_ratio: float,
+    rates: Float[np.ndarray, "l k"],
+    window: int,
+    seed: int,
+) -> dict[str, tuple[Policy, str]]:
+    """The policies that a trained one is held against, each sized to hold as many entries as it did: `kv_ratio` of all,
+    of which `rates` of each head's beyond the window.
 
-    Sink + window: the window is as wide as the size allows. Head pattern: as many whole heads as fit, in the order of
-    the gates' own admission rates, the streaming heads' windows widened until the size is met. Random: as many tokens,
-    evenly; and by the gates' own rate of each head.
+    Sink + window and the head pattern: the best on calibration contexts (`Rivals`), with what was chosen in words. The
+    evictions once a context was read. Random: as many tokens, evenly; and by the gates' own rate of each head.
     """
-    size = gated.kv_ratio * context
-    left = context - (window - 1)
-    return {
-        "sink + window": sink_and_window(model, entries=size),
-        "head pattern": whole_heads(model, gated.rates, entries=size, context=context, window=window),
-        "random": make_policy(
-            "random",
-            model=model,
-            window=window,
-            seed=seed,
-            ratio=float(np.clip((size - window + 1) / left, 0, 1)),
-        ),
-        "random, the gates' rates": make_policy(
-            "random", model=model, window=window, seed=seed, rates=np.clip(gated.rates, 0, 1)
-        ),
+    entries = kv_ratio * static.context
+    found = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
+    random = {"model": model, "window": window, "seed": seed}
+    evenly = float(np.clip((entries - window + 1) / (static.context - window + 1), 0, 1))
+    chosen = {method: (choice.fixed.policy(model), choice.said) for method, choice in found.items()}
+    others = {method: make_policy(name, model=model, ratio=kv_ratio) for method, name in EVICTIONS.items()}
+    others |= {
+        "random": make_policy("random", ratio=evenly, **random),
+        "random, the gates' rates": make_policy("random", rates=np.clip(rates, 0, 1), **random),
     }
+    return chosen | {method: (policy, "") for method, policy in others.items()}
 
 
 def compare(
     model: Decoder,
     gates: WriteGate,
-    tasks: dict[str, list[Sample]],
+    tasks: dict[str, tuple[Sequence[Context], Sequence[Context]]],
     *,
     context: int,
     window: int,
@@ -81,24 +95,28 @@ def compare(
     seed: int,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Float[np.ndarray, "l k"]]:
-    """Measure every method on every task; returns the rows and the gates' admission rates on the first task."""
+    """Measure every method on every task, whose contexts are those compared and those for calibration; returns the rows
+    and the gates' admission rates on the first task."""
     rows, first_rates = [], None
-    for task, samples in tasks.items():
+    for task, (contexts, calibration) in tasks.items():
 
-        def row(method, policy, task=task, samples=samples):
-            result = measure(model, policy, samples)
-            rows.append(
-                Row(method, task, context, result.kv_ratio, result.accuracy, result.answers, result.by_kind)
-            )
-            say(f"{task}: {method} {100 * result.accuracy:.1f}% right at {result.kv_ratio:.3f} of the cache")
-            return result
+        def row(method, policy, choice="", task=task, contexts=contexts):
+            found = measure(model, policy, contexts, Manner(chunk=default_chunk(context)))
+            sizes = found.kv_ratio, found.footprint
+            rows.append(Row(method, task, context, *sizes, found.score, found.answers, found.by_kind, choice))
+            say(f"{task}: {method} {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")
+            return found
 
         row("full", make_policy("full", model=model))
         # its real size is not known yet, so the pool takes everything
         gated = row("wgkv", make_policy("wgkv", model=model, gates=gates, tau=tau, window=window))
         first_rates = gated.rates if first_rates is None else first_rates
-        for method, policy in rivals(model, gated, context=context, window=window, seed=seed).items():
-            row(method, policy)
+        run, shape = TeacherForced(model, calibration), gated.rates.shape
+        known = orders(run, shape, window) | {"the gates' rates": gated.rates}
+        static = Rivals(run, known, len(contexts[0].tokens), window, shape)
+        sizes = {"kv_ratio": gated.kv_ratio, "rates": gated.rates, "window": window}
+        for method, (policy, choice) in same_size(model, static, seed=seed, **sizes).items():
+            row(method, policy, choice)
     assert first_rates is not None
     return rows, first_rates
 
@@ -107,11 +125,14 @@ def report(
     model: Decoder, gates: WriteGate, config: TrainConfig, folder: Path, say: Callable[[str], None]
 ) -> list[Row]:
     """Measure, write the report's files into `folder`, and return the rows. For models with the built-in vocabulary."""
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     tasks = {}
     for name, count in SAMPLES[config.report].items():
         task = make_task(name)
-        tasks[name] = [task.sample(FIRST_SEED + index, CONTEXT) for index in range(count)]
+        tasks[name] = tuple(
+            [exact(task.sample(first + index, CONTEXT)) for index in range(number)]
+            for first, number in ((FIRST_SEED, count), (FIRST_SEED + CALIBRATION_SEED, CALIBRATION[name]))
+        )
     rows, rates = compare(
         model, gates, tasks, context=CONTEXT, window=config.window, tau=config.tau, seed=config.seed, say=say
     )
@@ -119,6 +140,7 @@ def report(
         "model": config.model, "lambda": config.lambda_, "tau": config.tau, "window": config.window,
         "steps": config.steps, "seed": config.seed, "mesh": str(config.mesh), "jax": jax.__version__,
         "device": jax.devices()[0].device_kind, "report seconds": round(time.perf_counter() - began),
+        "report processor seconds": round(time.process_time() - worked),
     }  # fmt: skip
     write(folder, rows, rates, described)
     return rows
@@ -126,9 +148,10 @@ def report(
 
 def table(rows: list[Row]) -> str:
     """The rows as a Markdown table."""
-    lines = ["| task | method | KV size | accuracy | answers |", "|---|---|---|---|---|"]
+    lines = ["| task | method | KV size | KV footprint | accuracy | answers |", "|---|---|---|---|---|---|"]
     lines += [
-        f"| {r.task}, {r.context} tokens | {r.method} | {r.kv_ratio:.3f} | {100 * r.accuracy:.1f}% | {r.answers} |"
+        f"| {r.task}, {r.context} tokens | {r.method} | {r.kv_ratio:.3f} | {r.footprint:.3f} | "
+        f"{100 * r.accuracy:.1f}% | {r.answers} |"
         for r in rows
     ]
     return "\n".join(lines)
@@ -140,7 +163,10 @@ def write(
     """`report.json`, `report.md`, `tradeoff.png` and `heads.png` in `out`."""
     found = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
     (out / "report.json").write_text(json.dumps(description | found, indent=1) + "\n")
-    notes = "\n".join(f"- {key}: {value}" for key, value in description.items())
+    chosen = {
+        f"{row.method} on {row.task}, chosen on other contexts": row.choice for row in rows if row.choice
+    }
+    notes = "\n".join(f"- {key}: {value}" for key, value in (chosen | description).items())
     (out / "report.md").write_text(f"# Accuracy against KV size\n\n{table(rows)}\n\n{notes}\n")
     _draw_tradeoff(out / "tradeoff.png", rows)
     _draw_heads(out / "heads.png", rates)

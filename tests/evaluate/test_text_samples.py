@@ -111,6 +111,15 @@ def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
     assert PromptEncoder(chat, chat=False).template_size == PromptEncoder(plain).template_size == 0
 
 
+def test_a_right_answer_follows_the_prompt(plain):
+    """All strings that are asked for, or the first where one will do."""
+    questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
+    prompt = PromptEncoder(plain)(TextSample("Some text.\n", questions))
+    assert [plain.decode(answer.tolist()) for answer in prompt.answers] == [" Abc, 12", " Abc", "7"]
+    whole = plain.encode("Some text.\nWhat is x?\nIt is Abc, 12").ids
+    assert [*prompt.context, *prompt.questions[0], *prompt.answers[0]] == whole
+
+
 def test_the_context_s_tokens_know_no_question(plain, chat):
     """Also where a token of the whole text would reach over the cut."""
     for tokenizer in (plain, chat):

@@ -28,10 +28,12 @@ REACH = 32
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample as token ids: its context, and each question with template and answer prefix."""
+    """A sample as token ids: its context, each question with template and answer prefix, and what is expected after
+    each."""
 
     context: Tokens
     questions: tuple[Tokens, ...]
+    answers: tuple[Tokens, ...]
 
 
 class PromptEncoder:
@@ -76,13 +78,23 @@ class PromptEncoder:
         context, opening = self._ids(before), self._opening
         if not chat and not np.array_equal(context[: len(opening)], opening):
             context = np.concatenate([opening, context])
-        asked = (self._asked(question, chat) for question in sample.questions)
-        return Prompt(context, tuple(self._continued(before[-REACH:], text) for text in asked))
+        asked = [self._asked(question, chat) for question in sample.questions]
+        return Prompt(
+            context,
+            tuple(self._continued(before[-REACH:], text) for text in asked),
+            tuple(map(self._answer, asked, sample.questions)),
+        )
 
     def _asked(self, question: TextQuestion, chat: bool) -> str:
         if chat:
             return question.text + self._after + question.answer_prefix.lstrip()
         return question.text + question.answer_prefix
+
+    def _answer(self, asked: str, question: TextQuestion) -> Tokens:
+        """A right answer to what was asked: the strings that are expected, or the first where one of them will do."""
+        wanted = ", ".join(question.expected if question.scoring == "all" else question.expected[:1])
+        space = "" if asked[-1:].isspace() else " "
+        return self._continued(asked[-REACH:], space + wanted)
 
     def _ids(self, text: str, add_special_tokens: bool = False) -> Tokens:
         if self._called:

@@ -6,43 +6,32 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
+from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.interfaces import Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
 
-def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """A bijective 32-bit finaliser with full avalanche (MurmurHash3's)."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def uniform(
-    seed: Int[Array, ""], layer: Int[Array, ""], head: Int[Array, " k"], position: Int[Array, "b t"]
-) -> Float[Array, "b k t"]:
-    """Uniform numbers in [0, 1) that are a hash of their place, so they depend on no shape, batch or mesh."""
-    x = _mix(seed.astype(jnp.uint32) + jnp.uint32(0x9E3779B9))
-    x = _mix(x ^ layer.astype(jnp.uint32))
-    x = _mix(x ^ head.astype(jnp.uint32))[:, None]
-    x = _mix(x ^ position.astype(jnp.uint32)[:, None, :])
-    return (x >> 8).astype(jnp.float32) * jnp.float32(2**-24)
-
-
 @struct
 class Random:
-    """A token is admitted with probability `rate` of its kv head."""
+    """A token is admitted with probability `rate` of its kv head: a hash of layer, head and the text up to the token.
+
+    Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.
+    """
 
     rate: Float[Array, "*l k"]
     seed: Int[Array, "*l"]
 
-    def init(self, batch: int) -> tuple[()]:
-        return ()
+    def init(self, batch: int) -> UInt32[Array, " b"]:
+        return no_text(batch)
 
-    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
-        drawn = uniform(self.seed, step.layer, step.head, step.position)
-        return state, self.rate[:, None] - drawn, 0
+    def score(
+        self, state: UInt32[Array, " b"], step: Step
+    ) -> tuple[UInt32[Array, " b"], Float[Array, "b k t"], int]:
+        text = text_hash(state, step)
+        drawn = uniform(self.seed, step.layer, step.head[:, None], text[:, None])
+        return text[:, -1], self.rate[:, None] - drawn, 0
 
     def keep(self) -> Keep:
         return Keep(jnp.float32(np.finfo(np.float32).tiny))

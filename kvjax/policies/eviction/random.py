@@ -2,35 +2,33 @@
 
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import whole_number
 from kvjax.mesh import put
-from kvjax.policies.admission.random import uniform
+from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.eviction.unobserved import Unobserved
-from kvjax.step import Stored
+from kvjax.step import Step, Stored
 from kvjax.struct import struct
-
-TURN = 0x1E3779B1
-"""An odd number that puts the places of one number of tokens far from those of another."""
 
 
 @struct
-class RandomScore(Unobserved):
-    """A hash of layer, head, place and how many tokens there are: at each compaction everyone has the same chance."""
+class RandomScore:
+    """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
     seed: Int[Array, "*l"]
 
-    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        turn = stored.place + stored.seen[:, None, None] * TURN
+    def init(self, batch: int) -> UInt32[Array, " b"]:
+        return no_text(batch)
 
-        def drawn(head, place):
-            return uniform(self.seed, stored.layer, head[None], place)[:, 0]
+    def observe(
+        self, state: UInt32[Array, " b"], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> UInt32[Array, " b"]:
+        return text_hash(state, step)[:, -1]
 
-        return jax.vmap(drawn, (0, 1), 1)(stored.head, turn)
+    def score(self, state: UInt32[Array, " b"], stored: Stored) -> Float[Array, "b k s"]:
+        return uniform(self.seed, stored.layer, stored.head[:, None], state[:, None, None], stored.place)
 
 
 def random(*, model: Any, seed: int = 0) -> Method:

@@ -1,0 +1,137 @@
+"""Expected answers under a head pattern, each token after the true ones before it: one program for all patterns.
+
+Which heads are whole, how many sinks there are and how wide the window is are data here, so hundreds of patterns can
+be tried for one compilation. What a token sees is exactly what it sees through the cache under the policies
+`head_pattern` and `streaming_llm`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.evaluate.asked import Context
+from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.struct import static, struct
+from pallas_kernels.vertical_slash import vertical_slash
+
+FOREVER = jnp.iinfo(jnp.int32).max
+
+
+@struct
+class Lines:
+    """Contexts, each with its questions and their expected answers side by side behind it.
+
+    position: in its own sequence, −1 for padding. part: 0 in the first `context` columns, the context's, then the
+    number of the question. target: the token that should follow, −1 where none is asked for.
+    """
+
+    token: Int[Array, "b t"]
+    position: Int[Array, "b t"]
+    part: Int[Array, "b t"]
+    target: Int[Array, "b t"]
+    context: int = static()
+
+
+@struct
+class Pattern:
+    """The heads that are `whole`; the others see `sink` first tokens and the last `window`."""
+
+    whole: Bool[Array, "*l k"]
+    sink: Int[Array, ""]
+    window: Int[Array, ""]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """score: the mean over the answers, each scored as the task does. loss: cross-entropy of the answers' tokens, the
+    mean in nats."""
+
+    score: float
+    loss: float
+
+
+class TeacherForced:
+    """The expected answers to all questions of some contexts."""
+
+    def __init__(self, model: Decoder, contexts: Sequence[Context]):
+        self._model = model
+        with use_mesh(model):
+            rows, self._asked = _rows(contexts, batch_shards())
+            on_mesh = {name: put(x, BATCH, None) for name, x in rows.items()}
+        self._lines = Lines(**on_mesh, context=max(len(context.tokens) for context in contexts))
+
+    def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
+        """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
+        with use_mesh(self._model):
+            pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
+            said, loss = map(np.asarray, _outcome(self._model, self._lines, pattern))
+        scores = [question.score(said[row, columns]) for row, columns, question in self._asked]
+        return Outcome(float(np.mean(scores)), float(loss))
+
+
+def _rows(contexts, shards):
+    """The lines as arrays, with empty ones to a multiple of `shards`; and of each answer its row, its columns after the
+    context and its question."""
+    start = max(len(context.tokens) for context in contexts)
+    room = max(sum(len(q.prompt) + len(q.right) - 1 for q in context.questions) for context in contexts)
+    shape = -(-len(contexts) // shards) * shards, start + room
+    token, position, part, target = (np.full(shape, empty, np.int32) for empty in (0, -1, -1, -1))
+    asked = []
+    for row, context in enumerate(contexts):
+        n, column = len(context.tokens), start
+        token[row, :n], position[row, :n], part[row, :n] = context.tokens, np.arange(n), 0
+        for number, question in enumerate(context.questions, 1):
+            answer = question.right
+            ids = np.concatenate([question.prompt, answer[:-1]])
+            at = slice(column, column := column + len(ids))
+            token[row, at], position[row, at], part[row, at] = ids, n + np.arange(len(ids)), number
+            target[row, column - len(answer) : column] = answer
+            asked.append((row, slice(column - len(answer) - start, column - start), question))
+    return {"token": token, "position": position, "part": part, "target": target}, asked
+
+
+@jax.jit
+def _outcome(model: Decoder, lines: Lines, pattern: Pattern) -> tuple[Int[Array, "b q"], Float[Array, ""]]:
+    """The most likely token after each one behind the context, and the mean loss of the targets."""
+
+    def attend(step, carry, whole):
+        own = dataclasses.replace(pattern, whole=whole)
+        local = jax.shard_map(partial(_attend, context=lines.context), out_specs=HEADS)
+        return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
+
+    x, _, _ = scan_layers(model, model.embed_tokens(lines.token), lines.position, attend, xs=pattern.whole)
+    logits = model.logits(model.norm(x[:, lines.context :]))
+    target = lines.target[:, lines.context :]
+    wanted = target >= 0
+    right = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], -1)[..., 0]
+    loss = jnp.where(wanted, jax.nn.logsumexp(logits, -1) - right, 0)
+    said = jnp.argmax(logits, -1).astype(jnp.int32)
+    return jax.sharding.reshard(said, P()), loss.sum() / wanted.sum()
+
+
+def _attend(q, k, v, position, part, pattern, *, context):
+    """The context under its own mask, then the questions over the context and each over itself."""
+    stays = pattern.whole[:, None] | (position < pattern.sink)[:, None]
+    end = jnp.where(stays, FOREVER, (position + pattern.window)[:, None])
+    end = jnp.where((position >= 0)[:, None], end, 0).astype(jnp.int32)
+    first = {"q": q[:, :, :context], "k": k[:, :, :context], "v": v[:, :, :context]}
+    read, _ = vertical_slash(**first, end=end[..., :context], window=1)
+    age = position[:, context:, None] - position[:, None]
+    own = (part[:, None] == 0) | (part[:, None] == part[:, context:, None])
+    sees = own & (position >= 0)[:, None] & (age >= 0)
+    sees = sees[:, None] & (stays[:, :, None] | (age < pattern.window)[:, None])
+    asking = rearrange(q[:, :, context:], "b (k g) t h -> b k g t h", k=k.shape[1])
+    exact = {"preferred_element_type": jnp.float32}
+    logits = jnp.einsum("bkgth,bksh->bkgts", asking, k, **exact) * q.shape[-1] ** -0.5
+    # a finite number: padding sees nothing
+    weight = jax.nn.softmax(jnp.where(sees[:, :, None], logits, -1e30), -1)
+    answered = jnp.einsum("bkgts,bksh->bkgth", weight, v, **exact).astype(q.dtype)
+    return jnp.concatenate([read, rearrange(answered, "b k g t h -> b (k g) t h")], 2)

@@ -1,0 +1,83 @@
+"""Expected answers under a head pattern: as they come through the cache, for every pattern by one program."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.evaluate.asked import Asked, Context
+from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.mesh import make_mesh
+from kvjax.policies import make_policy
+from tests.test_sampling import cached_logits
+from tests.tiny_models import tiny_model
+
+PATTERNS = ((0.3, 2, 5), (1.0, 0, 1), (0.0, 30, 3))
+"""Share of whole heads, sinks, window."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    """Of two lengths, with questions and answers of several; a score is the share of right tokens."""
+    random = np.random.default_rng(0)
+
+    def tokens(count):
+        return random.integers(0, 61, count).astype(np.int32)
+
+    def asked(prompt, answer):
+        wanted = tokens(answer)
+        return Asked(tokens(prompt), answer, lambda said: float((said == wanted).mean()), "", expected=wanted)
+
+    sizes = (23, ((3, 1), (6, 4))), (20, ((4, 7), (2, 2), (1, 3)))
+    return [Context(tokens(n), tuple(asked(*size) for size in questions)) for n, questions in sizes]
+
+
+def patterns():
+    weights = np.random.default_rng(1).permutation(12).reshape(3, 4) / 12
+    for share, sink, window in PATTERNS:
+        yield weights < share, sink, window
+
+
+def through_the_cache(model, contexts, whole, sink, window):
+    policy = make_policy("head_pattern", model=model, pattern=whole.astype(float), sink=sink, window=window)
+    losses, scores = [], []
+    for context in contexts:
+        for question in context.questions:
+            line = np.concatenate([context.tokens, question.prompt, question.expected])
+            padded = np.pad(line, (0, 40 - len(line)))[None]
+            logits, _ = cached_logits(model, policy, padded, [40], lengths=np.array([len(line)]))
+            logits = logits[0, len(line) - len(question.expected) - 1 : len(line) - 1].astype(np.float64)
+            total = np.log(np.exp(logits).sum(-1))
+            losses.append(total - logits[np.arange(len(logits)), question.expected])
+            scores.append(question.score(logits.argmax(-1)))
+    return np.mean(scores), np.concatenate(losses).mean()
+
+
+def test_every_pattern_is_what_the_policy_says(model, contexts):
+    run = TeacherForced(model, contexts)
+    for pattern in patterns():
+        outcome = run(*pattern)
+        assert (outcome.score, outcome.loss) == pytest.approx(
+            through_the_cache(model, contexts, *pattern), abs=1e-5
+        )
+
+
+def test_patterns_share_one_program_and_a_mesh_agrees(model, contexts):
+    compiled = []
+
+    def count(event, duration, **_):
+        compiled.append(event == "/jax/core/compile/backend_compile_duration")
+
+    run = TeacherForced(model, contexts)
+    run(np.ones((3, 4), bool), 1, 1)
+    jax.monitoring.register_event_duration_secs_listener(count)
+    alone = [run(*pattern) for pattern in patterns()]
+    assert not any(compiled)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        split = TeacherForced(tiny_model(), contexts)
+        for pattern, outcome in zip(patterns(), alone, strict=True):
+            assert split(*pattern).loss == pytest.approx(outcome.loss, abs=1e-5)

@@ -1,0 +1,110 @@
+"""Random admission and eviction: a chance of its own for every sequence, and the same one however it is run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax import sampling
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies import make_policy
+from kvjax.policies.chance import text_hash, uniform
+from tests.policies.test_eviction import PAGE, captured_layers, entries
+from tests.policies.test_policies import step
+from tests.tiny_models import tiny_model
+
+TOKENS, SHARED = 48, 20
+METHODS = {"random": {"ratio": 0.5, "window": 5}, "random_eviction": {"entries": 24}}
+
+
+@pytest.fixture(scope="module")
+def alike():
+    """Two prompts with the same first tokens."""
+    random = np.random.default_rng(3)
+    first, second = (random.permutation(61)[:TOKENS] for _ in range(2))
+    return [first, np.concatenate([first[:SHARED], second[SHARED:]])]
+
+
+def hashed(*parts):
+    """MurmurHash3's finaliser over the parts, in Python's own numbers."""
+    x = 0x9E3779B9
+    for part in parts:
+        x ^= part
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        x = (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+        x ^= x >> 16
+    return x
+
+
+def test_the_hashes_are_the_formulas():
+    at = step([[7, 8, -1], [0, 1, 2]])
+    token = np.asarray(at.token).tolist()
+    before = [12345, 2**32 - 1]
+    got = text_hash(jnp.asarray(before, jnp.uint32), at)
+    want = [
+        np.cumsum([before[row]] + [hashed(p, t) for p, t in zip(positions, token[row], strict=False)])[1:]
+        % 2**32
+        for row, positions in enumerate(([7, 8], [0, 1, 2]))
+    ]
+    np.testing.assert_array_equal(got[0], [*want[0], want[0][-1]])
+    np.testing.assert_array_equal(got[1], want[1])
+    drawn = uniform(jnp.int32(3), jnp.arange(2)[:, None], got[:1])
+    for layer in range(2):
+        np.testing.assert_array_equal(
+            drawn[layer], [(hashed(3, layer, int(x)) >> 8) / 2**24 for x in got[0]], strict=False
+        )
+
+
+def prefilled(model, name, prompts, chunk):
+    policy = make_policy(name, model=model, **METHODS[name])
+    return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60, chunk=chunk)
+
+
+def places(model, cache, row, prompt) -> list[set[int]]:
+    """By head the positions that the first layer keeps beyond the window."""
+    every = captured_layers(model, prompt)[0].k
+    return [
+        {int(np.abs(every[head] - key).sum(-1).argmin()) for key in entries(cache, 0, row, head)}
+        for head in range(4)
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model, alike, name):
+    together = prefilled(model, name, alike, TOKENS)
+    first, second = (places(model, together, row, prompt) for row, prompt in enumerate(alike))
+    for one, other in zip(first, second, strict=True):
+        assert {x for x in one if x >= SHARED} != {x for x in other if x >= SHARED}
+        if name == "random":
+            assert {x for x in one if x < SHARED} == {x for x in other if x < SHARED}
+    alone_in_chunks = prefilled(model, name, alike[1:], 8)
+    other_row_token_by_token = prefilled(model, name, alike[::-1], 1)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
+        split = prefilled(tiny_model(qk_norm=False), name, alike[::-1], 16)
+    for cache in (alone_in_chunks, other_row_token_by_token):
+        for layer, head in np.ndindex(3, 4):
+            np.testing.assert_allclose(
+                entries(cache, layer, 0, head), entries(together, layer, 1, head), atol=1e-4
+            )
+    pool, ring = np.asarray(split.pages.pool), caches.ring_pages(split.window, PAGE)
+    for layer, row, head in np.ndindex(3, 2, 4):
+        # pages are numbered by shard: two of sequences, each of two of heads
+        shard = pool.reshape(4, -1, *pool.shape[1:])[2 * row + head // 2]
+        length = int(np.asarray(split.layers.length)[layer, row, head])
+        own = shard[np.asarray(split.layers.page_table)[layer, row, head, ring : ring - (-length // PAGE)]]
+        want = entries(together, layer, 1 - row, head)
+        np.testing.assert_allclose(own.reshape(-1, 16)[:length, :8], want, atol=1e-4)
+
+
+def test_random_admission_has_its_rate_in_every_sequence(model):
+    """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
+    policy = make_policy("random", model=model, ratio=0.3, window=4)
+    with use_mesh(model):
+        method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
+        at = step(np.broadcast_to(np.arange(30), (400, 30)))
+        _, priority, _ = method.score(method.init(400), at)
+        kept = np.asarray(priority >= method.keep().threshold)
+    share = kept.mean(0)
+    assert np.abs(share - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / 400)
+    assert abs(kept.mean() - 0.3) < 0.01

@@ -1,0 +1,53 @@
+"""The report of a run: rivals of the gates' size, and what is written."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.cache import stats
+from kvjax.evaluate.fixed import Rivals
+from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.sampling import prefill
+from kvjax.train.report import EVICTIONS, Row, same_size, table, write
+from tests.tiny_models import tiny_model
+
+
+def test_rivals_have_the_gates_size():
+    """Every rival holds as many entries as the gated cache did; the evictions that do best are among them."""
+    model = tiny_model()
+    rates = np.linspace(0, 0.6, 12).reshape(3, 4)
+    kv_ratio = float((7 + rates.mean() * 293) / 300)
+    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    rivals = same_size(model, static, kv_ratio=kv_ratio, rates=rates, window=8, seed=0)
+    assert {"keydiff", "h2o", "expected_attention"} <= {policy.name for policy, _ in rivals.values()}
+    assert rivals["head pattern"][0].name == "head_pattern"
+    assert "order any" in rivals["head pattern"][1]
+    context = [np.random.default_rng(1).integers(0, 61, 300)] * 2
+    for name, (rival, _) in rivals.items():
+        if name in EVICTIONS:
+            assert rival.plan is not None
+            assert rival.plan.budget.ratio == pytest.approx(kv_ratio)
+            continue
+        found = stats(prefill(model, context, policy=rival))
+        assert abs(found.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
+        if "rates" in name:
+            assert np.abs((found.entries - 7).mean(1) / 293 - rates).max() < 0.12
+
+
+def test_the_report_is_written(tmp_path):
+    rows = [
+        Row("full", "recall", 64, 1.0, 1.0, 0.9, 10, {"F": 0.9}),
+        Row("wgkv", "recall", 64, 0.2, 0.4, 0.8, 10, {"F": 0.8}),
+        Row("head pattern", "recall", 64, 0.2, 0.4, 0.3, 10, {"F": 0.3}, "order one whole"),
+    ]
+    write(tmp_path, rows, np.full((3, 4), 0.2), {"lambda": 0.3})
+    assert "| recall, 64 tokens | wgkv | 0.200 | 0.400 | 80.0% | 10 |" in table(rows)
+    assert (
+        "head pattern on recall, chosen on other contexts: order one whole"
+        in (tmp_path / "report.md").read_text()
+    )
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["rows"][1]["kv_ratio"] == 0.2
+    for picture in ("tradeoff.png", "heads.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
