@@ -144,5 +144,5 @@ def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
         interpret=interpret,
         name="paged_decode",
     )(rows, q, pool, page_table.reshape(r, columns))
-    o, lse = merge(shares, rows, q, new, *parts, dtype, interpret=interpret)
+    o, lse = merge(shares, rows, q, new, *parts, dtype=dtype, interpret=interpret)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)

@@ -109,7 +109,7 @@ def hopper(q, pool, page_table, length, ring_length, ring_pages, new, dtype, int
         kernel_name="paged_decode_hopper",
         interpret=interpret,
     )(rows, page_table.reshape(r, columns), q_rows, pool.reshape(-1, 2 * h))
-    o, lse = merge(shares, rows, q_rows, new, *slots, dtype, interpret=interpret is not None)
+    o, lse = merge(shares, rows, q_rows, new, *slots, dtype=dtype, interpret=interpret is not None)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 

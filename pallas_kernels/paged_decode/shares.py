@@ -81,7 +81,7 @@ def share(program, total, shares: Shares):
     return tuple(lax.div(x, jnp.maximum(programs, 1)) for x in (begin, stop))
 
 
-def merge(shares: Shares, rows, q, new, slots, slot_lse, dtype, interpret: bool):
+def merge(shares: Shares, rows, q, new, slots, slot_lse, *, dtype, interpret: bool):
     """Output `[r queries h]` of `dtype` and log-sum-exp `[r queries]`.
 
     From what is `listed`; the queries `[r queries h]`; this call's keys and values `[b k t h]`; and the slots in
