@@ -88,7 +88,8 @@ def scores_of_chunk(name, c, start, stop, held, kept):
     # the queries are all so far; without the sinks of a chunk that has none
     behind = published.Captured(
         c.q[:, :stop], c.q_pre[:, :stop],
-        *(np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v)), c.output, c.frequencies,
+        *(np.concatenate([x[:, : 4 * (start > 0)], x[:, own]], 1) for x in (c.k, c.v)),
+        output=c.output, frequencies=c.frequencies,
     )  # fmt: skip
     score = published.expected_attention(behind)
     return score[:, 4:] if start else np.where(place < 4, np.inf, score)

@@ -1,5 +1,7 @@
 """Evictions against the published formulas in float64, from the queries, keys and values of a real prefill."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -363,8 +365,8 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
 def test_short_contexts_keep_their_newest_beside_a_long_one(model, prompts, captured, name, budget, kept):
     """Shorter than what is observed, or with a budget below what always stays: the newest, as many as there are places.
     The long one keeps what it keeps alone."""
-    observed = {} if name in ("r_kv", "expected_attention") else {"observed": 12}
-    policy = make_policy(name, model=model, **budget, **observed)
+    given: dict[str, Any] = budget | ({} if name in ("r_kv", "expected_attention") else {"observed": 12})
+    policy = make_policy(name, model=model, **given)
     rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
     cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
     pages_are_whole(cache)
