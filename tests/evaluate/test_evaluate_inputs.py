@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.head_order import write_pattern
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
 SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--observed", "4"]
@@ -40,8 +42,12 @@ def ruler_data(tmp_path_factory):
         (["--policies", "wgkv", "--gates", "nowhere"], "nowhere holds no gates: it has no gates.safetensors"),
         (["--policies", "wgkv", "--gates", "builtin"], "these gates are for .* the model has"),
         (
-            ["--policies", "head_pattern"],
-            "head_pattern needs --pattern, or --gates for the order of the heads",
+            ["--policies", "head_pattern", "--pattern", "nowhere"],
+            "head_pattern at 0.1 of 119 tokens: nowhere is no head pattern: it has no full_attention_heads.tsv",
+        ),
+        (
+            ["--policies", "head_pattern", "--pattern", "{pattern}"],
+            "--pattern: its table made for 3 layers × 4 kv heads, the model has 2 × 4",
         ),
         (
             ["--policies", "streaming_llm", "--budgets", "0.02"],
@@ -63,6 +69,7 @@ def ruler_data(tmp_path_factory):
         (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --squad FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
+        (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
     ],
@@ -70,6 +77,8 @@ def ruler_data(tmp_path_factory):
 def test_bad_values_are_named(args, message, tmp_path):
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]
+    write_pattern(tmp_path / "pattern", np.eye(3, 4), 4, 16)
+    args = [arg.format(pattern=tmp_path / "pattern") for arg in args]
     with pytest.raises(UserError, match=message) as error:
         main([*SMALL, *policies, *tasks, *args, "--out", str(tmp_path / "run")])
     assert "\n" not in str(error.value)
