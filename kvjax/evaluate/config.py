@@ -33,12 +33,13 @@ class EvaluateConfig:
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
-    """needle, by depth; recall, copy and text (built-in model); RULER's thirteen by name: niah_single_1, …, vt, cwe,
-    fwe, qa_1, qa_2."""
+    """needle, by depth; documents: questions about --documents; text: how it goes on, from --documents; recall and copy
+    (built-in model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
+    qa_2."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer."""
     samples: int = 192
-    """Answers of each cell, at least. A text of which the last quarter is predicted counts for 12."""
+    """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12."""
     chunk: int | None = None
     """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
     of the shortest context, at most 32768."""
@@ -50,6 +51,8 @@ class EvaluateConfig:
     """wgkv: a folder with trained gates, or `builtin`, the default for the built-in model."""
     pattern: Path | None = None
     """head_pattern: a DuoAttention pattern folder; by default heads are ordered by the gates' own rates."""
+    documents: Path | None = None
+    """documents and text: a text file, or a folder of .txt files."""
     ruler_data: Path | None = None
     """A folder of RULER's own samples, a file NAME.jsonl a task, instead of samples made here."""
     essays: Path | None = None
@@ -59,7 +62,7 @@ class EvaluateConfig:
     hotpotqa: Path | None = None
     """qa_2: HotpotQA's JSON file."""
     chat: bool = True
-    """RULER: use the tokenizer's chat template if it has one."""
+    """RULER and documents: use the tokenizer's chat template if it has one."""
     seed: int = 0
     """Of the contexts and of what is random."""
     batch: int = 16

@@ -1,6 +1,7 @@
 """One policy on one set of contexts: reading them, asking their questions, and what the cache held at each call."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from kvjax.cache import Cache
 from kvjax.calls import Calls
 from kvjax.compaction import quota
 from kvjax.errors import UserError
-from kvjax.evaluate.answering import answers
+from kvjax.evaluate.answering import Said, answers
 from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
 from kvjax.evaluate.pace import Pace
@@ -45,16 +46,19 @@ class Manner:
 class Found:
     """What a policy answered and what it held.
 
-    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that
-    is given: its tokens). footprint, peak: means
-    over the answers (see `footprint`). kv_ratio: entries over those of a full cache once the contexts were read. kept:
-    the same by layer and kv head. rates: share of the tokens that left the ring and were kept. bytes: of a context's
-    pages in use. prefill, decode: tokens per second without compilation; None: there was nothing to time.
+    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that is given:
+    its tokens). perplexity: of the texts that are given; None: there are none. said: by context and question.
+    footprint, peak: means over the answers (see `footprint`). kv_ratio: entries over those of a full cache once the
+    contexts were read. kept: the same by layer and kv head. rates: share of the tokens that left the ring and were
+    kept. bytes: of a context's pages in use. prefill, decode: tokens per second without compilation; None: there was
+    nothing to time.
     """
 
     score: float
     by_kind: dict[str, float]
     answers: int
+    perplexity: float | None
+    said: list[list[Tokens]]
     footprint: float
     peak: float
     kv_ratio: float
@@ -185,6 +189,8 @@ class Tally:
 
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
+        self._said: list[list[Tokens]] = []
+        self._log_likelihood, self._given = 0.0, 0
         self._occupied: list[tuple[float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
         self._kept, self._left, self._tokens = np.zeros(()), 0, 0
@@ -195,6 +201,7 @@ class Tally:
         """A group of `count` contexts is in its cache."""
         sizes = caches.stats(reading.cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
+        self._said += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
         self._kept = self._kept + (sizes.entries - ring[:, None]).sum(1)
         self._left += int((sizes.tokens - ring).sum())
@@ -203,11 +210,17 @@ class Tally:
         self._contexts += count
         self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
 
-    def asked(self, questions: Sequence[Asked], said: Sequence[Tokens], calls: Calls) -> None:
-        """A question of each context was answered."""
-        for row, (question, tokens) in enumerate(zip(questions, said, strict=True)):
-            self._scores[question.kind].append(question.score(tokens))
-            self._answers += 1 if question.given is None else question.answer_tokens
+    def asked(self, questions: Sequence[Asked], said: Sequence[Said], calls: Calls) -> None:
+        """A question of each context of the group that was read last was answered."""
+        group = self._said[-len(questions) :]
+        for row, (question, answer) in enumerate(zip(questions, said, strict=True)):
+            group[row].append(answer.tokens)
+            self._scores[question.kind].append(question.score(answer.tokens))
+            if question.given is None:
+                self._answers += 1
+            else:
+                self._given += question.answer_tokens
+                self._log_likelihood += answer.log_likelihood
             occupied = measured(calls, row)
             self._occupied.append((occupied.footprint, occupied.peak))
 
@@ -218,7 +231,9 @@ class Tally:
         return Found(
             score=float(np.mean(everything)),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
-            answers=self._answers,
+            answers=self._answers + self._given,
+            perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,
+            said=self._said,
             footprint=float(footprint),
             peak=float(peak),
             kv_ratio=float(kept.mean()),

@@ -14,8 +14,8 @@ from kvjax.evaluate.measuring import Found
 from kvjax.evaluate.places import Place
 
 MEASURED_WITH = (
-    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
-    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
+    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "documents"),
+    *("ruler_data", "essays", "squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
 )
 """Settings that all cells of a folder share."""
 
@@ -24,9 +24,9 @@ MEASURED_WITH = (
 class Cell:
     """What one policy at one budget did on one task at one length. A line of results.jsonl.
 
-    metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
-    answers, of full attention's. kv_ratio: share of the entries once the contexts were read. bytes: of a context's
-    pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data.
+    metric: what the score is, in words. samples: answers. score: from 0 to 1. perplexity: of texts that are given.
+    footprint, peak_kv: means over the answers, of full attention's. kv_ratio: share of the entries once the contexts
+    were read. bytes: of a context's pages in use. kept: kv_ratio by layer and kv head. published: RULER's own data.
     """
 
     policy: str
@@ -36,6 +36,7 @@ class Cell:
     metric: str
     samples: int
     score: float
+    perplexity: float | None
     footprint: float
     peak_kv: float
     kv_ratio: float
@@ -67,6 +68,7 @@ def cell(policy: str, budget: float, place: Place, found: Found, config: Evaluat
         metric=place.source.metric,
         samples=found.answers,
         score=round(found.score, 6),
+        perplexity=None if found.perplexity is None else round(found.perplexity, 6),
         footprint=round(found.footprint, 6),
         peak_kv=round(found.peak, 6),
         kv_ratio=round(found.kv_ratio, 6),

@@ -1,11 +1,13 @@
 """All cells of an evaluation: policies × budgets × tasks × contexts, those that are finished left out."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
+from kvjax.evaluate.asked import agreeing
 from kvjax.evaluate.calibration import Calibration
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, sized
@@ -14,7 +16,7 @@ from kvjax.evaluate.places import Place
 from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import Cell, Results, cell
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy
+from kvjax.policies import Policy, make_policy
 from kvjax.sampling import BLOCK
 from kvjax.stopwatch import Stopwatch
 
@@ -56,15 +58,24 @@ class Evaluation:
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""
         for place in self.places:
-            for name in self.config.policies:
-                todo = [
-                    budget
-                    for policy, budget in pairs(self.config)
-                    if policy == name and (name, budget, place.task, place.length) not in results.cells
-                ]
-                for found in self._cells(name, todo, place):
+            todo: dict[str, list[float]] = {}
+            for name, budget in pairs(self.config):
+                if (name, budget, place.task, place.length) not in results.cells:
+                    todo.setdefault(name, []).append(budget)
+            if todo:
+                place = self._against_full(place)
+            for name, budgets in todo.items():
+                for found in self._cells(name, budgets, place):
                     results.add(found)
                     progress.done(found)
+
+    def _against_full(self, place: Place) -> Place:
+        """The place, its texts scored by what the full cache says."""
+        if all(question.given is None for context in place.contexts for question in context.questions):
+            return place
+        full = make_policy("full", model=self.model)
+        said = measure(self.model, full, place.contexts, self._manner(place)).said
+        return dataclasses.replace(place, contexts=agreeing(place.contexts, said))
 
     def _cells(self, name: str, budgets: Sequence[float], place: Place) -> Iterator[Cell]:
         """One policy's cells of a place."""
