@@ -5,7 +5,7 @@ A source gives contexts of a length from a seed; one line in `SOURCES` adds a ta
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -90,9 +90,9 @@ class Material:
             )
         return read_documents(self.documents)
 
-    def count(self, text: str) -> int:
-        """Tokens of a text."""
-        return len(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text."""
+        return list(map(len, self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
 
     def encoded(self, sample: TextSample) -> Context:
         """A sample as token ids, its answers scored as text."""
@@ -163,19 +163,21 @@ class InText:
 
 @dataclass(frozen=True)
 class AboutDocuments:
-    """Questions about passages of documents."""
+    """Questions about passages of documents; those of each length are made once."""
 
     material: Material
     metric: str = HOLDS
+    _made: dict[int, list[TextSample]] = field(default_factory=dict)
 
     def worth(self, length: int) -> int:
         return QUESTIONS
 
     def contexts(self, first: int, count: int, length: int) -> list[Context]:
         own = self.material
-        samples = document_questions(own.read, own.encode, own.count, length)
+        if length not in self._made:
+            self._made[length] = document_questions(own.read, own.encode, own.count, length)
         made_of = f"--documents {own.documents}: contexts of {length} tokens with {QUESTIONS} questions each"
-        return [own.encoded(sample) for sample in chosen(samples, first, count, made_of)]
+        return [own.encoded(sample) for sample in chosen(self._made[length], first, count, made_of)]
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ quotation mark) instead of looking the sentence up.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.evaluate.tasks.documents import passages
+from kvjax.evaluate.tasks.documents import Count, passages
 from kvjax.evaluate.tasks.ruler.haystack import split_sentences
 from kvjax.evaluate.tasks.text_prompt import PromptEncoder, prompt_size
 from kvjax.evaluate.tasks.text_sample import TextQuestion, TextSample
@@ -38,11 +38,11 @@ DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 
 
 def document_questions(
-    documents: Sequence[str], encode: PromptEncoder, count: Callable[[str], int], length: int
+    documents: Sequence[str], encode: PromptEncoder, count: Count, length: int
 ) -> list[TextSample]:
     """Samples of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
 
-    A passage with fewer distinctive words in one of its thirds is left out. `count`: tokens of a text.
+    A passage with fewer distinctive words in one of its thirds is left out.
     """
     frame = TextSample(OPENING + "\n", (TextQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
     room = length - prompt_size(frame, encode) - ROOM

@@ -15,6 +15,8 @@ LEAST = 0.9
 """Of the room, a passage fills at least so much."""
 
 Item = TypeVar("Item")
+Count = Callable[[Sequence[str]], list[int]]
+"""Tokens of each of some texts."""
 
 
 def read_documents(path: Path) -> list[str]:
@@ -38,19 +40,19 @@ def _read(file: Path) -> str:
         raise UserError(f"--documents {file}: is not UTF-8 text") from None
 
 
-def passages(documents: Sequence[str], count: Callable[[str], int], room: int) -> list[str]:
+def passages(documents: Sequence[str], count: Count, room: int) -> list[str]:
     """Runs of whole paragraphs that fill `room` tokens, or at least nine tenths of it; no two share a paragraph.
 
-    They come in an order that mixes the documents. `count`: tokens of a text.
+    They come in an order that mixes the documents.
     """
     found = [passage for document in documents for passage in _passages(document, count, room)]
     return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
 
 
-def _passages(document: str, count: Callable[[str], int], room: int) -> list[str]:
+def _passages(document: str, count: Count, room: int) -> list[str]:
     ends = [0, *(match.end() for match in PARAGRAPH_END.finditer(document)), len(document)]
     paragraphs = [document[a:b] for a, b in itertools.pairwise(ends)]
-    sizes = list(map(count, paragraphs))
+    sizes = count(paragraphs)
     found, start = [], 0
     while start < len(paragraphs):
         stop, tokens = start, 0
