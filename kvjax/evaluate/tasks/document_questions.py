@@ -27,8 +27,8 @@ FEWEST, MOST = 6, 16
 """Words before the distinctive one: a sentence that has fewer is not asked about, and of more the last are given."""
 LONGEST = 24
 """Characters of a distinctive word."""
-ROOM = 96
-"""Tokens for the words that are given; a sample that needs more is left out."""
+ROOM = 48
+"""Tokens that the words before it may take."""
 
 WORD = re.compile(r"\S+")
 EDGE = "\"'`“”‘’«».,;:!?()[]{}<>*"
@@ -46,14 +46,15 @@ def document_questions(
     """
     frame = TextSample(OPENING + "\n", (TextQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
     room = length - prompt_size(frame, encode) - ROOM
-    made = (_sample(passage, index) for index, passage in enumerate(passages(documents, count, room)))
+    made = (_sample(passage, count, index) for index, passage in enumerate(passages(documents, count, room)))
     return [sample for sample in made if sample is not None and prompt_size(sample, encode) <= length]
 
 
-def _sample(passage: str, seed: int) -> TextSample | None:
+def _sample(passage: str, count: Count, seed: int) -> TextSample | None:
     """The passage with questions drawn from each third; None: there are too few."""
-    rng, found = np.random.default_rng(seed), distinctive(passage)
-    questions = []
+    rng, found, questions = np.random.default_rng(seed), distinctive(passage), []
+    sizes = count([given for _, given, _ in found]) if found else []
+    found = [one for one, size in zip(found, sizes, strict=True) if size <= ROOM]
     for third, kind in enumerate(THIRDS):
         inside = [(given, word) for at, given, word in found if int(at * len(THIRDS)) == third]
         if len(inside) < PER_THIRD:
