@@ -130,7 +130,8 @@ def _say(
         cache, hidden = extend(model, policy, cache, token[:, None], running.astype(jnp.int32))
         logits = jax.sharding.reshard(model.logits(hidden)[:, 0], P(BATCH, None))
         new = jnp.argmax(logits, -1).astype(jnp.int32)
-        likely = jnp.take_along_axis(jax.nn.log_softmax(logits), true[:, None], 1)[:, 0]
+        truth = jnp.arange(logits.shape[1]) == true[:, None]
+        likely = jnp.where(truth, logits, 0).sum(-1) - jax.nn.logsumexp(logits, -1)
         return (cache, new), ((new, likely), before)
 
     (cache, last), (said, before) = jax.lax.scan(one, (cache, last), (given, true, running))
