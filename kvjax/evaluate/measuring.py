@@ -118,55 +118,33 @@ def compressed(
     return Reading(cache, reading.calls, reading.seconds + seconds, reading.compiled or watch.compiled)
 
 
-class Readings:
-    """Groups of contexts as they were read, for policies that differ in their budget only: kept in memory while they
-    take at most `limit` bytes, else read again."""
-
-    def __init__(self, limit: int = 2**30):
-        self._limit = limit
-        self._kept: dict[int, Reading] = {}
-
-    def get(
-        self, index: int, model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner
-    ) -> Reading:
-        """Group `index` in a cache, as `policy` would have it at any budget."""
-        reading = self._kept.get(index)
-        if reading is None:
-            reading = read(model, dataclasses.replace(policy, plan=None), group, manner)
-            if sum(kept.bytes for kept in self._kept.values()) + reading.bytes <= self._limit:
-                self._kept[index] = reading
-        return compressed(model, policy, reading, group, manner.watch)
-
-
-def measure(
-    model: Decoder,
-    policy: Policy,
-    contexts: Sequence[Context],
-    manner: Manner,
-    readings: Readings | None = None,
-) -> Found:
+def measure(model: Decoder, policy: Policy, contexts: Sequence[Context], manner: Manner) -> Found:
     """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
 
     Contexts of a group must have equally many questions, as a task gives them.
-
-    Args:
-        readings: what was read for the same policy at another budget, if that is the same.
     """
     tally = Tally()
-    for index, start in enumerate(range(0, len(contexts), manner.batch)):
-        group = contexts[start : start + manner.batch]
-        if readings is None:
-            reading = read(model, policy, group, manner)
-        else:
-            reading = readings.get(index, model, policy, group, manner)
-        tally.read(reading, policy, len(group))
-        later, cache = _asking(policy, reading.cache)
-        for questions in zip(*(context.questions for context in group), strict=True):
-            calls = Calls()
-            records = {"calls": calls, "pace": tally.decoding, "watch": manner.watch}
-            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
-            tally.asked(questions, said, _joined(reading.calls, calls))
+    for group in _groups(contexts, manner):
+        tally.group(model, policy, read(model, policy, group, manner), group, manner.watch)
     return tally.found()
+
+
+def measure_budgets(
+    model: Decoder, policies: Sequence[Policy], contexts: Sequence[Context], manner: Manner
+) -> list[Found]:
+    """The same for policies that differ in their budget only and read alike: each group of contexts is read once, and
+    compacted anew for each policy."""
+    tallies = [Tally() for _ in policies]
+    for group in _groups(contexts, manner):
+        whole = read(model, dataclasses.replace(policies[0], plan=None), group, manner)
+        for policy, tally in zip(policies, tallies, strict=True):
+            reading = compressed(model, policy, whole, group, manner.watch)
+            tally.group(model, policy, reading, group, manner.watch)
+    return [tally.found() for tally in tallies]
+
+
+def _groups(contexts: Sequence[Context], manner: Manner) -> list[Sequence[Context]]:
+    return [contexts[start : start + manner.batch] for start in range(0, len(contexts), manner.batch)]
 
 
 def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
@@ -195,9 +173,21 @@ class Tally:
         self._entries: list[Float[np.ndarray, "l k"]] = []
         self._kept, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
-        self._reading, self.decoding = Pace(), Pace()
+        self._reading, self._decoding = Pace(), Pace()
 
-    def read(self, reading: Reading, policy: Policy, count: int) -> None:
+    def group(
+        self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
+    ) -> None:
+        """Ask a group of contexts, which are in their cache, their questions."""
+        self._read(reading, policy, len(group))
+        later, cache = _asking(policy, reading.cache)
+        for questions in zip(*(context.questions for context in group), strict=True):
+            calls = Calls()
+            records = {"calls": calls, "pace": self._decoding, "watch": watch}
+            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
+            self._asked(questions, said, _joined(reading.calls, calls))
+
+    def _read(self, reading: Reading, policy: Policy, count: int) -> None:
         """A group of `count` contexts is in its cache."""
         sizes = caches.stats(reading.cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
@@ -210,7 +200,7 @@ class Tally:
         self._contexts += count
         self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
 
-    def asked(self, questions: Sequence[Asked], said: Sequence[Said], calls: Calls) -> None:
+    def _asked(self, questions: Sequence[Asked], said: Sequence[Said], calls: Calls) -> None:
         """A question of each context of the group that was read last was answered."""
         group = self._said[-len(questions) :]
         for row, (question, answer) in enumerate(zip(questions, said, strict=True)):
@@ -241,5 +231,5 @@ class Tally:
             rates=self._kept / max(self._left, 1),
             bytes=self._bytes // self._contexts,
             prefill=self._reading.per_second,
-            decode=self.decoding.per_second,
+            decode=self._decoding.per_second,
         )

@@ -11,7 +11,7 @@ from kvjax.evaluate.asked import agreeing
 from kvjax.evaluate.calibration import Calibration
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, sized
-from kvjax.evaluate.measuring import Manner, Readings, measure, read
+from kvjax.evaluate.measuring import Manner, measure, measure_budgets, read
 from kvjax.evaluate.places import Place
 from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import Cell, Results, cell
@@ -80,18 +80,24 @@ class Evaluation:
     def _cells(self, name: str, budgets: Sequence[float], place: Place) -> Iterator[Cell]:
         """One policy's cells of a place."""
         entry, manner = contender(name), self._manner(place)
-        readings = Readings() if entry.reads_once else None
-        search: Calibration | None = None
-        for budget in budgets:
-            policy = sized(name, self._sizing(place, budget))
-            try:
-                if entry.calibrated:
-                    search = search or Calibration(policy, lambda policy: self._size(policy, place, manner))
-                    policy = search.to(budget)
-                found = measure(self.model, policy, place.contexts, manner, readings)
-            except UserError as error:
-                raise UserError(f"{name} at {budget:g} on {place.task}: {error}") from None
-            yield cell(name, budget, place, found, self.config)
+        policies = [sized(name, self._sizing(place, budget)) for budget in budgets]
+        try:
+            if entry.reads_once:
+                found = iter(measure_budgets(self.model, policies, place.contexts, manner))
+            else:
+                fitted = self._calibrated(policies, budgets, place, manner) if entry.calibrated else policies
+                found = (measure(self.model, policy, place.contexts, manner) for policy in fitted)
+            for budget, one in zip(budgets, found, strict=True):
+                yield cell(name, budget, place, one, self.config)
+        except UserError as error:
+            shown = ", ".join(f"{budget:g}" for budget in budgets)
+            raise UserError(f"{name} at {shown} on {place.task}: {error}") from None
+
+    def _calibrated(
+        self, policies: Sequence[Policy], budgets: Sequence[float], place: Place, manner: Manner
+    ) -> Iterator[Policy]:
+        search = Calibration(policies[0], lambda policy: self._size(policy, place, manner))
+        return map(search.to, budgets)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.evaluate import measuring
 from kvjax.evaluate.asked import agreeing, predicted
-from kvjax.evaluate.measuring import Manner, measure
+from kvjax.evaluate.measuring import Manner, measure, measure_budgets
 from kvjax.evaluate.tasks.text import continued
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
@@ -80,3 +81,20 @@ def test_the_full_cache_agrees_with_itself_in_any_batch(model, texts):
     contexts, full = [predicted(continued(text)) for text in texts], make_policy("full", model=model)
     said = measure(model, full, contexts, Manner(batch=2)).said
     assert measure(model, full, agreeing(contexts, said), Manner(batch=3, chunk=16)).score == 1
+
+
+def test_budgets_that_share_a_reading_are_measured_as_each_alone(model, texts, monkeypatch):
+    contexts, manner, groups = [predicted(continued(text)) for text in texts], Manner(batch=2), []
+    policies = [make_policy("knorm", model=model, ratio=ratio) for ratio in (RATIO, 0.5)]
+    alone = [measure(model, policy, contexts, manner) for policy in policies]
+    read = measuring.read
+    monkeypatch.setattr(measuring, "read", lambda *given: (groups.append(given[2]), read(*given))[1])
+    together = measure_budgets(model, policies, contexts, manner)
+    assert groups == [contexts[:2], contexts[2:]]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.score, one.footprint, one.peak, one.bytes) == (
+            other.score, other.footprint, other.peak, other.bytes,
+        )  # fmt: skip
+        assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)
+        np.testing.assert_array_equal(one.kept, other.kept)
+    assert together[0].perplexity != pytest.approx(together[1].perplexity, rel=1e-2)
