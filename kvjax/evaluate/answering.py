@@ -5,12 +5,13 @@ counts each step, and one program of a few steps serves every question, answer a
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
@@ -30,6 +31,14 @@ OWN = -1
 """In place of a token that is given: what the model said last."""
 
 
+@dataclass(frozen=True)
+class Said:
+    """An answer. log_likelihood: of the true tokens where they are given, each after those before it (nats)."""
+
+    tokens: Tokens
+    log_likelihood: float
+
+
 def answers(
     model: Decoder,
     policy: Policy,
@@ -40,14 +49,14 @@ def answers(
     calls: Calls,
     pace: Pace,
     watch: Stopwatch,
-) -> list[Tokens]:
+) -> list[Said]:
     """What the model says to each sequence's question, greedily; `cache` stays as it is.
 
     stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
     the pool has no room for the answers.
     """
-    given, wanted = _fed(questions, cache.seen.shape[0])
-    said = np.zeros_like(given)
+    given, true, wanted = _fed(questions, cache.seen.shape[0])
+    said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
     stopped = np.zeros(given.shape[1], bool)
     with use_mesh(model):
         cache = jax.tree.map(jnp.copy, cache)
@@ -58,9 +67,9 @@ def answers(
             running = wanted[block] & ~stopped
             if not running.any():
                 break
-            fed = put(given[block], None, BATCH), put(running, None, BATCH)
+            fed = (put(x, None, BATCH) for x in (given[block], true[block], running))
             cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
-            said[block] = np.asarray(new)
+            said[block], likely[block] = map(np.asarray, new)
             caches.check(cache, policy)
             pace.add(int(running[:, : len(questions)].sum()), watch.lap(), watch.compiled)
             lengths, seen, ran = map(np.asarray, before)
@@ -68,29 +77,34 @@ def answers(
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
                 stopped[row] |= question.stops and bool(np.isin(said[first : start + STEPS, row], stop).any())
-    return [_answer(question, said[:, row], stop) for row, question in enumerate(questions)]
+    return [_answer(question, said[:, row], likely[:, row], stop) for row, question in enumerate(questions)]
 
 
-def _fed(questions: Sequence[Asked], rows: int) -> tuple[Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
-    """What is fed to each row, and where it is running: whole blocks for the longest question with its answer."""
+def _fed(
+    questions: Sequence[Asked], rows: int
+) -> tuple[Int[np.ndarray, "t b"], Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
+    """What is fed to each row, what truly follows (where it is known), and where the row is running: whole blocks for
+    the longest question with its answer."""
     lines = [len(q.prompt) + q.answer_tokens - 1 for q in questions]
     steps = -(-max(lines) // STEPS) * STEPS
     given, wanted = np.full((steps, rows), OWN, np.int32), np.zeros((steps, rows), bool)
+    true = np.zeros_like(given)
     for row, (question, count) in enumerate(zip(questions, lines, strict=True)):
-        known = question.prompt if question.given is None else np.append(question.prompt, question.given[:-1])
-        given[: len(known), row] = known
+        known = question.prompt if question.given is None else np.append(question.prompt, question.given)
+        fed, following = known[:count], known[1:]
+        given[: len(fed), row], true[: len(following), row] = fed, following
         wanted[:count, row] = True
-    return given, wanted
+    return given, true, wanted
 
 
-def _answer(question: Asked, said: Tokens, stop: Sequence[int]) -> Tokens:
-    """The tokens said after the question's last one, without a stop token and what follows it."""
+def _answer(question: Asked, said: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]) -> Said:
+    """What was said after the question's last token, without a stop token and what follows it."""
     first = len(question.prompt) - 1
-    answer = said[first : first + question.answer_tokens]
-    if question.stops:
-        ends = np.flatnonzero(np.isin(answer, stop))
-        return answer[: ends[0]] if ends.size else answer
-    return answer
+    answer = slice(first, first + question.answer_tokens)
+    tokens = said[answer]
+    if question.stops and (ends := np.flatnonzero(np.isin(tokens, stop))).size:
+        tokens = tokens[: ends[0]]
+    return Said(tokens, 0.0 if question.given is None else float(likely[answer].sum(dtype=np.float64)))
 
 
 @partial(jax.jit, donate_argnums=2)
@@ -100,22 +114,25 @@ def _say(
     cache: Cache,
     last: Int[Array, " b"],
     given: Int[Array, "t b"],
+    true: Int[Array, "t b"],
     running: Bool[Array, "t b"],
 ):
     """A step for each row of `given`. Rows that are not running write nothing.
 
-    Returns the cache, the token said last, those said after each step, and what the cache was before it (as
-    `sampling.decode_block` does).
+    Returns the cache, the token said last, those said after each step with the log-probability of the `true` one
+    (float32), and what the cache was before it (as `sampling.decode_block` does).
     """
 
     def one(carry, xs):
-        (cache, last), (given, running) = carry, xs
+        (cache, last), (given, true, running) = carry, xs
         before = cache.layers.length, cache.seen, running
         token = jnp.where(given == OWN, last, given)
         cache, hidden = extend(model, policy, cache, token[:, None], running.astype(jnp.int32))
         logits = jax.sharding.reshard(model.logits(hidden)[:, 0], P(BATCH, None))
         new = jnp.argmax(logits, -1).astype(jnp.int32)
-        return (cache, new), (new, before)
+        truth = jnp.arange(logits.shape[1]) == true[:, None]
+        likely = jnp.where(truth, logits, 0).sum(-1) - jax.nn.logsumexp(logits, -1)
+        return (cache, new), ((new, likely), before)
 
-    (cache, last), (said, before) = jax.lax.scan(one, (cache, last), (given, running))
+    (cache, last), (said, before) = jax.lax.scan(one, (cache, last), (given, true, running))
     return cache, last, said, before

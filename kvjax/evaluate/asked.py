@@ -68,16 +68,31 @@ def exact(sample: Sample) -> Context:
 
 
 def predicted(sample: Sample) -> Context:
-    """A sample of plain text: the score is the share of its answer's tokens that are the most likely ones, each after
-    the true text before it."""
+    """A sample of plain text, which is given: the score is the share of its next tokens that the model says, and that
+    of the full cache's next tokens once these are known (`agreeing`)."""
 
     def asked(question):
-        def score(said: Tokens) -> float:
-            return float(np.mean(said == question.answer))
-
-        return Asked(question.prompt, len(question.answer), score, question.kind, given=question.answer)
+        answer = question.answer
+        return Asked(question.prompt, len(answer), _agreement(answer), question.kind, given=answer)
 
     return Context(sample.context, tuple(map(asked, sample.questions)))
+
+
+def agreeing(contexts: Sequence[Context], said: Sequence[Sequence[Tokens]]) -> list[Context]:
+    """The contexts, each text that is given scored by the share of next tokens that are the same as in `said`: what
+    the full cache said to each question of each context."""
+
+    def against(question, said):
+        return question if question.given is None else dataclasses.replace(question, score=_agreement(said))
+
+    return [
+        dataclasses.replace(context, questions=tuple(map(against, context.questions, own)))
+        for context, own in zip(contexts, said, strict=True)
+    ]
+
+
+def _agreement(reference: Tokens) -> Callable[[Tokens], float]:
+    return lambda said: float(np.mean(said == reference))
 
 
 def question_aware(contexts: Sequence[Context]) -> list[Context]:

@@ -37,12 +37,13 @@ class EvaluateConfig:
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
-    """needle, by depth; recall, copy and text (built-in model); RULER's thirteen by name: niah_single_1, …, vt, cwe,
-    fwe, qa_1, qa_2."""
+    """needle, by depth; documents: questions about --documents; text: how it goes on, from --documents; recall and copy
+    (built-in model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
+    qa_2."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer."""
     samples: int = 192
-    """Answers of each cell, at least. A text of which the last quarter is predicted counts for 12."""
+    """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12."""
     chunk: int | None = None
     """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
     of the shortest context, at most 32768."""
@@ -62,6 +63,8 @@ class EvaluateConfig:
     10, the fewer the more heads there are to measure."""
     order_length: int = 1024
     """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
+    documents: Path | None = None
+    """documents and text: a text file, or a folder of .txt files."""
     ruler_data: Path | None = None
     """RULER's own samples instead of samples made here: a folder with a .jsonl or .parquet file a task or with one for
     all, or a hub data set with a configuration for each context's length (simonjegou/ruler)."""
@@ -73,7 +76,7 @@ class EvaluateConfig:
     hotpotqa: Path | None = None
     """qa_2: HotpotQA's JSON file."""
     chat: bool = True
-    """RULER: use the tokenizer's chat template if it has one."""
+    """RULER and documents: use the tokenizer's chat template if it has one."""
     seed: int = 0
     """Of the contexts and of what is random."""
     batch: int = 16

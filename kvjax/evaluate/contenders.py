@@ -49,14 +49,15 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Contender:
-    """make: the policy of a size. fixed: it has one size, whatever the budget. reads_once: contexts are read the same
-    way at every budget. calibrated: its size follows from τ, which is searched for (see `calibration`). own_tau: it has
-    a cell for each folder of gates, at their own τ, and its budget is λ. chosen: the best of its kind on calibration
-    contexts, for so many entries; `make` then gives any of them."""
+    """make: the policy of a size. fixed: it has one size, whatever the budget. reads: contexts are read the same way at
+    every budget and by all that have this word, so they are read once for all of them. calibrated: its size follows
+    from τ, which is searched for (see `calibration`). own_tau: it has a cell for each folder of gates, at their own τ,
+    and its budget is λ. chosen: the best of its kind on calibration contexts, for so many entries; `make` then gives
+    any of them."""
 
     make: Callable[[Sizing], Policy]
     fixed: bool = False
-    reads_once: bool = False
+    reads: str = ""
     calibrated: bool = False
     own_tau: bool = False
     chosen: Callable[[Rivals, float], Choice] | None = None
@@ -94,6 +95,8 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
 
 OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
+COUNTING = ("h2o",)
+"""Methods for which every call counts the attention that entries get."""
 
 
 def _evicting(name: str, when: str = "prompt") -> Contender:
@@ -104,7 +107,9 @@ def _evicting(name: str, when: str = "prompt") -> Contender:
         schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
         return make_policy(name, model=sizing.model, ratio=sizing.ratio, **observed, **schedule)
 
-    return Contender(make, reads_once=when == "prompt")
+    if when != "prompt":
+        return Contender(make)
+    return Contender(make, reads="and counts" if name in COUNTING else "all")
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:
@@ -133,7 +138,7 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
 
 
 CONTENDERS = {
-    "full": Contender(_full, fixed=True),
+    "full": Contender(_full, fixed=True, reads="all"),
     "streaming_llm": Contender(_streaming, chosen=Rivals.sink_and_window),
     "head_pattern": Contender(_head_pattern, chosen=Rivals.head_pattern),
     "snapkv": _evicting("snapkv"),
@@ -155,13 +160,13 @@ CONTENDERS = {
     "keydiff_chunked": _evicting("keydiff", "chunk"),
     "knorm": _evicting("knorm"),
     "random_eviction": Contender(
-        lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads_once=True
+        lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads="all"
     ),
-    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads_once=True),
+    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads="quest"),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
-    "wgkv+snapkv": Contender(_gates_then_snapkv, reads_once=True),
-    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads_once=True),
+    "wgkv+snapkv": Contender(_gates_then_snapkv, reads="gates, snapkv"),
+    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads="gates, quest"),
 }
 """What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
 prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""

@@ -1,6 +1,7 @@
 """One policy on one set of contexts: reading them, asking their questions, and what the cache held at each call."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.calls import Calls
 from kvjax.errors import UserError
-from kvjax.evaluate.answering import answers
+from kvjax.evaluate.answering import Said, answers
 from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
+from kvjax.evaluate.together import Together
 from kvjax.feeding import feed
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
@@ -47,15 +49,18 @@ class Found:
     """What a policy answered and what it held.
 
     score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that is given:
-    its tokens). footprint, footprint_held, peak: means over the answers (see `Occupancy`). kv_ratio: entries over those
-    of a full cache once the contexts were read. kept: the same by layer and kv head. rates: share of the tokens that
-    left the ring and were kept. bytes: of a context's pages in use. prefill, decode: tokens per second without
-    compilation; None: there was nothing to time.
+    its tokens). perplexity: of the texts that are given; None: there are none. said: by context and question.
+    footprint, footprint_held, peak: means over the answers (see `Occupancy`). kv_ratio: entries over those of a full
+    cache once the contexts were read. kept: the same by layer and kv head. rates: share of the tokens that left the
+    ring and were kept. bytes: of a context's pages in use. prefill, decode: tokens per second without compilation;
+    None: there was nothing to time.
     """
 
     score: float
     by_kind: dict[str, float]
     answers: int
+    perplexity: float | None
+    said: list[list[Tokens]]
     footprint: float
     footprint_held: float
     peak: float
@@ -75,10 +80,6 @@ class Reading:
     calls: Calls
     seconds: float
     compiled: bool
-
-    @property
-    def bytes(self) -> int:
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.cache))
 
 
 def read(model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner) -> Reading:
@@ -124,55 +125,44 @@ def _observers(group: Sequence[Context]) -> list[Tokens] | None:
     return [context.questions[0].prompt for context in group] if group[0].known else None
 
 
-class Readings:
-    """Groups of contexts as they were read, for policies that differ in their budget only: kept in memory while they
-    take at most `limit` bytes, else read again."""
-
-    def __init__(self, limit: int = 2**30):
-        self._limit = limit
-        self._kept: dict[int, Reading] = {}
-
-    def get(
-        self, index: int, model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner
-    ) -> Reading:
-        """Group `index` in a cache, as `policy` would have it at any budget."""
-        reading = self._kept.get(index)
-        if reading is None:
-            reading = read(model, dataclasses.replace(policy, plan=None), group, manner)
-            if sum(kept.bytes for kept in self._kept.values()) + reading.bytes <= self._limit:
-                self._kept[index] = reading
-        return compressed(model, policy, reading, group, manner.watch)
-
-
-def measure(
-    model: Decoder,
-    policy: Policy,
-    contexts: Sequence[Context],
-    manner: Manner,
-    readings: Readings | None = None,
-) -> Found:
+def measure(model: Decoder, policy: Policy, contexts: Sequence[Context], manner: Manner) -> Found:
     """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
 
     Contexts of a group must have equally many questions, as a task gives them.
-
-    Args:
-        readings: what was read for the same policy at another budget, if that is the same.
     """
     tally = Tally()
-    for index, start in enumerate(range(0, len(contexts), manner.batch)):
-        group = contexts[start : start + manner.batch]
-        if readings is None:
-            reading = read(model, policy, group, manner)
-        else:
-            reading = readings.get(index, model, policy, group, manner)
-        tally.read(reading, policy, len(group))
-        later, cache = _asking(policy, reading.cache)
-        for questions in zip(*(context.questions for context in group), strict=True):
-            calls = Calls()
-            records = {"calls": calls, "pace": tally.decoding, "watch": manner.watch}
-            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
-            tally.asked(questions, said, _joined(reading.calls, calls))
+    for group in _groups(contexts, manner):
+        tally.group(model, policy, read(model, policy, group, manner), group, manner.watch)
     return tally.found()
+
+
+def measure_together(
+    model: Decoder, policies: Sequence[Sequence[Policy]], contexts: Sequence[Context], manner: Manner
+) -> list[Found]:
+    """The same for methods that read alike until a prompt's end, each as its policies of several budgets: every group
+    of contexts is read once, and compacted anew for each policy. Returns what was found, policy after policy."""
+    methods = [own[0] for own in policies]
+    reader = dataclasses.replace(methods[0], plan=None, eviction=Together(tuple(x.eviction for x in methods)))
+    tallies = [[Tally() for _ in own] for own in policies]
+    for group in _groups(contexts, manner):
+        whole = read(model, reader, group, manner)
+        for index, own in enumerate(policies):
+            reading = _of_method(whole, index)
+            for policy, tally in zip(own, tallies[index], strict=True):
+                compact = compressed(model, policy, reading, group, manner.watch)
+                tally.group(model, policy, compact, group, manner.watch)
+    return [tally.found() for own in tallies for tally in own]
+
+
+def _of_method(reading: Reading, index: int) -> Reading:
+    """What was read together, with the memory of one of the methods."""
+    layers = reading.cache.layers
+    layers = dataclasses.replace(layers, state=(layers.state[0], layers.state[1][index]))
+    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers))
+
+
+def _groups(contexts: Sequence[Context], manner: Manner) -> list[Sequence[Context]]:
+    return [contexts[start : start + manner.batch] for start in range(0, len(contexts), manner.batch)]
 
 
 def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
@@ -195,16 +185,31 @@ class Tally:
 
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
+        self._said: list[list[Tokens]] = []
+        self._log_likelihood, self._given = 0.0, 0
         self._occupied: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
         self._kept, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
-        self._reading, self.decoding = Pace(), Pace()
+        self._reading, self._decoding = Pace(), Pace()
 
-    def read(self, reading: Reading, policy: Policy, count: int) -> None:
+    def group(
+        self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
+    ) -> None:
+        """Ask a group of contexts, which are in their cache, their questions."""
+        self._read(reading, policy, len(group))
+        later, cache = _asking(policy, reading.cache)
+        for questions in zip(*(context.questions for context in group), strict=True):
+            calls = Calls()
+            records = {"calls": calls, "pace": self._decoding, "watch": watch}
+            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
+            self._asked(questions, said, _joined(reading.calls, calls))
+
+    def _read(self, reading: Reading, policy: Policy, count: int) -> None:
         """A group of `count` contexts is in its cache."""
         sizes = caches.stats(reading.cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
+        self._said += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
         self._kept = self._kept + (sizes.entries - ring[:, None]).sum(1)
         self._left += int((sizes.tokens - ring).sum())
@@ -213,11 +218,17 @@ class Tally:
         self._contexts += count
         self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
 
-    def asked(self, questions: Sequence[Asked], said: Sequence[Tokens], calls: Calls) -> None:
-        """A question of each context was answered."""
-        for row, (question, tokens) in enumerate(zip(questions, said, strict=True)):
-            self._scores[question.kind].append(question.score(tokens))
-            self._answers += 1 if question.given is None else question.answer_tokens
+    def _asked(self, questions: Sequence[Asked], said: Sequence[Said], calls: Calls) -> None:
+        """A question of each context of the group that was read last was answered."""
+        group = self._said[-len(questions) :]
+        for row, (question, answer) in enumerate(zip(questions, said, strict=True)):
+            group[row].append(answer.tokens)
+            self._scores[question.kind].append(question.score(answer.tokens))
+            if question.given is None:
+                self._answers += 1
+            else:
+                self._given += question.answer_tokens
+                self._log_likelihood += answer.log_likelihood
             occupied = measured(calls, row)
             self._occupied.append((occupied.footprint, occupied.footprint_held, occupied.peak))
 
@@ -228,7 +239,9 @@ class Tally:
         return Found(
             score=float(np.mean(everything)),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
-            answers=self._answers,
+            answers=self._answers + self._given,
+            perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,
+            said=self._said,
             footprint=float(footprint),
             footprint_held=float(footprint_held),
             peak=float(peak),
@@ -237,5 +250,5 @@ class Tally:
             rates=self._kept / max(self._left, 1),
             bytes=self._bytes // self._contexts,
             prefill=self._reading.per_second,
-            decode=self.decoding.per_second,
+            decode=self._decoding.per_second,
         )

@@ -52,7 +52,7 @@ def places(config: EvaluateConfig) -> list[Place]:
     Raises UserError for a task or a length that does not do.
     """
     files = Files(config.essays, config.squad, config.hotpotqa)
-    material = Material(config.model, files, config.ruler_data, config.chat)
+    material = Material(config.model, files, config.ruler_data, config.chat, config.documents)
     sources = {task: source(task, material) for task in config.tasks}
     return [_place(task, length, sources[task], config) for length in config.context for task in config.tasks]
 

@@ -86,7 +86,7 @@ def _scores(cells: list[Cell]) -> str:
     most = max(cell.samples for cell in cells)
     lines = [
         f"## {first.task}, {first.context} tokens",
-        f"{first.metric}; {most} answers a cell.",
+        f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell.",
         "",
         "| policy | " + " | ".join(f"{budget:g}" for budget in budgets) + f" | {100 * SHARE:.0f}% at |",
         "|---" * (len(budgets) + 2) + "|",
@@ -125,7 +125,8 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
 
 
 def _shown(cell: Cell) -> str:
-    return f"{100 * cell.score:.1f} at {cell.footprint:.2f}"
+    beside = "" if cell.perplexity is None else f" ({cell.perplexity:.2f})"
+    return f"{100 * cell.score:.1f}{beside} at {cell.footprint:.2f}"
 
 
 def _choices(cells: Sequence[Cell]) -> list[str]:

@@ -15,9 +15,9 @@ from kvjax.evaluate.places import Place
 from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
-    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "ruler_data", "essays"),
-    *("squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype", "order_contexts"),
-    "order_length",
+    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "documents"),
+    *("ruler_data", "essays", "squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
+    *("order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
 
@@ -26,11 +26,11 @@ MEASURED_WITH = (
 class Cell:
     """What one policy at one budget did on one task at one length. A line of results.jsonl.
 
-    metric: what the score is, in words. samples: answers. score: from 0 to 1. footprint, peak_kv: means over the
-    answers, of full attention's. footprint_held: the same with what was only read to look and dropped again. kv_ratio:
-    share of the entries once the contexts were read. bytes: of a context's pages in use. kept: kv_ratio by layer and kv
-    head. published: RULER's own data. gates, tau: the folder and the threshold of a policy with gates. choice: what was
-    chosen on calibration contexts, in words.
+    metric: what the score is, in words. samples: answers. score: from 0 to 1. perplexity: of texts that are given.
+    footprint, peak_kv: means over the answers, of full attention's. footprint_held: the same with what was only read to
+    look and dropped again. kv_ratio: share of the entries once the contexts were read. bytes: of a context's pages in
+    use. kept: kv_ratio by layer and kv head. published: RULER's own data. gates, tau: the folder and the threshold of a
+    policy with gates. choice: what was chosen on calibration contexts, in words.
     """
 
     policy: str
@@ -40,6 +40,7 @@ class Cell:
     metric: str
     samples: int
     score: float
+    perplexity: float | None
     footprint: float
     footprint_held: float
     peak_kv: float
@@ -89,6 +90,7 @@ def cell(
         metric=place.source.metric,
         samples=found.answers,
         score=round(found.score, 6),
+        perplexity=None if found.perplexity is None else round(found.perplexity, 6),
         footprint=round(found.footprint, 6),
         footprint_held=round(found.footprint_held, 6),
         peak_kv=round(found.peak, 6),

@@ -3,28 +3,39 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
+from kvjax.evaluate.asked import agreeing
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
 from kvjax.evaluate.fixed import Rivals
 from kvjax.evaluate.gates import by_lambda, own_tau
 from kvjax.evaluate.head_order import default_contexts, orders
-from kvjax.evaluate.measuring import Manner, Readings, measure, read
+from kvjax.evaluate.measuring import Found, Manner, measure, measure_together, read
 from kvjax.evaluate.places import Place, for_rivals
 from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import Cell, Results, cell
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy
+from kvjax.policies import Policy, make_policy
 from kvjax.sampling import BLOCK
 from kvjax.stopwatch import Stopwatch
+
+
+@dataclass(frozen=True)
+class Made:
+    """A policy of a budget. gates: the folder of its gates. choice: what was chosen on calibration contexts, in
+    words."""
+
+    policy: Policy
+    gates: str | None
+    choice: str
 
 
 @dataclass
@@ -67,38 +78,63 @@ class Evaluation:
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""
         for place in self.places:
-            for name in self.config.policies:
-                todo = [
-                    budget
-                    for policy, budget in pairs(self.config)
-                    if policy == name and (name, budget, place.task, place.length) not in results.cells
-                ]
-                for found in self._cells(name, todo, place):
+            todo: dict[str, list[float]] = {}
+            for name, budget in pairs(self.config):
+                if (name, budget, place.task, place.length) not in results.cells:
+                    todo.setdefault(name, []).append(budget)
+            if todo:
+                place = self._against_full(place)
+            for names in _reading_alike(todo):
+                for found in self._cells({name: todo[name] for name in names}, place):
                     results.add(found)
                     progress.done(found)
 
-    def _cells(self, name: str, budgets: Sequence[float], place: Place) -> Iterator[Cell]:
-        """One policy's cells of a place."""
-        entry, manner = contender(name), self._manner(place)
-        readings = Readings() if entry.reads_once else None
+    def _against_full(self, place: Place) -> Place:
+        """The place, its texts scored by what the full cache says."""
+        if all(question.given is None for context in place.contexts for question in context.questions):
+            return place
+        full = make_policy("full", model=self.model)
+        said = measure(self.model, full, place.contexts, self._manner(place)).said
+        return dataclasses.replace(place, contexts=agreeing(place.contexts, said))
+
+    def _cells(self, todo: Mapping[str, Sequence[float]], place: Place) -> Iterator[Cell]:
+        """The cells of a place of a policy at some budgets, or of several that read alike."""
+        manner = self._manner(place)
+        made = {name: self._made(name, budgets, place, manner) for name, budgets in todo.items()}
+        try:
+            if contender(next(iter(todo))).reads:
+                fitted = {name: list(own) for name, own in made.items()}
+                policies = [[one.policy for one in own] for own in fitted.values()]
+                found = iter(measure_together(self.model, policies, place.contexts, manner))
+                for name, own in fitted.items():
+                    for budget, one in zip(todo[name], own, strict=True):
+                        yield self._cell(name, budget, one, place, next(found))
+            else:
+                for name, own in made.items():
+                    for budget, one in zip(todo[name], own, strict=True):
+                        found = measure(self.model, one.policy, place.contexts, manner)
+                        yield self._cell(name, budget, one, place, found)
+        except UserError as error:
+            raise UserError(f"{', '.join(todo)} on {place.task}: {error}") from None
+
+    def _cell(self, name: str, budget: float, made: Made, place: Place, found: Found) -> Cell:
+        return cell(name, budget, place, found, self.config, made.gates, own_tau(made.policy), made.choice)
+
+    def _made(self, name: str, budgets: Sequence[float], place: Place, manner: Manner) -> Iterator[Made]:
+        """One policy at each budget, fitted on calibration contexts where it has something to fit."""
+        entry = contender(name)
         searches: dict[str, Calibration] = {}
         rivals = functools.cache(lambda: self._rivals(place, name))
         for budget in budgets:
             policy, choice = sized(name, sizing := self._sizing(place, name, budget)), ""
-            try:
-                if entry.chosen is not None:
-                    chosen = entry.chosen(rivals(), sizing.entries)
-                    policy, choice = chosen.fixed.policy(self.model), chosen.said
-                if entry.calibrated:
-                    searches = searches or self._searches(name, sizing, place, manner)
-                    sizing = dataclasses.replace(sizing, gates=nearest(searches, budget))
-                    policy = searches[str(sizing.gates)].to(budget)
-                found = measure(self.model, policy, place.contexts, manner, readings)
-            except UserError as error:
-                raise UserError(f"{name} at {budget:g} on {place.task}: {error}") from None
-            tau = own_tau(policy)
-            gates = None if tau is None else str(sizing.gates)
-            yield cell(name, budget, place, found, self.config, gates, tau, choice)
+            if entry.chosen is not None:
+                chosen = entry.chosen(rivals(), sizing.entries)
+                policy, choice = chosen.fixed.policy(self.model), chosen.said
+            if entry.calibrated:
+                searches = searches or self._searches(name, sizing, place, manner)
+                sizing = dataclasses.replace(sizing, gates=nearest(searches, budget))
+                policy = searches[str(sizing.gates)].to(budget)
+            yield Made(policy, None if own_tau(policy) is None else str(sizing.gates), choice)
 
     def _searches(self, name: str, sizing: Sizing, place: Place, manner: Manner) -> dict[str, Calibration]:
         """For each folder of gates the search for its τ."""
@@ -126,6 +162,14 @@ class Evaluation:
         """The share of the entries that a policy keeps of the contexts for calibration."""
         reading = read(self.model, policy, place.calibration, manner)
         return caches.stats(reading.cache, len(place.calibration)).kv_ratio
+
+
+def _reading_alike(names: Iterable[str]) -> list[list[str]]:
+    """The names, those together whose contexts are read once for all."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(contender(name).reads or name, []).append(name)
+    return list(groups.values())
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:

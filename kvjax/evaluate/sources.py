@@ -1,11 +1,11 @@
-"""Where contexts come from, by the task's name: the built-in tasks, RULER made here, RULER's own samples.
+"""Where contexts come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples.
 
 A source gives contexts of a length from a seed; one line in `SOURCES` adds a task.
 """
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +21,8 @@ from kvjax.evaluate.tasks import (
     builtin_vocabulary,
     make_task,
 )
+from kvjax.evaluate.tasks.document_questions import QUESTIONS, document_questions
+from kvjax.evaluate.tasks.documents import chosen, passages, read_documents
 from kvjax.evaluate.tasks.ruler import (
     RULER_TASKS,
     Files,
@@ -30,11 +32,14 @@ from kvjax.evaluate.tasks.ruler import (
     published_samples,
 )
 from kvjax.evaluate.tasks.task import Sample, Tokens
+from kvjax.evaluate.tasks.text import continued
 from kvjax.evaluate.tasks.text_prompt import prompt_size
 from kvjax.models.folder import load_tokenizer, speaks_builtin
 
 TEXT_COUNTS_FOR = 12
 """Answers that a predicted text counts for."""
+SAME_AS_FULL = "next tokens that are the full cache's, each after the true text before it"
+HOLDS = "share of the expected strings that the answer holds"
 
 
 @runtime_checkable
@@ -66,6 +71,7 @@ class Material:
     files: Files
     ruler_data: Path | None
     chat: bool
+    documents: Path | None = None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -74,6 +80,32 @@ class Material:
     @cached_property
     def encode(self) -> PromptEncoder:
         return PromptEncoder(self.tokenizer, self.chat)
+
+    @cached_property
+    def read(self) -> list[str]:
+        """The documents. Raises UserError if none are named."""
+        if self.documents is None:
+            raise UserError(
+                "--tasks documents and text need --documents, a text file or a folder of .txt files"
+            )
+        return read_documents(self.documents)
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text."""
+        return list(map(len, self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
+
+    def encoded(self, sample: TextSample) -> Context:
+        """A sample as token ids, its answers scored as text."""
+        prompt, tokenizer = self.encode(sample), self.tokenizer
+
+        def asked(ids, answer, question):
+            def score(said: Tokens) -> float:
+                return question.score(tokenizer.decode(said.tolist(), skip_special_tokens=True))
+
+            return Asked(ids, question.reserved, score, question.kind, stops=True, expected=answer)
+
+        questions = map(asked, prompt.questions, prompt.answers, sample.questions)
+        return Context(prompt.context, tuple(questions), sample.published, sample.separable)
 
 
 @dataclass(frozen=True)
@@ -100,16 +132,16 @@ class InText:
 
     name: str
     material: Material
-    metric: str = "share of the expected strings that the answer holds"
+    metric: str = HOLDS
 
     def worth(self, length: int) -> int:
         return 1
 
     def contexts(self, first: int, count: int, length: int) -> list[Context]:
         if self.material.ruler_data is not None and self.name in RULER_TASKS:
-            return [self._encoded(sample) for sample in self._published(count, length)]
+            return [self.material.encoded(sample) for sample in self._published(count, length)]
         task = self._task()
-        return [self._encoded(task.sample(first + index, length)) for index in range(count)]
+        return [self.material.encoded(task.sample(first + index, length)) for index in range(count)]
 
     def _task(self) -> RulerTask:
         tokenizer, files, chat = self.material.tokenizer, self.material.files, self.material.chat
@@ -129,29 +161,54 @@ class InText:
                 )
         return samples
 
-    def _encoded(self, sample: TextSample) -> Context:
-        prompt, tokenizer = self.material.encode(sample), self.material.tokenizer
 
-        def asked(ids, answer, question):
-            def score(said: Tokens) -> float:
-                return question.score(tokenizer.decode(said.tolist(), skip_special_tokens=True))
+@dataclass(frozen=True)
+class AboutDocuments:
+    """Questions about passages of documents; those of each length are made once."""
 
-            return Asked(ids, question.reserved, score, question.kind, stops=True, expected=answer)
+    material: Material
+    metric: str = HOLDS
+    _made: dict[int, list[TextSample]] = field(default_factory=dict)
 
-        questions = map(asked, prompt.questions, prompt.answers, sample.questions)
-        return Context(prompt.context, tuple(questions), sample.published, sample.separable)
+    def worth(self, length: int) -> int:
+        return QUESTIONS
+
+    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+        own = self.material
+        if length not in self._made:
+            self._made[length] = document_questions(own.read, own.encode, own.count, length)
+        made_of = f"--documents {own.documents}: contexts of {length} tokens with {QUESTIONS} questions each"
+        return [own.encoded(sample) for sample in chosen(self._made[length], first, count, made_of)]
 
 
-def _builtin(
-    name: str, make: Callable[[int], Task] | None = None, **arguments: Any
-) -> Callable[[Material], Source]:
+@dataclass(frozen=True)
+class GoingOn:
+    """Passages of documents, of which the end is predicted."""
+
+    material: Material
+    metric: str = SAME_AS_FULL
+
+    def worth(self, length: int) -> int:
+        return TEXT_COUNTS_FOR
+
+    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+        own, encode = self.material, PromptEncoder(self.material.tokenizer, chat=False)
+        opening = len(encode(TextSample("", ())).context)
+        found = passages(own.read, own.count, length - opening)
+        texts = chosen(found, first, count, f"--documents {own.documents}: passages of {length} tokens")
+        # a passage may be a few tokens longer than its paragraphs are
+        tokens = (encode(TextSample(text, ())).context[:length] for text in texts)
+        return [predicted(continued(ids)) for ids in tokens]
+
+
+def _builtin(name: str, make: Callable[[int], Task] | None = None) -> Callable[[Material], Source]:
     def for_model(material: Material) -> Source:
         if not speaks_builtin(material.model):
             raise UserError(
                 f"--tasks {name} is made of the built-in model's tokens, which {material.model} does not have; for any "
-                f"model: needle, {', '.join(RULER_TASKS)}"
+                f"model: needle, documents, text, {', '.join(RULER_TASKS)}"
             )
-        return BuiltIn(make or (lambda length: make_task(name)), **arguments)
+        return BuiltIn(make or (lambda length: make_task(name)))
 
     return for_model
 
@@ -159,6 +216,13 @@ def _builtin(
 def _needle(material: Material) -> Source:
     """In the built-in model's tokens for it, in text for others."""
     return (_builtin("needle") if speaks_builtin(material.model) else partial(InText, "needle"))(material)
+
+
+def _text(material: Material) -> Source:
+    """Of documents where they are named or the model is not the built-in one."""
+    if material.documents is not None or not speaks_builtin(material.model):
+        return GoingOn(material)
+    return BuiltIn(lambda length: make_task("text"), SAME_AS_FULL, predicted, TEXT_COUNTS_FOR)
 
 
 def _copy(length: int) -> Task:
@@ -170,12 +234,8 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
     "recall": _builtin("recall"),
     "needle": _needle,
     "copy": _builtin("copy", make=_copy),
-    "text": _builtin(
-        "text",
-        metric="next tokens right, each after the true text before it",
-        asked=predicted,
-        counts_for=TEXT_COUNTS_FOR,
-    ),
+    "text": _text,
+    "documents": AboutDocuments,
     **{name: partial(InText, name) for name in RULER_TASKS},
 }
 

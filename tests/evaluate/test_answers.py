@@ -59,10 +59,11 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     for _ in range(2):  # the cache stays as it is
         said = answers(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
     for row in (0, 1):
-        line = np.concatenate([contexts[row], prompts[row], said[row][:-1]])
-        np.testing.assert_array_equal(said[row], said_by_attention(model, line, 5))
+        tokens = said[row].tokens
+        line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
+        np.testing.assert_array_equal(tokens, said_by_attention(model, line, 5))
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
-    np.testing.assert_array_equal(said[2], said_by_attention(model, line, 5))
+    np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
     assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 9, 2 * 6]
     assert pace.tokens == np.sum(calls.tokens)
     assert pace.per_second > 0
@@ -76,7 +77,8 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
 
     def run(stop):
         records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
-        return answers(model, policy, cache, asked, stop=stop, **records)
+        said = answers(model, policy, cache, asked, stop=stop, **records)
+        return [answer.tokens for answer in said]
 
     free = run(())
     stop = int(free[1][4])

@@ -66,6 +66,7 @@ def ruler_data(tmp_path_factory):
         (["--tasks", "needles"], "--tasks: unknown task 'needles'; the nearest known: needle"),
         (["--tasks", "copy", "--context", "32"], "17 tokens are too few to hide 48 in"),
         (["--tasks", "vt", "--context", "200"], "vt: 200 tokens are too few, the shortest prompt"),
+        (["--tasks", "documents"], "--tasks documents and text need --documents, a text file or a folder"),
         (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --squad FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
@@ -110,7 +111,8 @@ def test_another_model_needs_tasks_of_text(tmp_path):
             file.read_bytes().replace(b"<|copy|>", b"<|else|>") if text else file.read_bytes()
         )
     with pytest.raises(
-        UserError, match="--tasks recall is made of the built-in .*; for any model: needle, niah_single_1, "
+        UserError,
+        match="--tasks recall is made of the built-in .*; for any model: needle, documents, text, niah",
     ):
         main(
             [

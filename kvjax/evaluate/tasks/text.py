@@ -8,10 +8,13 @@ from kvjax.evaluate.tasks.haystack import text_slice
 from kvjax.evaluate.tasks.task import Question, Sample, Tokens, as_tokens
 from kvjax.evaluate.tasks.vocabulary import Vocabulary
 
+SHARE = 8
+"""The last of so many parts is predicted, token by token, which takes much longer than reading."""
+
 
 @dataclass(frozen=True)
 class Text:
-    """A slice of the text whose last quarter is the answer, and the one token before it the prompt."""
+    """A slice of the text, continued."""
 
     vocabulary: Vocabulary
     text: Tokens
@@ -20,9 +23,12 @@ class Text:
     def sample(self, seed: int, length: int) -> Sample:
         rng = np.random.default_rng((seed, length))
         tokens = np.concatenate([as_tokens([self.vocabulary.begin]), text_slice(rng, self.text, length - 1)])
-        n_answer = length // 4
-        n_context = length - n_answer - 1
-        return Sample(
-            tokens[:n_context],
-            (Question(tokens[n_context : n_context + 1], tokens[n_context + 1 :], "text"),),
-        )
+        return continued(tokens)
+
+
+def continued(tokens: Tokens) -> Sample:
+    """A text whose last eighth is the answer, the one token before it the prompt, and the rest the context."""
+    n_context = len(tokens) - len(tokens) // SHARE - 1
+    return Sample(
+        tokens[:n_context], (Question(tokens[n_context : n_context + 1], tokens[n_context + 1 :], "text"),)
+    )
