@@ -17,7 +17,7 @@ from kvjax.errors import UserError
 from kvjax.launch import start
 from kvjax.metrics import Metrics
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
-from kvjax.models.folder import find_folder, speaks_builtin
+from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.train.config import SAVED, TrainConfig, prepare_folder
 from kvjax.train.exported import admission_rates, export_gates
@@ -38,7 +38,7 @@ class Trained:
 
 def check(config: TrainConfig) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
-    folder = find_folder(config.model)
+    folder = find_model(config.model)
     model = read_config(folder)
     tensor = config.mesh.tensor
     if model.num_kv_heads % tensor:
