@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "load_model": "kvjax.models",
+    "load_tokenizer": "kvjax.models",
     "save_model": "kvjax.models",
     "make_policy": "kvjax.policies",
     "prefill": "kvjax.sampling",
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.mesh import make_mesh
-    from kvjax.models import load_model, save_model
+    from kvjax.models import load_model, load_tokenizer, save_model
     from kvjax.policies import make_policy
     from kvjax.sampling import logits, prefill, sample, stream
 

@@ -60,15 +60,9 @@ class Checkpoints:
             UserError: the checkpoint holds other arrays than `like`.
         """
         names = _named(like)
-        saved = self._manager.item_metadata(step)[STATE]
-        found = {name: tuple(leaf.shape) for name, leaf in saved.tree.items()}
-        wanted = {name: tuple(leaf.shape) for name, leaf in names.items()}
-        if found != wanted:
-            wrong = next(name for name in sorted(found | wanted) if found.get(name) != wanted.get(name))
-            raise UserError(
-                f"{self._folder}: the checkpoint of step {step} is another run's: {wrong} has shape "
-                f"{found.get(wrong)}, this run needs {wanted.get(wrong)}"
-            )
+        wrong = _wrong_shape(self._manager.item_metadata(step)[STATE].tree, names)
+        if wrong:
+            raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {wrong}")
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
@@ -137,6 +131,39 @@ def export(folder: Path, tree: Any) -> None:
     check_room(folder.parent, tree)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), _named(tree), force=True)
+
+
+def restore_export(folder: Path, like: Any) -> Any:
+    """The pytree that `export` wrote.
+
+    Args:
+        like: a tree of `jax.ShapeDtypeStruct` with the dtypes and shardings wanted (`abstract`).
+
+    Raises:
+        UserError: no such export, or one that holds other arrays than `like`.
+    """
+    names = _named(like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder.absolute()).item_metadata
+        if saved is None:
+            raise UserError(f"{folder}: not a whole Orbax export, it has no metadata")
+        wrong = _wrong_shape(saved.tree, names)
+        if wrong:
+            raise UserError(f"{folder}: the export is another model's: {wrong}")
+        try:
+            restored = checkpointer.restore(folder.absolute(), names)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: not a whole Orbax export ({str(error).splitlines()[0]})") from None
+    return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
+
+
+def _wrong_shape(saved: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The first array whose saved shape is not the wanted one, and both, if there is one."""
+    found, needed = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, wanted))
+    for name in sorted(found | needed):
+        if found.get(name) != needed.get(name):
+            return f"{name} has shape {found.get(name)}, this run needs {needed.get(name)}"
+    return None
 
 
 def _named(tree: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ class GenerateConfig:
     prompt_file: Path | None = None
     """A file with the text instead."""
     model: str = "builtin"
-    """A model folder, a hub id, or `builtin`."""
+    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policy: str = "full"
     """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
     adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest."""

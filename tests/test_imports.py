@@ -35,7 +35,7 @@ LAYERS = (
         "kvjax.metrics",
         "kvjax.evaluate.tasks",
     },
-    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.compile"},
+    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.compile"},
 )
 """Lowest first. A module imports its own layer and those below it."""
 

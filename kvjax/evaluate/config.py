@@ -31,7 +31,7 @@ class EvaluateConfig:
     out: Path
     """Folder of results.jsonl, report.md and the pictures."""
     model: str = BUILTIN
-    """A model folder, a hub id, or `builtin`."""
+    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
     """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)

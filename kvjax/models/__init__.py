@@ -1,4 +1,4 @@
-"""Llama, Qwen and Mistral decoders, and their Hugging Face folders."""
+"""Llama, Qwen and Mistral decoders, their Hugging Face folders and GGUF files."""
 
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder, DecoderLayer, scan_layers

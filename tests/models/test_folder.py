@@ -7,26 +7,26 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
-from kvjax.models.folder import find_folder
+from kvjax.models.folder import find_model
 from tests.models.cases import QWEN3
 
 BUILTIN = Path(__file__).parents[2] / "kvjax" / "builtin" / "model"
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
-    assert find_folder(tmp_path) == tmp_path
+    assert find_model(tmp_path) == tmp_path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner" / "model").mkdir(parents=True)
     # a folder wins over a hub id that is spelled alike
-    assert find_folder("owner/model") == Path("owner/model")
+    assert find_model("owner/model") == Path("owner/model")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert find_folder("~/owner") == tmp_path / "owner"
+    assert find_model("~/owner") == tmp_path / "owner"
 
 
 @pytest.mark.parametrize("name", ["missing", "./a/b", "/a/b", "a/b/c", Path("a/b")])
 def test_what_is_no_hub_id_is_a_missing_folder(name):
     with pytest.raises(UserError, match="no such folder$"):
-        find_folder(name)
+        find_model(name)
 
 
 def test_the_tokenizer_of_a_model():

@@ -276,7 +276,7 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert "no weights, expected model.safetensors or" in error(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    assert "(pytorch_model.bin: only safetensors are read)" in error(tmp_path)
+    assert "(pytorch_model.bin: only safetensors are read from a folder)" in error(tmp_path)
     assert "is a file; pass the folder" in error(tmp_path / "config.json")
 
 

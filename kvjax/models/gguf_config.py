@@ -1,0 +1,136 @@
+"""The metadata of a GGUF file as the keys of a Hugging Face `config.json`."""
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.models.gguf_file import GgufFile
+from kvjax.models.json_file import JsonObject
+from kvjax.models.rope import RopeConfig, inverse_frequencies
+
+_UNLIKE = (
+    "expert_count",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "logit_scale",
+    "embedding_scale",
+    "residual_scale",
+    "rope.scale_linear",
+)
+"""What makes another model of the same architecture."""
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+
+
+def config_keys(file: GgufFile) -> JsonObject:
+    """What `config.json` would say. Numbers that GGUF holds as float32 become the shortest decimals that round to them,
+    which is what was converted.
+
+    Raises:
+        UserError: a key that is missing or not supported, in GGUF's own spelling.
+    """
+    for name in _UNLIKE:
+        if file.get(name, float, 0.0):
+            raise file.metadata.error(f"{file.architecture}.{name} is not supported")
+    heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
+    head_dim = file.get("attention.key_length", int, width // max(heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (other := file.get(name, int, head_dim)) != head_dim:
+            raise file.metadata.error(f"{file.architecture}.{name} is {other}, but heads have {head_dim}")
+    embed = file.tensors.get("token_embd.weight")
+    if embed is None:
+        raise file.metadata.error("the tensor token_embd.weight is missing")
+    context = file.get("context_length", int)
+    window = file.get("attention.sliding_window", int, 0)
+    if 0 < window < context:
+        raise file.metadata.error(
+            f"{file.architecture}.attention.sliding_window is {window}, but sliding-window attention is not supported"
+        )
+    data = {
+        "model_type": file.architecture,
+        "vocab_size": embed.shape[0],
+        "hidden_size": width,
+        "intermediate_size": file.get("feed_forward_length", int),
+        "num_hidden_layers": file.get("block_count", int),
+        "num_attention_heads": heads,
+        "num_key_value_heads": file.get("attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": _decimal(file.get("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": _decimal(file.get("rope.freq_base", float, 10_000.0)),
+        "rope_scaling": _rope_scaling(file, head_dim),
+        "max_position_embeddings": context,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id", int, None),
+        "eos_token_id": _eos_ids(file.metadata),
+    }
+    return JsonObject(data, str(file.path))
+
+
+def _decimal(stored: float) -> float:
+    return float(str(np.float32(stored)))
+
+
+def _eos_ids(metadata: JsonObject) -> list[int]:
+    """The tokens that end a text, a turn or a message, and those that end a turn by the chat template."""
+    named = (metadata.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot", "eom"))
+    template = metadata.get("tokenizer.chat_template", str, "")
+    tokens = metadata.get("tokenizer.ggml.tokens", list, [])
+    turns = (tokens.index(token) for token in _TURN_ENDS if token in template and token in tokens)
+    return sorted({id_ for id_ in (*named, *turns) if id_ is not None})
+
+
+def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
+    kind = file.get("rope.scaling.type", str, "none")
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        if kind != "none":
+            raise file.metadata.error(f"rope_freqs.weight beside rope scaling {kind!r} is not supported")
+        return _llama3(file, head_dim)
+    if kind == "none":
+        return None
+    if kind not in ("linear", "yarn"):
+        raise file.metadata.error(f"rope scaling {kind!r} is not supported, only linear and yarn")
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(file.get("rope.scaling.factor", float))}
+    if kind == "yarn":
+        if file.get("rope.scaling.attn_factor", float, 1.0) != 1 or file.get(
+            "rope.scaling.yarn_log_multiplier", float, 0.0
+        ):
+            raise file.metadata.error("yarn with an attn_factor or a log multiplier is not supported")
+        scaling["original_max_position_embeddings"] = file.get(
+            "rope.scaling.original_context_length", int, None
+        )
+        for name in ("beta_fast", "beta_slow"):
+            scaling[name] = file.get(f"rope.scaling.yarn_{name}", float, None)
+    return scaling
+
+
+def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
+    """Llama 3's scaling, whose factors by frequency are all that a GGUF file keeps of it.
+
+    The largest is `factor`. `low_freq_factor` and `high_freq_factor` are 1 and 4, and the original length is the power
+    of two that gives the same factors: everything else is refused.
+    """
+    tensor = file.tensors["rope_freqs.weight"]
+    stored = np.zeros(tensor.shape, np.float32)
+    tensor.fill(stored, 0)
+    if (stored == 1).all():
+        return None
+    factor = _decimal(float(stored.max()))
+    theta = _decimal(file.get("rope.freq_base", float, 10_000.0))
+    unscaled = inverse_frequencies(RopeConfig(theta=theta), head_dim)
+    for length in (2**power for power in range(6, 21)):
+        rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
+        factors = unscaled / inverse_frequencies(rope, head_dim)
+        if factors.shape == stored.shape and np.allclose(factors, stored, rtol=1e-5, atol=0):
+            return {
+                "rope_type": "llama3",
+                "factor": factor,
+                "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "original_max_position_embeddings": length,
+            }
+    raise file.metadata.error(
+        "rope_freqs.weight is not Llama 3's scaling of a power of two with low and high factors of 1 and 4, only that "
+        "is supported"
+    )

@@ -1,0 +1,173 @@
+"""The tokenizer in a GGUF file's metadata, as transformers has tokenizers.
+
+transformers' own conversion is not used. It needs torch, and for a llama with a byte-level BPE it makes another
+tokenizer (5.2): digits are not split, the end token is the begin token, begin is always added, and five tokens are made
+up whose ids the model does not have.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from kvjax.models.gguf_config import config_keys
+from kvjax.models.gguf_file import GgufFile
+from kvjax.models.json_file import JsonObject, write_json
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Token types."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByteLevel:
+    """What a byte-level BPE does before it merges, by `tokenizer.ggml.pre`; the regexes are those of the published
+    tokenizer.json files.
+
+    regex: cuts the text, in place of GPT-2's. digits: every digit is cut off first. nfc: the text is normalised.
+    whole: a word that is a token is not merged anew. begins: a text begins with the begin token unless the file says
+    otherwise.
+    """
+
+    regex: str | None = None
+    digits: bool = False
+    nfc: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_BYTE_LEVEL = {
+    "gpt-2": _ByteLevel(),
+    "smollm": _ByteLevel(digits=True),
+    "qwen2": _ByteLevel(_QWEN2, nfc=True),
+    "llama-bpe": _ByteLevel(_QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|"), whole=True, begins=True),
+}
+
+
+def gguf_tokenizer(file: GgufFile) -> Any:
+    """The Hugging Face tokenizer of a GGUF file; needs no torch.
+
+    Raises:
+        UserError: the file has no tokenizer, or one that is not supported, by name.
+    """
+    from tokenizers import AddedToken, processors
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = file.metadata
+    model = metadata.get("tokenizer.ggml.model", str)
+    if model not in _MAKERS:
+        raise metadata.error(f"a tokenizer of type {model!r} is not supported, only {', '.join(_MAKERS)}")
+    tokens = metadata.get("tokenizer.ggml.tokens", list)
+    types = metadata.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
+    if len(types) != len(tokens):
+        raise metadata.error(f"its tokenizer has {len(tokens)} tokens, but types of {len(types)}")
+    # unused ones only fill the embedding table up
+    vocabulary = {token: id_ for id_, token in enumerate(tokens) if types[id_] != _UNUSED}
+    tokenizer, begins = _MAKERS[model](metadata, vocabulary, types)
+
+    def of_kind(kind: int) -> list[AddedToken]:
+        return [
+            AddedToken(token, normalized=False) for token, id_ in vocabulary.items() if types[id_] == kind
+        ]
+
+    tokenizer.add_special_tokens(of_kind(_CONTROL))
+    tokenizer.add_tokens(of_kind(_USER_DEFINED))
+
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id", int, None) for name, key in _NAMED.items()}
+    named = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
+
+    def added(name: str, default: bool) -> list[str]:
+        wanted = metadata.get(f"tokenizer.ggml.add_{name}", bool, default)
+        return [named[name]] if wanted and name in named else []
+
+    begin, end = added("bos_token", begins), added("eos_token", False)
+    if begin or end:
+        one, other = ([*begin, f"${name}", *end] for name in "AB")
+        known = [(token, vocabulary[token]) for token in (*begin, *end)]
+        tokenizer.post_processor = processors.TemplateProcessing(one, [*one, *other], known)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template", str, None),
+        model_max_length=file.get("context_length", int),
+        clean_up_tokenization_spaces=False,
+        **named,
+    )
+
+
+def save_gguf_tokenizer(file: GgufFile, to: Path) -> None:
+    """Write the tokenizer, and the generation defaults, as the files of a Hugging Face folder."""
+    tokenizer = gguf_tokenizer(file)
+    tokenizer.save_pretrained(to, save_jinja_files=False)
+    keys = config_keys(file).data
+    eos = keys["eos_token_id"]
+    generation = {
+        "bos_token_id": keys["bos_token_id"],
+        "eos_token_id": eos[0] if len(eos) == 1 else eos,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    write_json(to / "generation_config.json", generation)
+
+
+def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
+    """A byte-level BPE, and whether its texts begin with the begin token."""
+    from tokenizers import Regex, decoders, normalizers, pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre", str)
+    if name not in _BYTE_LEVEL:
+        raise metadata.error(f"pre-tokenizer {name!r} is not supported, only {', '.join(_BYTE_LEVEL)}")
+    kind = _BYTE_LEVEL[name]
+    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", list)]
+    tokenizer = _bpe(metadata, vocabulary, merges, ignore_merges=kind.whole)
+    if kind.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if kind.digits else []
+    if kind.regex:
+        steps.append(pre_tokenizers.Split(Regex(kind.regex), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.regex is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, kind.begins
+
+
+def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list[int]) -> tuple[Any, bool]:
+    """SentencePiece's BPE as the published tokenizer.json of Llama 2 has it. It merges the pair whose whole has the
+    best score, so that every way to cut a token in two is a merge, in the order of their wholes' scores."""
+    from tokenizers import decoders, normalizers
+
+    scores = metadata.get("tokenizer.ggml.scores", list)
+    pieces = {token: id_ for token, id_ in vocabulary.items() if types[id_] == _NORMAL}
+    merges = [
+        (-scores[id_], pieces[token[:cut]], pieces[token[cut:]], token[:cut], token[cut:])
+        for token, id_ in pieces.items()
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
+    ]
+    unknown = next((token for token, id_ in vocabulary.items() if types[id_] == _UNKNOWN), None)
+    ordered = [merge[3:] for merge in sorted(merges)]
+    tokenizer = _bpe(metadata, vocabulary, ordered, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
+    spaces = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer, True
+
+
+def _bpe(
+    metadata: JsonObject, vocabulary: dict[str, int], merges: list[tuple[str, ...]], **options: Any
+) -> Any:
+    from tokenizers import Tokenizer, models
+
+    try:
+        return Tokenizer(models.BPE(vocabulary, merges, **options))
+    except Exception as error:  # tokenizers has no class of its own for it
+        why = str(error).splitlines()[0]
+        raise metadata.error(f"the tokenizer's merges do not fit its tokens ({why})") from None
+
+
+_MAKERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+_NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

@@ -1,0 +1,123 @@
+"""Small GGUF files, written as llama.cpp's `convert_hf_to_gguf.py` writes them, not from our names and layouts."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name: str) -> str:
+    """The name in llama.cpp of a Hugging Face tensor."""
+    module, suffix = name.rsplit(".", 1)
+    if not module.startswith("model.layers."):
+        return f"{NAMES[module]}.{suffix}"
+    _, _, layer, module = module.split(".", 3)
+    return f"blk.{layer}.{NAMES[module]}.{suffix}"
+
+
+def permute(x: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of the rows of q and k: `LlamaModel.permute` there."""
+    return x.reshape(heads, 2, x.shape[0] // heads // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
+def rope_factors(config: dict) -> np.ndarray | None:
+    """What llama.cpp writes as rope_freqs.weight, by the formula of its converter."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
+    head_dim = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    factor, low, high = (rope[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    length = rope["original_max_position_embeddings"]
+    factors = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        if wavelength < length / high:
+            factors.append(1.0)
+        elif wavelength > length / low:
+            factors.append(factor)
+        else:
+            smooth = (length / wavelength - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, np.float32)
+
+
+def write_gguf(
+    file: Path,
+    config: dict,
+    tensors: dict[str, np.ndarray],
+    kinds: dict[str, tuple[Kind, np.ndarray]] | None = None,
+    metadata: dict | None = None,
+    more: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """A GGUF file of a Hugging Face config and its tensors.
+
+    kinds: by Hugging Face's name, quantised bytes to write in place of the tensor, and their type. metadata: more or
+    other pairs; None leaves one out. more: tensors by llama.cpp's names, without ".weight".
+    """
+    arch = config["model_type"]
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim", config["hidden_size"] // heads)
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    pairs = {
+        f"{arch}.block_count": config["num_hidden_layers"],
+        f"{arch}.context_length": config["max_position_embeddings"],
+        f"{arch}.embedding_length": config["hidden_size"],
+        f"{arch}.feed_forward_length": config["intermediate_size"],
+        f"{arch}.attention.head_count": heads,
+        f"{arch}.attention.head_count_kv": kv_heads,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
+        f"{arch}.rope.freq_base": float(rope.get("rope_theta", config.get("rope_theta", 10_000.0))),
+        f"{arch}.attention.key_length": head_dim,
+        f"{arch}.attention.value_length": head_dim,
+        f"{arch}.rope.dimension_count": head_dim,
+        "tokenizer.ggml.bos_token_id": config.get("bos_token_id"),
+        "tokenizer.ggml.eos_token_id": config.get("eos_token_id"),
+    }
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind in ("linear", "yarn"):
+        pairs |= {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": rope["factor"]}
+        pairs[f"{arch}.rope.scaling.original_context_length"] = rope.get("original_max_position_embeddings")
+    writer = gguf.GGUFWriter(file, arch)
+    adds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for name, value in (pairs | (metadata or {})).items():
+        if value is not None:
+            adds.get(type(value), writer.add_array)(name, value)
+    for name, x in tensors.items():
+        if kinds and name in kinds:
+            raw, x = kinds[name]
+        else:
+            raw = None
+            if arch == "llama" and "self_attn.q_proj" in name:
+                x = permute(x, heads)
+            if arch == "llama" and "self_attn.k_proj" in name:
+                x = permute(x, kv_heads)
+        writer.add_tensor(gguf_name(name), np.ascontiguousarray(x), raw_dtype=raw)
+    factors = rope_factors(config)
+    more = (more or {}) | ({} if factors is None else {"rope_freqs": factors})
+    for name, x in more.items():
+        writer.add_tensor(f"{name}.weight", x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

@@ -1,0 +1,212 @@
+"""Tokenizers of GGUF files against those whose vocabulary they hold, of each kind's published design."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from kvjax.errors import UserError
+from kvjax.generate import encode
+from kvjax.models import load_tokenizer
+from kvjax.models.folder import copy_tokenizer
+from tests.models.cases import LLAMA
+from tests.models.gguf_cases import write_gguf
+
+CORPUS = [
+    "The 1st of 12 eggs weighed 57 g; in 2023 it was 1234567 tons, they'll say.",
+    "def f(x):\n    return x * 3.14159\n\n\tprint('don't')  # naïve café 日本語 🙂",
+    "I'LL go WE'VE been  to   many places\r\n\r\nand back again, again and again the eggs",
+]
+TEXTS = [
+    *CORPUS,
+    "",
+    " ",
+    "  two  spaces ",
+    "x=2024\n\n\n 5 > 4",
+    "e\u0301 ﬁ ½ ٣٤ 🙂🙂",
+    "<|im_start|>user\n12<|im_end|>a <tool> b",
+    "[PAD1]",
+]
+CONTROL, USER = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], ["<tool>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CL100K = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+WHOLE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+
+def split(regex: str):
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"), level])
+
+
+# the pre-tokenizers of the tokenizer.json of GPT-2, SmolLM2, Qwen2.5 and Llama 3
+PUBLISHED = {
+    "gpt-2": (WHOLE, None),
+    "smollm": (pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), WHOLE]), None),
+    "qwen2": (split(CL100K % ""), normalizers.NFC()),
+    "llama-bpe": (split(CL100K % "{1,3}"), None),
+}
+
+
+def published(name: str) -> Tokenizer:
+    """A byte-level BPE of the published design, trained on the corpus; its special tokens first."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=name == "llama-bpe"))
+    tokenizer.pre_tokenizer, normalizer = PUBLISHED[name]
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=[*CONTROL, *USER], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS * 3, trainer)
+    return tokenizer
+
+
+def metadata_of(tokenizer: Tokenizer, pre: str) -> dict:
+    model = json.loads(tokenizer.to_str())["model"]
+    tokens = [token for token, _ in sorted(model["vocab"].items(), key=lambda item: item[1])]
+    types = [3 if token in CONTROL else 4 if token in USER else 1 for token in tokens]
+    # as converters fill the embedding table up
+    padding = ["[PAD1]", "[PAD2]"]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens + padding,
+        "tokenizer.ggml.token_type": [*types, 5, 5],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in model["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.chat_template": TEMPLATE,
+    }
+
+
+def write(file: Path, metadata: dict) -> Path:
+    return write_gguf(file, LLAMA, {}, metadata=metadata, more={"token_embd": np.ones((61, 48), np.float32)})
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_ids_are_those_of_the_published_design(pre, tmp_path):
+    original = published(pre)
+    file = write(tmp_path / "model.gguf", metadata_of(original, pre))
+    tokenizer = load_tokenizer(file)
+    copy_tokenizer(file, tmp_path)
+    begin = [1] if pre == "llama-bpe" else []
+    for kind in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
+        assert len(kind) == original.get_vocab_size()
+        assert (kind.bos_token_id, kind.eos_token_id, kind.pad_token_id) == (1, 2, 0)
+        for text in TEXTS:
+            ids = original.encode(text).ids
+            assert kind(text)["input_ids"] == begin + ids
+            assert kind.decode(ids) == original.decode(ids, skip_special_tokens=False)
+        turn = "<|im_start|>user\n1 egg<|im_end|>\n<|im_start|>assistant\n"
+        assert encode(kind, "1 egg") == original.encode(turn).ids
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def test_begin_and_end_are_added_as_the_file_says(tmp_path):
+    metadata = metadata_of(published("gpt-2"), "gpt-2")
+    plain = load_tokenizer(write(tmp_path / "a.gguf", metadata))("eggs")["input_ids"]
+    more = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}
+    tokenizer = load_tokenizer(write(tmp_path / "b.gguf", metadata | more))
+    assert tokenizer("eggs")["input_ids"] == [1, *plain, 2]
+    assert tokenizer("eggs", add_special_tokens=False)["input_ids"] == plain
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+WORDS = [
+    "▁",
+    "e",
+    "g",
+    "s",
+    "t",
+    "h",
+    "a",
+    "▁e",
+    "gg",
+    "▁egg",
+    "▁eggs",
+    "▁t",
+    "th",
+    "▁th",
+    "▁the",
+    "he",
+    "at",
+    "▁a",
+    "▁at",
+]
+
+
+def sentencepiece(text: str) -> list[int]:
+    """SentencePiece's BPE from its definition: the neighbours whose whole has the best score are merged, leftmost
+    first."""
+    scores = {piece: -i for i, piece in enumerate(WORDS[7:])}
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        known = [(scores.get(parts[i] + parts[i + 1], -1e9), -i) for i in range(len(parts) - 1)]
+        best, at = max(known, default=(-1e9, 0))
+        if best == -1e9:
+            break
+        parts[-at : -at + 2] = [parts[-at] + parts[-at + 1]]
+    ids = []
+    for part in parts:
+        whole = part in WORDS
+        ids += [259 + WORDS.index(part)] if whole else [3 + byte for byte in part.encode()]
+    return ids
+
+
+def test_sentencepiece(tmp_path):
+    tokens = [*PIECES, *WORDS]
+    letters = 7
+    scores = [0.0] * (259 + letters) + [-float(i) for i in range(len(WORDS) - letters)]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(WORDS)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    tokenizer = load_tokenizer(write(tmp_path / "model.gguf", metadata))
+    for text in ("the eggs", "at the  egg that has a hat", "é🙂 eggs\n12", "thegghat"):
+        ids = tokenizer(text)["input_ids"]
+        assert ids == [1, *sentencepiece(text)]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    bare = load_tokenizer(
+        write(tmp_path / "bare.gguf", metadata | {"tokenizer.ggml.add_space_prefix": False})
+    )
+    assert bare("egg")["input_ids"] == [1, *(259 + WORDS.index(piece) for piece in ("e", "gg"))]
+
+
+REFUSED = {
+    "tokenizer.ggml.model": ("bert", "a tokenizer of type 'bert' is not supported, only gpt2, llama"),
+    "tokenizer.ggml.pre": (
+        "tekken",
+        "pre-tokenizer 'tekken' is not supported, only gpt-2, smollm, qwen2, llama-bpe",
+    ),
+    "tokenizer.ggml.tokens": (None, "tokenizer.ggml.tokens is missing"),
+    "tokenizer.ggml.token_type": ([1, 1], r"its tokenizer has \d+ tokens, but types of 2$"),
+    "tokenizer.ggml.merges": (["☃"], "the tokenizer's merges do not fit its tokens"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tokenizers_that_are_refused(name, tmp_path):
+    value, message = REFUSED[name]
+    file = write(tmp_path / "model.gguf", metadata_of(published("smollm"), "smollm") | {name: value})
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(file)
+    assert re.match(f"{re.escape(str(file))}: {message}", str(caught.value))
+    assert "\n" not in str(caught.value)

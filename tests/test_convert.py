@@ -1,0 +1,92 @@
+"""`python -m kvjax.convert`: what it writes, from everything that it reads."""
+
+import json
+import shutil
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvjax.convert import main
+from kvjax.errors import UserError
+from kvjax.models import load_model, load_tokenizer, read_config
+from tests.models.cases import CASES, weights, write_folder
+from tests.models.gguf_cases import write_gguf
+from tests.models.test_gguf import IDS, wheel_of
+from tests.models.test_gguf_tokenizer import metadata_of, published
+from tests.models.test_loading import assert_equal
+
+CASE = CASES["llama31"] | IDS
+
+
+def run(*args) -> None:
+    main([str(arg) for arg in args])
+
+
+def refused(*args) -> str:
+    with pytest.raises(UserError) as caught:
+        run(*args)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def file(tmp_path):
+    pairs = metadata_of(published("smollm"), "smollm")
+    return write_gguf(tmp_path / "model.gguf", CASE, weights(CASE), metadata=pairs)
+
+
+def test_a_gguf_becomes_the_folder_that_it_was_made_of(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    original = write_folder(tmp_path / "original", CASE)
+    for name, source in (("a", file), ("b", wheel_of(tmp_path, "m/model.gguf", source=file))):
+        out = tmp_path / name
+        run(source, out)
+        assert sorted(path.name for path in out.iterdir()) == [
+            *("config.json", "generation_config.json", "model.safetensors"),
+            *("tokenizer.json", "tokenizer_config.json"),
+        ]
+        assert read_config(out) == read_config(original)
+        assert_equal(load_model(out), load_model(original))
+        text = "In 2023, 12 eggs <|im_end|>"
+        assert AutoTokenizer.from_pretrained(out)(text) == load_tokenizer(file)(text)
+        assert "<|im_end|>" in json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
+
+
+def test_an_orbax_export_and_back(file, tmp_path):
+    run(file, tmp_path / "export", "--to", "orbax", "--dtype", "bfloat16")
+    assert not list((tmp_path / "export").glob("*.safetensors"))
+    run(tmp_path / "export", tmp_path / "back")
+    run(file, tmp_path / "straight", "--dtype", "bfloat16")
+    assert_equal(load_model(tmp_path / "back"), load_model(tmp_path / "straight"))
+    for path in (tmp_path / "straight").iterdir():
+        assert path.read_bytes() == (tmp_path / "back" / path.name).read_bytes(), path.name
+    run(tmp_path / "export", tmp_path / "wide", "--dtype", "float32")
+    assert_equal(load_model(tmp_path / "wide", "bfloat16"), load_model(tmp_path / "back"))
+
+
+def test_what_is_refused_leaves_nothing(file, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "kept").touch()
+    assert refused(file, out) == f"{out}: exists and is not an empty folder, give another one"
+    assert refused(tmp_path / "none.gguf", tmp_path / "new") == f"{tmp_path / 'none.gguf'}: no such file"
+    assert "dtype float8 is not supported" in refused(file, tmp_path / "new", "--dtype", "float8")
+    # the model is whole, its tokenizer is not
+    write_gguf(file, CASE, weights(CASE))
+    assert "tokenizer.ggml.model is missing" in refused(file, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
+
+
+def test_exports_that_are_refused(file, tmp_path):
+    export = tmp_path / "export"
+    run(file, export, "--to", "orbax")
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"intermediate_size": 96}))
+    message = refused(export, tmp_path / "new")
+    assert message.startswith(f"{export / 'orbax'}: the export is another model's: ")
+    assert "has shape (3, 80, 48), this run needs (3, 96, 48)" in message
+    (export / "config.json").write_text(json.dumps(config))
+    for lost in ("d", "_METADATA"):
+        path = export / "orbax" / lost
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        assert refused(export, tmp_path / "new").startswith(f"{export / 'orbax'}: not a whole Orbax export")
