@@ -277,8 +277,8 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
     if not longest:
         return UserError(f"--data {source}: there is no text in it")
     return UserError(
-        f"--data {source}: no document has {bins.range(length)}; the longest of the others has about {longest}, and each "
-        "goes to the largest length that it fills: change --lengths"
+        f"--data {source}: no document has {bins.range(length)}; the longest of the others has about {longest}, and "
+        "each goes to the largest length that it fills: change --lengths"
     )
 
 
