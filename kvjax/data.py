@@ -225,7 +225,7 @@ class Bins:
     def range(self, length: int) -> str:
         """The sizes that belong to a length, in words."""
         above = [longer for longer in self.lengths if longer > length]
-        return f"{length} to {above[0] - 1}" if above else f"{length} or more"
+        return f"{length} to {above[0] - 1} tokens" if above else f"{length} or more tokens"
 
 
 def digest(text: str) -> bytes:
@@ -277,8 +277,8 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
     if not longest:
         return UserError(f"--data {source}: there is no text in it")
     return UserError(
-        f"--data {source}: no document has {bins.range(length)} tokens; the longest of the others has about {longest}: "
-        "change --lengths"
+        f"--data {source}: no document has {bins.range(length)}; the longest of the others has about {longest}, and "
+        "each goes to the largest length that it fills: change --lengths"
     )
 
 
