@@ -10,9 +10,8 @@ from kvjax.launch import MeshShape, parse_command
 
 POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
-    *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
-    *("expected_attention_chunked", "keydiff_chunked", "h2o", "h2o_chunked", "r_kv"),
-    *("quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
+    *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention_chunked"),
+    *("keydiff_chunked", "h2o_chunked", "r_kv", "quest", "wgkv", "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
 DTYPES = "float32", "bfloat16", "float16"
