@@ -13,7 +13,7 @@ FIXED_TAU = "wgkv_fixed_tau"
 POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
     *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
-    *("expected_attention_chunked", "keydiff_chunked", "h2o", "h2o_chunked", "r_kv"),
+    *("expected_attention_chunked", "keydiff", "keydiff_chunked", "h2o_chunked", "r_kv"),
     *("quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
