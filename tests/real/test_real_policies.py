@@ -1,0 +1,78 @@
+"""What policies keep of a real model's context, and that it still finds a needle in 2,048 tokens."""
+
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.evaluate.tasks import PromptEncoder
+from kvjax.evaluate.tasks.ruler import Files, make_ruler_task
+from kvjax.models import load_model, save_model
+from kvjax.policies import make_policy
+from kvjax.sampling import logits, prefill, sample
+
+LENGTH = 2048
+
+
+@pytest.fixture(scope="module")
+def sample_(tokenizer):
+    return make_ruler_task("niah_single_1", tokenizer, Files()).sample(1, LENGTH)
+
+
+@pytest.fixture(scope="module")
+def prompt(tokenizer, sample_):
+    return PromptEncoder(tokenizer)(sample_)
+
+
+def answered(model, tokenizer, prompt, sample_, policy, *, known=False) -> tuple[float, caches.Stats]:
+    """The answer's score and the cache's sizes; `known`: the question is read with the context."""
+    question = prompt.questions[0]
+    if known:
+        said = sample(
+            model, [np.concatenate([prompt.context, question])], policy=policy, max_new_tokens=16, chunk=512
+        )
+    else:
+        cache = prefill(model, [prompt.context], policy=policy, chunk=512)
+        said = sample(model, [question], policy=policy, cache=cache, max_new_tokens=16)
+    return sample_.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
+
+
+@pytest.fixture(scope="module")
+def full(model, tokenizer, prompt, sample_):
+    return answered(model, tokenizer, prompt, sample_, make_policy("full", model=model))
+
+
+def test_the_full_cache_finds_the_needle(full):
+    score, stats = full
+    assert score == 1
+    assert stats.kv_ratio == 1
+    # 30 layers × 3 kv heads × 64 × (k, v) × float32 for each token
+    assert stats.full_bytes == int(stats.tokens.sum()) * 30 * 3 * 64 * 2 * 4
+
+
+def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
+    model, tokenizer, prompt, sample_, full
+):
+    policy = make_policy("snapkv", model=model, ratio=0.25)
+    score, stats = answered(model, tokenizer, prompt, sample_, policy, known=True)
+    assert score == 1
+    assert stats.kv_ratio < 0.27  # and what the answer added
+    assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
+
+
+def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, sample_, full):
+    """The needle stands further back than the window."""
+    value = np.array(tokenizer(sample_.questions[0].expected[0])["input_ids"])
+    windows = np.lib.stride_tricks.sliding_window_view(prompt.context, len(value))
+    (place,) = np.flatnonzero((windows == value).all(1))
+    window = LENGTH // 4
+    assert 64 < place < len(prompt.context) - window
+    policy = make_policy("streaming_llm", model=model, sink=64, window=window)
+    score, stats = answered(model, tokenizer, prompt, sample_, policy)
+    assert score == 0
+    assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
+
+
+def test_a_saved_model_is_the_same(model, file, tokenizer, tmp_path):
+    save_model(model, tmp_path / "saved", tokenizer_from=file)
+    tokens = tokenizer("The capital of France is")["input_ids"]
+    np.testing.assert_array_equal(logits(load_model(tmp_path / "saved"), [tokens]), logits(model, [tokens]))
