@@ -162,11 +162,14 @@ def _entries_over(policy, cache, sequences):
 
 
 def compacted(model, policy, cache, kept):
-    """The cache (donated) after a compaction by a quota, compiled for its longest row."""
+    """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
+    observed at least."""
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
-    return compact(model, policy.eviction, cache, kept, entries=bucket(longest), over=policy.plan.shares.over)
+    plan = policy.plan
+    entries = bucket(max(longest, plan.observed))
+    return compact(model, policy.eviction, cache, kept, entries=entries, over=plan.shares.over)
 
 
 # --- room for what is to come ----------------------------------------------------------------------------------------

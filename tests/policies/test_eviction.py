@@ -389,6 +389,22 @@ def test_short_contexts_keep_their_newest_beside_a_long_one(model, prompts, capt
                 )
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "r_kv", "expected_attention"])
+@pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
+def test_where_all_prompts_are_short_the_newest_stay(model, prompts, captured, name, budget):
+    """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""
+    given: dict[str, Any] = budget
+    policy, rows = make_policy(name, model=model, **given), [prompts[0][:5], prompts[0][:3]]
+    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    kept = (2, 1) if "ratio" in budget else (5, 3)
+    for layer, b, head in np.ndindex(3, 2, 4):
+        keys = captured[0][layer].k[head, : len(rows[b])]
+        # Expected Attention keeps its first 4
+        newest = keys[: kept[b]] if name == "expected_attention" else keys[len(keys) - kept[b] :]
+        np.testing.assert_allclose(entries(cache, layer, b, head), newest, atol=1e-4)
+
+
 def test_what_observes_is_read_and_gone(model, prompts, captured):
     """The last tokens of each prompt read behind the others: what stays is what the formula keeps of the whole prompt,
     without them; and the cache stands before them."""
