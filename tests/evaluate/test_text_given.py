@@ -14,6 +14,7 @@ from kvjax.evaluate.tasks.text import continued
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
+from kvjax.stopwatch import Stopwatch
 from tests.tiny_models import tiny_model
 
 RATIO = 0.25
@@ -106,3 +107,9 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(model, texts, m
         np.testing.assert_array_equal(one.kept, other.kept)
     figures = [found.perplexity for found in together]
     assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(figures, 2))
+    # budgets are traced
+    policies[1] = [make_policy("knorm", model=model, ratio=ratio) for ratio in (0.3, 0.6)]
+    watch = Stopwatch()
+    measure_together(model, policies, contexts, manner)
+    watch.lap()
+    assert not watch.compiled
