@@ -1,6 +1,6 @@
 """Natural text to train gates on and to evaluate them with, from Debian packages: novels, manuals, a glossary.
 
-    pip install rdata && mkdir packages && (cd packages && apt-get download r-cran-janeaustenr jargon-text git-doc \
+    pip install '.[text]' && mkdir packages && (cd packages && apt-get download r-cran-janeaustenr jargon-text git-doc \
         debian-reference-en debian-policy debian-faq python3.11-doc developers-reference)
     python train/real_text.py --packages packages --out text
 

@@ -118,7 +118,8 @@ def _byte_level(metadata: JsonObject, vocabulary: dict[str, int], types: list[in
     if name not in _BYTE_LEVEL:
         raise metadata.error(f"pre-tokenizer {name!r} is not supported, only {', '.join(_BYTE_LEVEL)}")
     kind = _BYTE_LEVEL[name]
-    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", list)]
+    # a merge without a space has an empty half, which no token is
+    merges = [merge.partition(" ")[::2] for merge in metadata.get("tokenizer.ggml.merges", list)]
     tokenizer = _bpe(metadata, vocabulary, merges, ignore_merges=kind.whole)
     if kind.nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -158,7 +159,7 @@ def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list
 
 
 def _bpe(
-    metadata: JsonObject, vocabulary: dict[str, int], merges: list[tuple[str, ...]], **options: Any
+    metadata: JsonObject, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any
 ) -> Any:
     from tokenizers import Tokenizer, models
 
