@@ -1,0 +1,48 @@
+"""Gates of a run as they are handed on: in bfloat16, half the size, without the Orbax export.
+
+    python train/publish_gates.py --run runs/smollm2 --out gates/smollm2-135m/lambda-0.15 \
+        --model HuggingFaceTB/SmolLM2-135M-Instruct --data "novels and manuals (train/real_text.py)"
+"""
+
+import dataclasses
+from pathlib import Path
+
+from kvjax.errors import UserError
+from kvjax.launch import MeshShape, parse_command, run_command, start
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishConfig:
+    """Write a run's gates in bfloat16."""
+
+    run: Path
+    """The --out of a training run that has ended."""
+    out: Path
+    """A new folder: gates.safetensors and config.json."""
+    model: str
+    """What the description is to call the model: its public name, not this machine's path."""
+    data: str
+    """The same for the data."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    config = parse_command(PublishConfig, args)
+    if config.out.exists():
+        raise UserError(f"--out {config.out} already exists")
+
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.policies.admission.wgkv import load_gates, save_gates
+
+    with jax.set_mesh(start(MeshShape())):
+        gates, description = load_gates(config.run / "gates")
+        halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gates)
+        save_gates(config.out, halved, description | {"model": config.model, "data": config.data})
+    size = (config.out / "gates.safetensors").stat().st_size / 2**20
+    print(f"{config.out}: λ {description['lambda']:g}, {size:.1f} MiB")
+
+
+if __name__ == "__main__":
+    run_command(main)
