@@ -36,8 +36,8 @@ class TrainConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2. Virtual CPU devices where there is no accelerator."""
     config: str | None = None
-    """A YAML file of these options, or the name of one that comes with kvjax: builtin, llama-3.2-1b, llama-3.1-8b,
-    qwen2.5-7b, qwen3-4b."""
+    """A YAML file of these options, or the name of one that comes with kvjax: builtin, smollm2-135m, llama-3.2-1b,
+    llama-3.1-8b, qwen2.5-7b, qwen3-4b."""
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     dtype: str | None = None
