@@ -1,1 +1,1 @@
-"""Measuring what a policy costs: tasks, accuracy from the paged cache, tables and pictures."""
+"""Measuring what a policy costs: tasks, answers from the paged cache, tables and pictures."""

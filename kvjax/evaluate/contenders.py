@@ -89,7 +89,9 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
         orders["the pattern's"] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
         described = load_gates(sizing.gates, sizing.model)[1]
-        orders["the gates' rates"], window = np.array(described["rate"]), int(described["window"])
+        window = int(described.get("window", window))
+        if "rate" in described:
+            orders["the gates' rates"] = head_table("--gates", "rate", described["rate"], *sizing.shape)
     return orders, window
 
 

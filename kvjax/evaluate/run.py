@@ -53,7 +53,7 @@ class Evaluation:
 
     def __post_init__(self):
         for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
-            sized(policy, self._sizing(place, policy, budget))
+            self._possible(policy, self._sizing(place, policy, budget))
 
     def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
         config = self.config
@@ -66,6 +66,23 @@ class Evaluation:
             self.model, budget, place.tokens, place.shortest, config.chunk, config.observed, gates,
             config.pattern, config.seed,
         )  # fmt: skip
+
+    def _possible(self, name: str, sizing: Sizing) -> dict[str, Policy]:
+        """The policy of a size, by the folder of its gates: where τ is searched for, each that can meet the size.
+
+        Raises UserError if there is none.
+        """
+        if not contender(name).calibrated:
+            return {str(sizing.gates or ""): sized(name, sizing)}
+        found, errors = {}, []
+        for gates in self.config.gates or ("",):
+            try:
+                found[gates] = sized(name, dataclasses.replace(sizing, gates=gates or None))
+            except UserError as error:
+                errors.append(error)
+        if not found:
+            raise errors[0]
+        return found
 
     def _manner(self, place: Place) -> Manner:
         config = self.config
@@ -125,25 +142,22 @@ class Evaluation:
         entry = contender(name)
         searches: dict[str, Calibration] = {}
         rivals = functools.cache(lambda: self._rivals(place, name))
-        for budget in budgets:
-            policy, choice = sized(name, sizing := self._sizing(place, name, budget)), ""
-            if entry.chosen is not None:
-                chosen = entry.chosen(rivals(), sizing.entries)
-                policy, choice = chosen.fixed.policy(self.model), chosen.said
-            if entry.calibrated:
-                searches = searches or self._searches(name, sizing, place, manner)
-                sizing = dataclasses.replace(sizing, gates=nearest(searches, budget))
-                policy = searches[str(sizing.gates)].to(budget)
-            yield Made(policy, None if own_tau(policy) is None else str(sizing.gates), choice)
-
-    def _searches(self, name: str, sizing: Sizing, place: Place, manner: Manner) -> dict[str, Calibration]:
-        """For each folder of gates the search for its τ."""
 
         def size(policy: Policy) -> float:
             return self._size(policy, place, manner)
 
-        every = {gates: dataclasses.replace(sizing, gates=gates) for gates in self.config.gates}
-        return {gates: Calibration(sized(name, own), size) for gates, own in every.items()}
+        for budget in budgets:
+            possible = self._possible(name, sizing := self._sizing(place, name, budget))
+            (gates, policy), choice = next(iter(possible.items())), ""
+            if entry.chosen is not None:
+                chosen = entry.chosen(rivals(), sizing.entries)
+                policy, choice = chosen.fixed.policy(self.model), chosen.said
+            if entry.calibrated:
+                for folder, own in possible.items():
+                    searches.setdefault(folder, Calibration(own, size))
+                gates = nearest({folder: searches[folder] for folder in possible}, budget)
+                policy = searches[gates].to(budget)
+            yield Made(policy, None if own_tau(policy) is None else gates, choice)
 
     def _rivals(self, place: Place, name: str) -> Rivals:
         """What the static policies of a place are chosen by. Heads are measured where they count and no pattern was

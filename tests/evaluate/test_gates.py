@@ -1,5 +1,6 @@
 """Gates that are compared: at their own τ, λ swept, and with τ searched; what the results say of it."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,6 +10,7 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.contenders import Sizing, known_orders
 from kvjax.evaluate.gates import by_lambda
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
@@ -117,3 +119,26 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
         by_lambda([str(tmp_path / "copy")])
     with pytest.raises(UserError, match="wgkv_fixed_tau needs --gates"):
         by_lambda([])
+
+
+def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_path):
+    """A window of 60 holds more than three tenths of 126 tokens; it is found out before anything is measured."""
+    wide = tmp_path / "wide"
+    described = {"tau": 0.3, "window": 60, "rate": np.full((2, 4), 0.5).tolist(), "lambda": 0.01}
+    save_gates(wide, tiny_gates(load_model(builtin_model("test_model"))), described)
+    run = [*SMALL[:-4], "--tasks", "needle", "--policies", "wgkv", "--budgets", "0.3"]
+    main([*run, "--gates", str(wide), str(folders / "small"), "--out", str(tmp_path / "both")])
+    (cell,) = cells(tmp_path / "both").values()
+    assert cell["gates"] == str(folders / "small")
+    with pytest.raises(UserError, match="does not hold its window of 60"):
+        main([*run, "--gates", str(wide), "--out", str(tmp_path / "alone")])
+    assert not (tmp_path / "alone" / "results.jsonl").exists()
+
+
+def test_gates_that_do_not_say_their_rates_give_no_order_of_heads(folders, tmp_path):
+    model = load_model(builtin_model("test_model"))
+    save_gates(tmp_path, tiny_gates(model), {"tau": 0.3, "window": 4})
+    sizing = Sizing(model, 0.3, 126, 126, 32, 4, tmp_path)
+    assert known_orders(sizing) == ({}, 4)
+    orders, window = known_orders(dataclasses.replace(sizing, gates=folders / "small"))
+    assert (list(orders), window) == (["the gates' rates"], 4)
