@@ -82,13 +82,16 @@ def agreeing(contexts: Sequence[Context], said: Sequence[Sequence[Tokens]]) -> l
     """The contexts, each text that is given scored by the share of next tokens that are the same as in `said`: what
     the full cache said to each question of each context."""
 
-    def against(question, said):
-        return question if question.given is None else dataclasses.replace(question, score=_agreement(said))
-
     return [
-        dataclasses.replace(context, questions=tuple(map(against, context.questions, own)))
+        dataclasses.replace(context, questions=tuple(map(held_against, context.questions, own)))
         for context, own in zip(contexts, said, strict=True)
     ]
+
+
+def held_against(question: Asked, said: Tokens) -> Asked:
+    """A text that is given, scored by the share of next tokens that are those of `said`; any other question as it
+    is."""
+    return question if question.given is None else dataclasses.replace(question, score=_agreement(said))
 
 
 def _agreement(reference: Tokens) -> Callable[[Tokens], float]:

@@ -16,7 +16,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.evaluate.asked import Context
+from kvjax.evaluate.asked import Context, held_against
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
 from kvjax.struct import static, struct
@@ -59,7 +59,8 @@ class Outcome:
 
 
 class TeacherForced:
-    """The expected answers to all questions of some contexts."""
+    """The expected answers to all questions of some contexts. Texts that are given are scored by agreement with what is
+    said where all heads are whole, as an evaluation scores them."""
 
     def __init__(self, model: Decoder, contexts: Sequence[Context]):
         self._model = model
@@ -67,14 +68,23 @@ class TeacherForced:
             rows, self._asked = _rows(contexts, batch_shards())
             on_mesh = {name: put(x, BATCH, None) for name, x in rows.items()}
         self._lines = Lines(**on_mesh, context=max(len(context.tokens) for context in contexts))
+        if any(question.given is not None for _, _, question in self._asked):
+            said, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
+            self._asked = [
+                (row, at, held_against(question, said[row, at])) for row, at, question in self._asked
+            ]
 
     def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
         """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
-        with use_mesh(self._model):
-            pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
-            said, loss = map(np.asarray, _outcome(self._model, self._lines, pattern))
+        said, loss = self._run(whole, sink, window)
         scores = [question.score(said[row, columns]) for row, columns, question in self._asked]
         return Outcome(float(np.mean(scores)), float(loss))
+
+    def _run(self, whole, sink, window) -> tuple[Int[np.ndarray, "b q"], Float[np.ndarray, ""]]:
+        with use_mesh(self._model):
+            pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
+            said, loss = _outcome(self._model, self._lines, pattern)
+            return np.asarray(said), np.asarray(loss)
 
 
 def _rows(contexts, shards):

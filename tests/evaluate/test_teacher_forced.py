@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.evaluate.asked import Asked, Context
+from kvjax.evaluate.asked import Asked, Context, predicted
+from kvjax.evaluate.tasks.text import continued
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
@@ -81,3 +82,19 @@ def test_patterns_share_one_program_and_a_mesh_agrees(model, contexts):
         split = TeacherForced(tiny_model(), contexts)
         for pattern, outcome in zip(patterns(), alone, strict=True):
             assert split(*pattern).loss == pytest.approx(outcome.loss, abs=1e-5)
+
+
+def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, contexts):
+    """As an evaluation scores it: agreement with the full cache, whatever the true text is."""
+    text = np.concatenate([context.tokens for context in contexts])
+    given = predicted(continued(text))
+    run, everything = TeacherForced(model, [given]), np.ones((3, 4), bool)
+    assert run(everything, 0, 1).score == 1
+    (question,) = given.questions
+    line = np.concatenate([given.tokens, question.prompt, question.given])[None]
+    said = {}
+    for name, whole in (("full", everything), ("streaming", ~everything)):
+        policy = make_policy("head_pattern", model=model, pattern=whole.astype(float), sink=1, window=3)
+        logits, _ = cached_logits(model, policy, line, [line.shape[1]], lengths=np.array([line.shape[1]]))
+        said[name] = logits[0, -len(question.given) - 1 : -1].argmax(-1)
+    assert run(~everything, 1, 3).score == pytest.approx((said["full"] == said["streaming"]).mean())
