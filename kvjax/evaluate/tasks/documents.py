@@ -9,6 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.errors import UserError
+from kvjax.text_file import read_text
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
@@ -28,16 +29,7 @@ def read_documents(path: Path) -> list[str]:
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
     if not files:
         raise UserError(f"--documents {path}: the folder has no .txt file")
-    return list(map(_read, files))
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--documents {file}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--documents {file}: is not UTF-8 text") from None
+    return [read_text(file, "--documents") for file in files]
 
 
 def passages(documents: Sequence[str], count: Count, room: int) -> list[str]:
