@@ -38,14 +38,13 @@ class Asked:
 class Context:
     """A context and its questions, each asked on its own directly after it.
 
-    published: of a published data set. separable: whether it can be read before a question is known. known: whether its
+    separable: whether it can be read before a question is known. known: whether its
     only question is known when it is compressed: the question's tokens are then read behind the context, observed by
     the policy, and asked anew of what it kept.
     """
 
     tokens: Tokens
     questions: tuple[Asked, ...]
-    published: bool = False
     separable: bool = True
     known: bool = False
 

@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.evaluate.asked import agreeing
+from kvjax.evaluate.asked import Context, agreeing
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
@@ -43,17 +41,40 @@ class Evaluation:
     """An evaluation of a model, checked before anything is run.
 
     Raises:
-        UserError: a budget that a policy cannot keep of some context, by name.
+        UserError: a budget that a policy cannot keep of some context, by name; too few contexts to calibrate on.
     """
 
     config: EvaluateConfig
     model: Decoder
     places: Sequence[Place]
     watch: Stopwatch = field(default_factory=Stopwatch)
+    chosen_on: dict[tuple[str, int], dict[int, list[Context]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
             sized(policy, self._sizing(place, policy, budget))
+        for place in self.places:
+            lengths = {length for name in self.config.policies for length in self._choosing(place, name)}
+            count = self._order_size(place)[0]
+            contexts = {length: for_rivals(place, self.config, count, length) for length in lengths}
+            self.chosen_on[place.task, place.length] = contexts
+
+    def _order_size(self, place: Place) -> tuple[int, int]:
+        """How many contexts heads are ordered on, and of what length: published ones have that of their place."""
+        config = self.config
+        length = place.length if place.published else min(place.length, config.order_length)
+        heads = self.model.config.num_layers * self.model.config.num_kv_heads
+        return config.order_contexts or default_contexts(heads, length), length
+
+    def _choosing(self, place: Place, name: str) -> set[int]:
+        """Lengths of the contexts that a policy's static choices are made on."""
+        if contender(name).chosen is None:
+            return set()
+        return {place.length, self._order_size(place)[1]} if self._orders(name) else {place.length}
+
+    def _orders(self, name: str) -> bool:
+        """Whether a policy's heads are measured: where they count and no pattern was given."""
+        return name == "head_pattern" and self.config.pattern is None
 
     def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
         config = self.config
@@ -146,16 +167,14 @@ class Evaluation:
         return {gates: Calibration(sized(name, own), size) for gates, own in every.items()}
 
     def _rivals(self, place: Place, name: str) -> Rivals:
-        """What the static policies of a place are chosen by. Heads are measured where they count and no pattern was
-        given."""
-        config, sizing = self.config, self._sizing(place, name, 1.0)
+        """What the static policies of a place are chosen by."""
+        sizing, contexts = self._sizing(place, name, 1.0), self.chosen_on[place.task, place.length]
         known, window = known_orders(sizing)
-        length = min(place.length, config.order_length)
-        count = config.order_contexts or default_contexts(int(np.prod(sizing.shape)), length)
-        if name == "head_pattern" and config.pattern is None:
-            run = TeacherForced(self.model, for_rivals(place, config, count, length))
-            known = orders(run, sizing.shape, window, config.out / "heads" / f"{place.task}-{length}") | known
-        run = TeacherForced(self.model, for_rivals(place, config, count, place.length))
+        if self._orders(name):
+            length = self._order_size(place)[1]
+            folder = self.config.out / "heads" / f"{place.task}-{length}"
+            known = orders(TeacherForced(self.model, contexts[length]), sizing.shape, window, folder) | known
+        run = TeacherForced(self.model, contexts[place.length])
         return Rivals(run, known, place.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
