@@ -31,7 +31,7 @@ class AskConfig:
 def main() -> None:
     """The command."""
     config = parse_command(AskConfig)
-    text = read_prompt(config.text)
+    text = read_prompt(config.text, "--text")
     mesh = start(config.mesh)
 
     import jax

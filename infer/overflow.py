@@ -91,7 +91,7 @@ def passages(config: OverflowConfig):
     else:
         from pathlib import Path
 
-        text = np.asarray(load_tokenizer(config.model)(read_prompt(Path(config.text)))["input_ids"])
+        text = np.asarray(load_tokenizer(config.model)(read_prompt(Path(config.text), "--text"))["input_ids"])
     if len(text) < config.prompts * config.prompt_tokens:
         raise UserError(
             f"{config.prompts} prompts of {config.prompt_tokens} tokens do not fit into a text of {len(text)}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.launch import MeshShape, parse_command, run_command, start
+from kvjax.text_file import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,17 +111,14 @@ def _prompt(config: GenerateConfig) -> str:
             raise UserError("--prompt: the prompt is empty")
         return config.prompt
     assert config.prompt_file is not None
-    return read_prompt(config.prompt_file)
+    return read_prompt(config.prompt_file, "--prompt-file")
 
 
-def read_prompt(path: Path) -> str:
-    """The text of a file. Raises UserError if there is none."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read as text ({error})") from None
+def read_prompt(path: Path, option: str) -> str:
+    """The text of a file that an option names. Raises UserError if there is none."""
+    text = read_text(path, option)
     if not text:
-        raise UserError(f"{path}: the prompt is empty")
+        raise UserError(f"{option} {path}: the prompt is empty")
     return text
 
 

@@ -48,7 +48,7 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
     [
         ([], "give either --prompt or --prompt-file"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt-file", "nowhere.txt"], "nowhere.txt: cannot be read as text"),
+        (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read (No such file"),
         (["--prompt", "x", "--window", "0"], "full: window must be a whole number of at least 1, got 0"),
         (["--prompt", "x" * 400, "--capacity", "32"], "policy full needs at least"),
     ],

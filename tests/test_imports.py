@@ -20,6 +20,7 @@ LAYERS = (
         "kvjax.config",
         "kvjax.builtin",
         "kvjax.stopwatch",
+        "kvjax.text_file",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
     {"kvjax.attended", "kvjax.attention"},

@@ -38,14 +38,13 @@ class Asked:
 class Context:
     """A context and its questions, each asked on its own directly after it.
 
-    published: of a published data set. separable: whether it can be read before a question is known. known: whether its
+    separable: whether it can be read before a question is known. known: whether its
     only question is known when it is compressed: the question's tokens are then read behind the context, observed by
     the policy, and asked anew of what it kept.
     """
 
     tokens: Tokens
     questions: tuple[Asked, ...]
-    published: bool = False
     separable: bool = True
     known: bool = False
 
@@ -96,6 +95,14 @@ def held_against(question: Asked, said: Tokens) -> Asked:
 
 def _agreement(reference: Tokens) -> Callable[[Tokens], float]:
     return lambda said: float(np.mean(said == reference))
+
+
+def one_question(contexts: Sequence[Context]) -> list[Context]:
+    """Each context with one of its questions, another for each."""
+    return [
+        dataclasses.replace(context, questions=(context.questions[index % len(context.questions)],))
+        for index, context in enumerate(contexts)
+    ]
 
 
 def question_aware(contexts: Sequence[Context]) -> list[Context]:

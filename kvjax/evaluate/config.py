@@ -59,8 +59,8 @@ class EvaluateConfig:
     """head_pattern: a DuoAttention pattern folder, for its order of the heads; by default every head's own loss is
     measured, and kept in --out as such folders."""
     order_contexts: int | None = None
-    """Contexts that heads are ordered on, and that sinks and windows of streaming heads are chosen on; by default 2 to
-    10, the fewer the more heads there are to measure."""
+    """Contexts that heads are ordered on; by default 2 to 10, the fewer the more heads there are to measure. Which
+    order, how many sinks and which windows are then chosen on 10."""
     order_length: int = 1024
     """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
     documents: Path | None = None

@@ -5,22 +5,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.evaluate.asked import Context, question_aware
+from kvjax.evaluate.asked import Context, one_question, question_aware
 from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.contenders import contender
+from kvjax.evaluate.parts import Part
 from kvjax.evaluate.sources import Material, Source, check_separable, source
 from kvjax.evaluate.tasks.ruler import Files
 
-FIRST_SEED = 1_000_000
-"""Seeds of the contexts start here, those of run seed 1 a million further, and so on."""
-CALIBRATION_SEED = 500_000
-"""So much further start the contexts that τ is calibrated on."""
 CALIBRATION = 4
-"""How many they are."""
+"""Contexts that τ is searched on."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A task at a length, with its contexts and those for calibration. batch: contexts at a time."""
+    """A task at a length, with its contexts and those that τ is searched on, if it is. batch: contexts at a time."""
 
     task: str
     length: int
@@ -43,7 +41,7 @@ class Place:
 
     @property
     def published(self) -> bool:
-        return any(context.published for context in self.contexts)
+        return self.source.published
 
 
 def places(config: EvaluateConfig) -> list[Place]:
@@ -58,11 +56,13 @@ def places(config: EvaluateConfig) -> list[Place]:
 
 
 def _place(task: str, length: int, found: Source, config: EvaluateConfig) -> Place:
-    first = FIRST_SEED * (1 + config.seed)
-    contexts = found.contexts(first, _whole_batches(config, found.worth(length)), length)
-    calibration = found.contexts(first + CALIBRATION_SEED, CALIBRATION, length)
+    count = _count(found, length, config)
+    contexts = found.contexts(Part(config.seed, count), count, length)
+    searched = any(contender(name).calibrated for name in config.policies)
+    others = Part(config.seed, count, calibration=True)
+    calibration = found.contexts(others, CALIBRATION, length) if searched else []
     if config.question_aware:
-        contexts, calibration = question_aware(contexts), question_aware(calibration)[:CALIBRATION]
+        contexts, calibration = question_aware(contexts), question_aware(one_question(calibration))
     else:
         check_separable(task, contexts)
     batches = -(-len(contexts) // config.batch)
@@ -71,13 +71,17 @@ def _place(task: str, length: int, found: Source, config: EvaluateConfig) -> Pla
 
 def for_rivals(place: Place, config: EvaluateConfig, count: int, length: int) -> list[Context]:
     """`count` contexts of a place's task that are not among those compared: what static rivals are chosen on."""
-    first = FIRST_SEED * (1 + config.seed) + CALIBRATION_SEED + CALIBRATION
-    contexts = place.source.contexts(first, count, length)
-    return question_aware(contexts)[:count] if config.question_aware else contexts
+    compared = _count(place.source, place.length, config)
+    part = Part(config.seed, compared, calibration=True, skipped=CALIBRATION)
+    contexts = place.source.contexts(part, count, length)
+    return question_aware(one_question(contexts)) if config.question_aware else contexts
 
 
-def _whole_batches(config: EvaluateConfig, worth: int) -> int:
-    """Contexts for so many answers or some more: batches of one size, since each size is a program of its own."""
-    count = -(-config.samples // worth)
+def _count(found: Source, length: int, config: EvaluateConfig) -> int:
+    """Contexts for so many answers or some more: batches of one size, since each size is a program of its own. Of
+    published samples, of which there may be no more, as many as are asked for."""
+    count = -(-config.samples // found.worth(length))
+    if found.published:
+        return count
     batches = -(-count // config.batch)
     return batches * -(-count // batches)

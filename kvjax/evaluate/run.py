@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.evaluate.asked import agreeing
+from kvjax.evaluate.asked import Context, agreeing
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
@@ -27,6 +25,9 @@ from kvjax.policies import Policy, make_policy
 from kvjax.sampling import BLOCK
 from kvjax.stopwatch import Stopwatch
 
+CHOICES = 10
+"""Contexts that static policies are chosen on."""
+
 
 @dataclass(frozen=True)
 class Made:
@@ -38,22 +39,47 @@ class Made:
     choice: str
 
 
+@dataclass(frozen=True)
+class Choosing:
+    """What static policies of a place are chosen by, none of it compared: contexts of `length` tokens that heads are
+    ordered on, and contexts that order, sinks and windows are chosen on."""
+
+    length: int
+    ordered: list[Context]
+    answered: list[Context]
+
+
 @dataclass
 class Evaluation:
     """An evaluation of a model, checked before anything is run.
 
     Raises:
-        UserError: a budget that a policy cannot keep of some context, by name.
+        UserError: a budget that a policy cannot keep of some context, by name; too few contexts to calibrate on.
     """
 
     config: EvaluateConfig
     model: Decoder
     places: Sequence[Place]
     watch: Stopwatch = field(default_factory=Stopwatch)
+    choosing: dict[tuple[str, int], Choosing] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
             self._possible(policy, self._sizing(place, policy, budget))
+        for place in self.places:
+            self.choosing[place.task, place.length] = self._choosing(place)
+
+    def _choosing(self, place: Place) -> Choosing:
+        config, shape = self.config, self.model.config
+        chosen = [name for name in config.policies if contender(name).chosen is not None]
+        length = place.length if place.published else min(place.length, config.order_length)
+        count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
+        ordered = for_rivals(place, config, count, length) if any(map(self._orders, chosen)) else []
+        return Choosing(length, ordered, for_rivals(place, config, CHOICES, place.length) if chosen else [])
+
+    def _orders(self, name: str) -> bool:
+        """Whether a policy's heads are measured: where they count and no pattern was given."""
+        return name == "head_pattern" and self.config.pattern is None
 
     def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
         config = self.config
@@ -160,17 +186,13 @@ class Evaluation:
             yield Made(policy, None if own_tau(policy) is None else gates, choice)
 
     def _rivals(self, place: Place, name: str) -> Rivals:
-        """What the static policies of a place are chosen by. Heads are measured where they count and no pattern was
-        given."""
-        config, sizing = self.config, self._sizing(place, name, 1.0)
+        """What the static policies of a place are chosen by."""
+        sizing, own = self._sizing(place, name, 1.0), self.choosing[place.task, place.length]
         known, window = known_orders(sizing)
-        length = min(place.length, config.order_length)
-        count = config.order_contexts or default_contexts(int(np.prod(sizing.shape)), length)
-        if name == "head_pattern" and config.pattern is None:
-            run = TeacherForced(self.model, for_rivals(place, config, count, length))
-            known = orders(run, sizing.shape, window, config.out / "heads" / f"{place.task}-{length}") | known
-        run = TeacherForced(self.model, for_rivals(place, config, count, place.length))
-        return Rivals(run, known, place.tokens, window, sizing.shape)
+        if self._orders(name):
+            folder = self.config.out / "heads" / f"{place.task}-{own.length}"
+            known = orders(TeacherForced(self.model, own.ordered), sizing.shape, window, folder) | known
+        return Rivals(TeacherForced(self.model, own.answered), known, place.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""

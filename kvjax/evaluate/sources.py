@@ -1,17 +1,18 @@
 """Where contexts come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples.
 
-A source gives contexts of a length from a seed; one line in `SOURCES` adds a task.
+A source gives contexts of a length: some to compare on, and others to calibrate on; one line in `SOURCES` adds a task.
 """
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
 from kvjax.evaluate.asked import Asked, Context, exact, predicted
+from kvjax.evaluate.parts import Part
 from kvjax.evaluate.tasks import (
     Copy,
     PromptEncoder,
@@ -22,7 +23,15 @@ from kvjax.evaluate.tasks import (
     make_task,
 )
 from kvjax.evaluate.tasks.document_questions import QUESTIONS, document_questions
-from kvjax.evaluate.tasks.documents import chosen, passages, read_documents
+from kvjax.evaluate.tasks.documents import (
+    CALIBRATION,
+    Document,
+    apart,
+    chosen,
+    paragraphs,
+    passages,
+    read_documents,
+)
 from kvjax.evaluate.tasks.ruler import (
     RULER_TASKS,
     Files,
@@ -32,7 +41,7 @@ from kvjax.evaluate.tasks.ruler import (
     published_samples,
 )
 from kvjax.evaluate.tasks.task import Sample, Tokens
-from kvjax.evaluate.tasks.text import continued
+from kvjax.evaluate.tasks.text import SHARE, continued
 from kvjax.evaluate.tasks.text_prompt import prompt_size
 from kvjax.models.folder import load_tokenizer, speaks_builtin
 
@@ -51,14 +60,19 @@ class Source(Protocol):
         """What its score is, in words."""
         ...
 
+    @property
+    def published(self) -> bool:
+        """Whether its contexts are a published data set's: so many of them, in their order, at some lengths."""
+        ...
+
     def worth(self, length: int) -> int:
         """How many answers a context of that length counts for."""
         ...
 
-    def contexts(self, first: int, count: int, length: int) -> list[Context]:
-        """Contexts of the seeds from `first` on, each of at most `length` tokens with any of its questions and answers.
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
+        """The first contexts of a part, each of at most `length` tokens with any of its questions and answers.
 
-        Raises UserError for a length or a file that does not do.
+        Raises UserError for a length or a file that does not do, or that has too few.
         """
         ...
 
@@ -82,13 +96,31 @@ class Material:
         return PromptEncoder(self.tokenizer, self.chat)
 
     @cached_property
-    def read(self) -> list[str]:
+    def texts(self) -> list[str]:
         """The documents. Raises UserError if none are named."""
         if self.documents is None:
             raise UserError(
                 "--tasks documents and text need --documents, a text file or a folder of .txt files"
             )
         return read_documents(self.documents)
+
+    @cached_property
+    def _apart(self) -> tuple[list[Document], list[Document]]:
+        return apart([paragraphs(text, self.count) for text in self.texts])
+
+    def part(self, part: Part) -> list[Document]:
+        """The documents that a part's contexts are cut from."""
+        compared, calibration = self._apart
+        return calibration if part.calibration else compared
+
+    def made_of(self, part: Part, what: str) -> str:
+        """What is made of a part of the documents, in words."""
+        use = (
+            f"calibrate on (of {CALIBRATION:.0%}"
+            if part.calibration
+            else f"compare (of {1 - CALIBRATION:.0%}"
+        )
+        return f"--documents {self.documents}: {what} to {use} of the text)"
 
     def count(self, texts: Sequence[str]) -> list[int]:
         """Tokens of each text."""
@@ -105,7 +137,7 @@ class Material:
             return Asked(ids, question.reserved, score, question.kind, stops=True, expected=answer)
 
         questions = map(asked, prompt.questions, prompt.answers, sample.questions)
-        return Context(prompt.context, tuple(questions), sample.published, sample.separable)
+        return Context(prompt.context, tuple(questions), sample.separable)
 
 
 @dataclass(frozen=True)
@@ -117,12 +149,16 @@ class BuiltIn:
     asked: Callable[[Sample], Context] = exact
     counts_for: int | None = None
 
+    @property
+    def published(self) -> bool:
+        return False
+
     def worth(self, length: int) -> int:
         return self.counts_for or len(self.make(length).sample(0, length).questions)
 
-    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
         task = self.make(length)
-        return [self.asked(task.sample(first + index, length)) for index in range(count)]
+        return [self.asked(task.sample(part.first + index, length)) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -134,14 +170,18 @@ class InText:
     material: Material
     metric: str = HOLDS
 
+    @property
+    def published(self) -> bool:
+        return self.material.ruler_data is not None and self.name in RULER_TASKS
+
     def worth(self, length: int) -> int:
         return 1
 
-    def contexts(self, first: int, count: int, length: int) -> list[Context]:
-        if self.material.ruler_data is not None and self.name in RULER_TASKS:
-            return [self.material.encoded(sample) for sample in self._published(count, length)]
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
+        if self.published:
+            return [self.material.encoded(sample) for sample in self._published(part, count, length)]
         task = self._task()
-        return [self.material.encoded(task.sample(first + index, length)) for index in range(count)]
+        return [self.material.encoded(task.sample(part.first + index, length)) for index in range(count)]
 
     def _task(self) -> RulerTask:
         tokenizer, files, chat = self.material.tokenizer, self.material.files, self.material.chat
@@ -149,11 +189,19 @@ class InText:
             return make_ruler_task(self.name, tokenizer, files, chat=chat)
         return make_needle_task(tokenizer, files, chat=chat)
 
-    def _published(self, count: int, length: int) -> list[TextSample]:
+    def _published(self, part: Part, count: int, length: int) -> list[TextSample]:
+        """The first samples are compared, those after them are calibrated on."""
         assert self.material.ruler_data is not None
-        data = self.material.ruler_data
-        samples = published_samples(data, self.name, length)[:count]
-        for index, sample in enumerate(samples):
+        data, first = self.material.ruler_data, part.compared if part.calibration else 0
+        samples = published_samples(data, self.name, length)
+        if first + count > len(samples):
+            after = f" and {count} more to calibrate on" if part.calibration else ""
+            raise UserError(
+                f"--ruler-data {data}: there are {len(samples)} samples of {self.name}, needed {part.compared} to "
+                f"compare{after}; give fewer --samples"
+            )
+        samples = samples[first : first + count]
+        for index, sample in enumerate(samples, first):
             if (size := prompt_size(sample, self.material.encode)) > length:
                 raise UserError(
                     f"--ruler-data {data}: sample {index} of {self.name} takes {size} tokens with its answer, "
@@ -163,39 +211,49 @@ class InText:
 
 
 @dataclass(frozen=True)
-class AboutDocuments:
-    """Questions about passages of documents; those of each length are made once."""
+class DocumentQuestions:
+    """Questions about passages of documents."""
 
     material: Material
     metric: str = HOLDS
-    _made: dict[int, list[TextSample]] = field(default_factory=dict)
+
+    @property
+    def published(self) -> bool:
+        return False
 
     def worth(self, length: int) -> int:
         return QUESTIONS
 
-    def contexts(self, first: int, count: int, length: int) -> list[Context]:
-        own = self.material
-        if length not in self._made:
-            self._made[length] = document_questions(own.read, own.encode, own.count, length)
-        made_of = f"--documents {own.documents}: contexts of {length} tokens with {QUESTIONS} questions each"
-        return [own.encoded(sample) for sample in chosen(self._made[length], first, count, made_of)]
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
+        own, documents = self.material, self.material.part(part)
+        samples = document_questions(documents, own.encode, own.count, length)
+        made_of = own.made_of(part, f"contexts of {length} tokens with {QUESTIONS} questions each")
+        return [own.encoded(sample) for sample in chosen(samples, part.seed, count, made_of)]
 
 
 @dataclass(frozen=True)
-class GoingOn:
+class DocumentText:
     """Passages of documents, of which the end is predicted."""
 
     material: Material
     metric: str = SAME_AS_FULL
 
+    @property
+    def published(self) -> bool:
+        return False
+
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
 
-    def contexts(self, first: int, count: int, length: int) -> list[Context]:
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
         own, encode = self.material, PromptEncoder(self.material.tokenizer, chat=False)
-        opening = len(encode(TextSample("", ())).context)
-        found = passages(own.read, own.count, length - opening)
-        texts = chosen(found, first, count, f"--documents {own.documents}: passages of {length} tokens")
+        room = length - len(encode(TextSample("", ())).context)
+        if room < 2 * SHARE:
+            raise UserError(
+                f"text: {length} tokens are too few, at least {length - room + 2 * SHARE} are needed"
+            )
+        found = passages(own.part(part), room)
+        texts = chosen(found, part.seed, count, own.made_of(part, f"passages of {length} tokens"))
         # a passage may be a few tokens longer than its paragraphs are
         tokens = (encode(TextSample(text, ())).context[:length] for text in texts)
         return [predicted(continued(ids)) for ids in tokens]
@@ -221,7 +279,7 @@ def _needle(material: Material) -> Source:
 def _text(material: Material) -> Source:
     """Of documents where they are named or the model is not the built-in one."""
     if material.documents is not None or not speaks_builtin(material.model):
-        return GoingOn(material)
+        return DocumentText(material)
     return BuiltIn(lambda length: make_task("text"), SAME_AS_FULL, predicted, TEXT_COUNTS_FOR)
 
 
@@ -235,7 +293,7 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
     "needle": _needle,
     "copy": _builtin("copy", make=_copy),
     "text": _text,
-    "documents": AboutDocuments,
+    "documents": DocumentQuestions,
     **{name: partial(InText, name) for name in RULER_TASKS},
 }
 

@@ -20,7 +20,7 @@ from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.fixed import Rivals
 from kvjax.evaluate.head_order import orders
 from kvjax.evaluate.measuring import Manner, measure
-from kvjax.evaluate.places import CALIBRATION_SEED, FIRST_SEED
+from kvjax.evaluate.parts import CALIBRATION_SEED, FIRST_SEED
 from kvjax.evaluate.tasks import make_task
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder

@@ -8,7 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.evaluate.sources import AboutDocuments, GoingOn, Material
+from kvjax.evaluate.parts import Part
+from kvjax.evaluate.sources import DocumentQuestions, DocumentText, Material
 from kvjax.evaluate.tasks.document_questions import (
     FEWEST,
     PER_THIRD,
@@ -17,12 +18,13 @@ from kvjax.evaluate.tasks.document_questions import (
     distinctive,
     document_questions,
 )
-from kvjax.evaluate.tasks.documents import LEAST, passages, read_documents
+from kvjax.evaluate.tasks.documents import LEAST, Paragraph, apart, paragraphs, passages, read_documents
 from kvjax.evaluate.tasks.ruler import Files
 from kvjax.evaluate.tasks.ruler.words import ADJECTIVES, NOUNS
 from kvjax.evaluate.tasks.text_prompt import prompt_size
 
 LENGTH = 700
+COMPARED = Part(7, 5)
 
 
 def words(texts):
@@ -62,18 +64,19 @@ def material(documents):
 def test_passages_are_whole_paragraphs_none_twice(folder):
     rng = np.random.default_rng(0)
     sizes = [*rng.integers(1, 12, 150), 70, *rng.integers(1, 12, 50)]
-    paragraphs = [" ".join([f"p{i}", *["word"] * (size - 1)]) for i, size in enumerate(sizes)]
-    found = passages(["\n\n".join(paragraphs[:90]), "\n \n".join(paragraphs[90:])], words, 60)
+    texts = [" ".join([f"p{i}", *["word"] * (size - 1)]) for i, size in enumerate(sizes)]
+    documents = ["\n\n".join(texts[:90]), "\n \n".join(texts[90:])]
+    found = passages([paragraphs(document, words) for document in documents], 60)
     assert len(found) >= 0.8 * sum(size for size in sizes if size < 70) // 60
     taken = []
     for passage in found:
         assert LEAST * 60 <= len(passage.split()) <= 60
         own = re.split(r"\n ?\n", passage)
-        first = paragraphs.index(own[0])
-        assert own == paragraphs[first : first + len(own)]
+        first = texts.index(own[0])
+        assert own == texts[first : first + len(own)]
         # no room for the next one, where there is one in the document
         last = first + len(own)
-        assert last in (90, len(paragraphs)) or len(passage.split()) + sizes[last] > 60
+        assert last in (90, len(texts)) or len(passage.split()) + sizes[last] > 60
         taken += own
     assert len(taken) == len(set(taken))
     assert not any(len(paragraph.split()) > 60 for paragraph in taken)
@@ -103,7 +106,7 @@ def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
 
 def test_questions_have_one_answer_which_only_the_context_holds(folder):
     own = material(folder)
-    samples = document_questions(own.read, own.encode, own.count, LENGTH)
+    samples = document_questions(own.part(COMPARED), own.encode, own.count, LENGTH)
     assert len(samples) >= 6
     for sample in samples:
         assert 0.7 * LENGTH < prompt_size(sample, own.encode) <= LENGTH
@@ -123,8 +126,9 @@ def test_questions_have_one_answer_which_only_the_context_holds(folder):
 
 
 def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
-    source = AboutDocuments(material(folder))
-    contexts, again = source.contexts(7, 5, LENGTH), AboutDocuments(material(folder)).contexts(7, 5, LENGTH)
+    source = DocumentQuestions(material(folder))
+    contexts = source.contexts(COMPARED, 5, LENGTH)
+    again = DocumentQuestions(material(folder)).contexts(COMPARED, 5, LENGTH)
     for one, other in zip(contexts, again, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         for a, b in zip(one.questions, other.questions, strict=True):
@@ -132,23 +136,64 @@ def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
         assert len(one.tokens) + max(len(q.prompt) + q.answer_tokens for q in one.questions) <= LENGTH
         assert len(one.questions) == source.worth(LENGTH)
     assert len({context.tokens.tobytes() for context in contexts}) == 5
-    np.testing.assert_array_equal(source.contexts(8, 1, LENGTH)[0].tokens, contexts[1].tokens)
-    tokenizer, asked = material(folder).tokenizer, contexts[0].questions[0]
-    sample = source._made[LENGTH][7 % len(source._made[LENGTH])]
-    answer = tokenizer.encode(f" {sample.questions[0].expected[0]},", add_special_tokens=False)
-    assert asked.score(np.array(answer)) == 1
-    assert asked.score(np.array(answer[:1])) == 0
+    other = source.contexts(Part(8, 5), 5, LENGTH)
+    assert [c.tokens.tobytes() for c in other] != [c.tokens.tobytes() for c in contexts]
+    asked = contexts[0].questions[0]
+    answer = asked.right
+    assert asked.score(answer) == 1
+    assert asked.score(answer[:1]) == 0
+
+
+@pytest.mark.parametrize("source", [DocumentQuestions, DocumentText])
+@pytest.mark.parametrize("files", [1, 3])
+def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(source, files, tmp_path):
+    """Each term is in one sentence, which is a paragraph."""
+    for index in range(files):
+        text = written(index, 150 // files).replace(". In", ".\n\nIn")
+        (tmp_path / f"{index}.txt").write_text(text)
+    own = source(material(tmp_path if files > 1 else tmp_path / "0.txt"))
+
+    def terms(part, length, count):
+        decode, contexts = own.material.tokenizer.decode, own.contexts(part, count, length)
+        return [set(re.findall(r"Guild\d+x\d+x\d+", decode(c.tokens.tolist()))) for c in contexts]
+
+    compared = set.union(*terms(COMPARED, LENGTH, 5))
+    assert len(compared) >= 25
+    for length in (LENGTH, LENGTH - 200):
+        for seed in (0, 7):
+            one, other = terms(Part(seed, 5, calibration=True, skipped=4), length, 2)
+            assert one
+            assert other
+            assert not (one | other) & compared
+            assert not one & other
+
+
+def test_a_quarter_of_the_tokens_is_calibrated_on_and_none_is_lost():
+    documents = [
+        [Paragraph(f"{i}-{j} ", 1 + j % 3) for j in range(size)] for i, size in enumerate((5, 40, 9, 0))
+    ]
+    compared, calibration = apart(documents)
+    own, others = ([p for document in part for p in document] for part in (compared, calibration))
+    total = sum(p.tokens for document in documents for p in document)
+    assert 0 <= sum(p.tokens for p in others) - total / 4 < 3
+    assert sorted(p.text for p in own + others) == sorted(p.text for document in documents for p in document)
+    assert not {p.text for p in own} & {p.text for p in others}
+
+
+@pytest.mark.parametrize("room", [-5, 0, 1])
+def test_passages_end_where_there_is_no_room(room):
+    assert passages([[Paragraph("two words", 2)]], room) == []
 
 
 def test_a_text_is_a_passage_and_its_end_is_given(folder):
     own = material(folder)
-    for context in GoingOn(own).contexts(0, 3, 600):
+    for context in DocumentText(own).contexts(COMPARED, 3, 600):
         (question,) = context.questions
         line = np.concatenate([context.tokens, question.prompt, question.given])
         assert 0.9 * 600 - 2 < len(line) <= 600
         assert question.answer_tokens == len(question.given) == len(line) // 8
         text = own.tokenizer.decode(line.tolist(), skip_special_tokens=True)
-        assert any(text in document for document in own.read)
+        assert any(text in document for document in own.texts)
         assert question.score(question.given) == 1
 
 
@@ -157,8 +202,8 @@ def test_chat_templates_are_for_questions_and_not_for_texts(folder):
     own.tokenizer.chat_template = "<|question|>{{ messages[0]['content'] }}<|separator|>"
     assert isinstance(own.tokenizer, PreTrainedTokenizerFast)
     mark = own.tokenizer.convert_tokens_to_ids("<|question|>")
-    assert mark in AboutDocuments(own).contexts(0, 1, LENGTH)[0].tokens
-    assert mark not in GoingOn(own).contexts(0, 1, LENGTH)[0].tokens
+    assert mark in DocumentQuestions(own).contexts(COMPARED, 1, LENGTH)[0].tokens
+    assert mark not in DocumentText(own).contexts(COMPARED, 1, LENGTH)[0].tokens
 
 
 def test_errors_say_what_is_wrong(folder, tmp_path):
@@ -171,8 +216,17 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
     ):
         with pytest.raises(UserError, match=f"--documents .*{message}"):
             read_documents(path)
-    for source in (AboutDocuments, GoingOn):
+    for source in (DocumentQuestions, DocumentText):
         with pytest.raises(UserError, match="need --documents, a text file or a folder"):
-            source(material(None)).contexts(0, 1, LENGTH)
-        with pytest.raises(UserError, match=rf"--documents .* of {LENGTH} tokens.*: \d+, 1000 are needed"):
-            source(material(folder)).contexts(0, 1000, LENGTH)
+            source(material(None)).contexts(COMPARED, 1, LENGTH)
+        own = source(material(folder))
+        for part, use in (
+            (Part(0, 1000), r"compare \(of 75%"),
+            (Part(0, 5, calibration=True), r"calibrate on \(of 25%"),
+        ):
+            wanted = rf"--documents .* of {LENGTH} tokens.* to {use} of the text\): found \d+, needed 1000; give more"
+            with pytest.raises(UserError, match=wanted):
+                own.contexts(part, 1000, LENGTH)
+        for length in (1, 8, 16):
+            with pytest.raises(UserError, match=rf"{length} tokens are too few, "):
+                own.contexts(COMPARED, 1, length)

@@ -1,6 +1,8 @@
 """What an evaluation refuses: one line each, before anything is run."""
 
+import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -10,7 +12,11 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
+from kvjax.evaluate.places import places
+from kvjax.evaluate.run import Evaluation
+from kvjax.models import load_model, load_tokenizer
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
 SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--observed", "4"]
@@ -97,8 +103,67 @@ def test_bad_values_are_named(args, message, tmp_path):
 )
 def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):
     args = ["--policies", "full", "--tasks", task, "--context", "200", "--ruler-data", str(ruler_data)]
+    args += ["--samples", "1"]
     with pytest.raises(UserError, match=message):
         main([*SMALL, *args, "--out", str(tmp_path / "run")])
+
+
+@pytest.mark.parametrize(
+    ("policies", "samples", "message"),
+    [
+        (["full"], "9", "there are 8 samples of qa_1, needed 9 to compare; give fewer --samples"),
+        (["head_pattern"], "7", "needed 7 to compare and 2 more to calibrate on; give fewer --samples"),
+        (["full", "streaming_llm"], "7", "needed 7 to compare and 2 more to calibrate on"),
+        (["wgkv"], "5", "needed 5 to compare and 4 more to calibrate on"),
+    ],
+)
+def test_too_few_published_samples_are_refused(policies, samples, message, tmp_path):
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
+    args = [
+        "--policies",
+        *policies,
+        "--tasks",
+        "qa_1",
+        "--ruler-data",
+        str(tmp_path),
+        "--order-contexts",
+        "2",
+    ]
+    with pytest.raises(UserError, match=message):
+        main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])
+
+
+def fact(number):
+    """A row of RULER's own data, of about 100 tokens."""
+    text = f"The owl of house {number} is grey and sits on a branch.\nQuestion: Is the owl grey?\nAnswer:"
+    return {"input": text, "outputs": ["e"], "length": 9}
+
+
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
+    question_aware, tmp_path
+):
+    """Also where heads are ordered on shorter contexts."""
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
+    config = parse([
+        *SMALL, "--policies", "head_pattern", "wgkv", "--tasks", "qa_1", "--ruler-data", str(tmp_path),
+        "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
+        "--out", str(tmp_path / "run"),
+    ])  # fmt: skip
+    config = dataclasses.replace(config, question_aware=question_aware)
+    (place,) = places(config)
+    model = load_model(config.model, dtype="float32")
+    evaluation = Evaluation(dataclasses.replace(config, policies=("head_pattern",)), model, [place])
+
+    def houses(contexts):
+        decode = load_tokenizer(config.model).decode
+        return [int(re.search(r"house (\d+)", decode(c.tokens.tolist()))[1]) for c in contexts]
+
+    assert houses(place.contexts) == [0, 1, 2, 3]
+    assert houses(place.calibration) == [4, 5, 6, 7]
+    (choosing,) = evaluation.choosing.values()
+    assert (choosing.length, houses(choosing.ordered)) == (126, [4, 5])
+    assert houses(choosing.answered) == list(range(4, 14))
 
 
 def test_another_model_needs_tasks_of_text(tmp_path):

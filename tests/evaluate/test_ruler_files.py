@@ -206,7 +206,7 @@ def test_bad_published_lines_are_named(row, message, tmp_path):
     assert str(error.value).startswith(f"--ruler-data {tmp_path}")
 
 
-def test_errors_say_what_is_wrong(builtin, files, tmp_path):
+def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="RULER has no task called 'niah_single'; did you mean niah_single_3"):
         make_ruler_task("niah_single", builtin)
     with pytest.raises(UserError, match="no task called 'x'; did you mean niah_single_1, .*, qa_2"):
@@ -222,6 +222,14 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path):
         UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
     ):
         published_samples(tmp_path / "none", "vt", 99)
+    (tmp_path / "vt.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
+        with pytest.raises(
+            UserError, match="--ruler-data .*vt.jsonl: is a file; pass the folder that holds it"
+        ):
+            published_samples(file, "vt", 99)
+    (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match="--ruler-data .*vt.parquet: is no parquet file"):
         published_samples(tmp_path, "vt", 99)

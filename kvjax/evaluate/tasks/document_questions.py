@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvjax.evaluate.tasks.documents import Count, passages
+from kvjax.errors import UserError
+from kvjax.evaluate.tasks.documents import Count, Document, passages
 from kvjax.evaluate.tasks.ruler.haystack import split_sentences
 from kvjax.evaluate.tasks.text_prompt import PromptEncoder, prompt_size
 from kvjax.evaluate.tasks.text_sample import TextQuestion, TextSample
@@ -38,15 +39,19 @@ DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 
 
 def document_questions(
-    documents: Sequence[str], encode: PromptEncoder, count: Count, length: int
+    documents: Sequence[Document], encode: PromptEncoder, count: Count, length: int
 ) -> list[TextSample]:
     """Samples of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
 
     A passage with fewer distinctive words in one of its thirds is left out.
+
+    Raises UserError for a length that holds no passage.
     """
     frame = TextSample(OPENING + "\n", (TextQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
     room = length - prompt_size(frame, encode) - ROOM
-    made = (_sample(passage, count, index) for index, passage in enumerate(passages(documents, count, room)))
+    if room < 1:
+        raise UserError(f"documents: {length} tokens are too few, the questions alone take {length - room}")
+    made = (_sample(passage, count, index) for index, passage in enumerate(passages(documents, room)))
     return [sample for sample in made if sample is not None and prompt_size(sample, encode) <= length]
 
 

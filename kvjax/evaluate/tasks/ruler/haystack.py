@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.evaluate.tasks.builtin import heldout_files
-from kvjax.evaluate.tasks.ruler.text_file import read_text
+from kvjax.text_file import read_text
 
 PASSAGE = "The river is wide. The hills are low. The boat is slow. We left at dawn. We will be back by dusk."
 DEPTHS = tuple(np.linspace(0, 100, 40).round().astype(int).tolist())

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError
-from kvjax.evaluate.tasks.ruler.text_file import read_text
+from kvjax.text_file import read_text
 
 Row = tuple[str, dict[str, Any]]
 """Where it stands, and its fields."""
@@ -25,6 +25,8 @@ def published_rows(data: Path, task: str, length: int) -> list[Row]:
     Raises:
         UserError: no rows of the task there, or a file that cannot be read.
     """
+    if data.is_file():
+        raise UserError(f"{OPTION} {data}: is a file; pass the folder that holds it")
     if not data.is_dir() and len(data.parts) == 2 and not data.is_absolute():
         rows = list(_hub_rows(data.as_posix(), task, str(length)))
         expected = f"a column `task` that names it, in the configuration {length}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.evaluate.tasks.ruler.questions import Asked, QuestionAnswering
-from kvjax.evaluate.tasks.ruler.text_file import read_text
+from kvjax.text_file import read_text
 
 
 def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
