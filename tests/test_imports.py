@@ -20,6 +20,7 @@ LAYERS = (
         "kvjax.config",
         "kvjax.builtin",
         "kvjax.stopwatch",
+        "kvjax.write_tensors",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
     {"kvjax.attended", "kvjax.attention"},
@@ -41,6 +42,7 @@ LAYERS = (
 
 POLICIES_MAY_IMPORT = {
     *("kvjax.builtin", "kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.policies"),
+    "kvjax.write_tensors",
 }
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "pallas_kernels"}
 

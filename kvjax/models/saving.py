@@ -11,8 +11,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from kvjax.errors import UserError
 from kvjax.mesh import P, use_mesh
@@ -22,6 +20,7 @@ from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
 from kvjax.models.names import TOP, by_path, layer_name, to_hf
 from kvjax.models.tensor_files import INDEX, SINGLE
+from kvjax.write_tensors import write_tensors
 
 FILE_BYTES = 2 << 30
 """A saved file has at most this size, unless one layer or the embedding is larger."""
@@ -120,7 +119,7 @@ def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
 
     def write():
         if writes:
-            _write_file(folder / f"{len(files)}.safetensors", pending)
+            write_tensors(folder / f"{len(files)}.safetensors", pending, metadata={"format": "pt"})
         files.append(list(pending))
 
     for part in _parts(model):
@@ -139,14 +138,3 @@ def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
     if len(files) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    try:
-        save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"}
-        )
-    except SafetensorError as error:
-        raise OSError(f"{path}: could not be written ({error})") from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
