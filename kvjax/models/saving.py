@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
 
+from kvjax.atomic import partial_folder
 from kvjax.errors import UserError
 from kvjax.mesh import P, use_mesh
 from kvjax.models.config import config_json
@@ -42,7 +42,7 @@ def save_model(
         tokenizer_from: a model folder, GGUF file or hub id whose tokenizer and generation defaults are copied along.
 
     Raises:
-        UserError: a folder that holds something, a model that no Hugging Face class matches.
+        UserError: a folder that holds something or cannot be made, a model that no Hugging Face class matches.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     with new_folder(model, folder, tokenizer_from) as partial, use_mesh(model):
@@ -50,10 +50,19 @@ def save_model(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path. Raises UserError if something is there that is not an empty folder."""
+    """The absolute path. Raises UserError if something is there that is not an empty folder, or if no folder can be
+    made there."""
     folder = Path(folder).expanduser().absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder, give another one")
+    beside = folder.parent
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UserError(f"{folder}: exists and is not an empty folder, give another one")
+        beside = next(parent for parent in folder.parents if parent.exists())
+        # permissions do not tell: root has them all, and still cannot write to /proc
+        with partial_folder(beside / folder.name):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: no folder can be made there ({beside}: {error.strerror})") from None
     return folder
 
 
@@ -65,19 +74,17 @@ def new_folder(
     there at the end. Raises as `save_model` does."""
     folder = check_new(folder)
     config = config_json(model.config, model.embed.dtype.name)
-    writes = jax.process_index() == 0
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        if writes:
-            partial.mkdir(parents=True)
+    if jax.process_index() == 0:
+        with partial_folder(folder) as partial:
             if tokenizer_from is not None:
                 copy_tokenizer(tokenizer_from, partial)
             write_json(partial / "config.json", config)
-        yield partial
-        if writes:
+            yield partial
+            # another process may have been faster
+            check_new(folder)
             partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        yield folder
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 
