@@ -66,6 +66,11 @@ def test_an_orbax_export_and_back(file, tmp_path):
     assert_equal(load_model(tmp_path / "wide", "bfloat16"), load_model(tmp_path / "back"))
 
 
+def test_arguments_that_are_missing_are_named():
+    assert refused() == "missing: SOURCE, OUT; --help says more"
+    assert refused("a.gguf") == "missing: OUT; --help says more"
+
+
 def test_what_is_refused_leaves_nothing(file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
