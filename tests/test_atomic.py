@@ -1,8 +1,24 @@
-"""A text file is there whole or not at all."""
+"""Files and folders are there whole or not at all."""
+
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from kvjax.atomic import write_text
+from kvjax.atomic import partial_folder, write_text
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from kvjax.atomic import partial_folder
+with partial_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").touch()
+    print(folder, flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
@@ -23,3 +39,38 @@ def test_a_new_file_is_not_written_over(tmp_path):
         write_text(file, "second", new=True)
     assert file.read_text() == "first"
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_partial_folder_is_moved_or_gone(tmp_path):
+    target = tmp_path / "new" / "out"
+    with pytest.raises(FileNotFoundError), partial_folder(target) as folder:
+        (folder / "missing").rename(target)
+    assert list(target.parent.iterdir()) == []
+    with partial_folder(target) as folder:
+        (folder / "whole").touch()
+        folder.rename(target)
+    assert list(target.parent.iterdir()) == [target]
+    # as readable as any folder
+    assert stat.S_IMODE(target.stat().st_mode) == stat.S_IMODE(target.parent.stat().st_mode)
+
+
+def test_what_a_killed_process_left_is_removed_and_what_others_write_is_not(tmp_path):
+    target = tmp_path / "out[1]"
+    other = tmp_path / ".out.partial-1"
+    other.mkdir()
+    command = [sys.executable, "-c", WRITER, str(target)]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True
+    ) as writer:
+        try:
+            theirs = Path(writer.stdout.readline().strip())
+            with partial_folder(target) as ours:
+                assert ours != theirs
+                assert (theirs / "half").exists()
+        finally:
+            writer.kill()
+    assert writer.returncode == -signal.SIGKILL
+    assert set(tmp_path.iterdir()) == {theirs, other}
+    with partial_folder(target) as ours:
+        assert set(tmp_path.iterdir()) == {ours, other}
+    assert list(tmp_path.iterdir()) == [other], "another target's"

@@ -7,6 +7,7 @@ import shutil
 import pytest
 from transformers import AutoTokenizer
 
+from kvjax import convert
 from kvjax.convert import main
 from kvjax.errors import UserError
 from kvjax.models import load_model, load_tokenizer, read_config
@@ -65,6 +66,11 @@ def test_an_orbax_export_and_back(file, tmp_path):
     assert_equal(load_model(tmp_path / "wide", "bfloat16"), load_model(tmp_path / "back"))
 
 
+def test_arguments_that_are_missing_are_named():
+    assert refused() == "missing: SOURCE, OUT; --help says more"
+    assert refused("a.gguf") == "missing: OUT; --help says more"
+
+
 def test_what_is_refused_leaves_nothing(file, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
@@ -75,6 +81,37 @@ def test_what_is_refused_leaves_nothing(file, tmp_path):
     # the model is whole, its tokenizer is not
     write_gguf(file, CASE, weights(CASE))
     assert "tokenizer.ggml.model is missing" in refused(file, tmp_path / "new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
+
+
+@pytest.mark.parametrize("place", ["model.gguf/out", "model.gguf/deeper/out", "/proc/out", "x" * 250])
+def test_a_place_where_no_folder_can_be_is_one_line_before_anything_is_read(place, file, tmp_path):
+    out = tmp_path / place
+    line = refused(tmp_path / "none.gguf", out)
+    beside = "/proc" if place == "/proc/out" else file if "gguf" in place else tmp_path
+    assert line.startswith(f"{out}: no folder can be made there ({beside}: ")
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
+
+
+def test_what_a_killed_conversion_left_is_removed(file, tmp_path):
+    left = tmp_path / ".out.partial-4711"
+    left.mkdir()
+    (left / "config.json").touch()
+    run(file, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
+
+
+def test_of_two_conversions_to_one_folder_the_first_stays(file, tmp_path, monkeypatch):
+    out, load = tmp_path / "out", convert._read
+
+    def overtaken(config):
+        monkeypatch.setattr(convert, "_read", load)
+        run(file, out, "--dtype", "bfloat16")
+        return load(config)
+
+    monkeypatch.setattr(convert, "_read", overtaken)
+    assert refused(file, out) == f"{out}: exists and is not an empty folder, give another one"
+    assert load_model(out).embed.dtype == "bfloat16"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "out"]
 
 

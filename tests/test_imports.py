@@ -21,6 +21,7 @@ LAYERS = (
         "kvjax.builtin",
         "kvjax.stopwatch",
         "kvjax.text_file",
+        "kvjax.write_tensors",
     },
     {"kvjax.cache", "kvjax.calls", "kvjax.policies"},
     {"kvjax.attended", "kvjax.attention"},
@@ -42,6 +43,7 @@ LAYERS = (
 
 POLICIES_MAY_IMPORT = {
     *("kvjax.builtin", "kvjax.errors", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.policies"),
+    "kvjax.write_tensors",
 }
 KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "pallas_kernels"}
 

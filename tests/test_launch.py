@@ -1,8 +1,10 @@
 import dataclasses
 import errno
-from typing import Literal
+import signal
+from typing import Annotated, Literal
 
 import pytest
+import tyro
 
 from kvjax import launch
 from kvjax.errors import UserError
@@ -16,6 +18,16 @@ class Options:
     mesh: MeshShape = MeshShape()
     steps: int = 3
     kind: Literal["one", "two"] = "one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """For these tests."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """A thing whose description takes more than one line of a terminal, which is about eighty characters wide."""
+    steps: int
+    """How many."""
 
 
 @pytest.mark.parametrize(
@@ -69,6 +81,19 @@ def test_a_wrong_command_line_is_one_line(args, parts, capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "missing: SOURCE, --steps INT; --help says more"),
+        (["it"], "missing: --steps INT; --help says more"),
+    ],
+)
+def test_what_is_missing_is_named(args, line):
+    with pytest.raises(UserError) as error:
+        parse_command(Needed, args)
+    assert str(error.value) == line
+
+
 def test_help_leaves_quietly_with_the_defaults(capsys):
     with pytest.raises(SystemExit) as leaving:
         parse_command(Options, ["--help"], default=Options(steps=7))
@@ -100,6 +125,28 @@ def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith(line)
     assert shown.count("\n") == 1
+
+
+def test_sigterm_is_one_line_after_what_must_be_put_in_order(capsys):
+    before, order = signal.getsignal(signal.SIGTERM), []
+
+    def main():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            order.append(1)
+
+    # were it not caught, it would end the tests
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            run_command(main)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leaving.value.code == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert order == [1]
 
 
 def test_a_full_disk_is_found_behind_another_error(capsys):

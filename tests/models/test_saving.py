@@ -96,7 +96,7 @@ def test_nothing_is_left_behind_by_a_save_that_fails(tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(saving, "save_file", full)
+    monkeypatch.setattr(saving, "write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         save_model(model, tmp_path / "to")
     assert [path.name for path in tmp_path.iterdir()] == ["from"]

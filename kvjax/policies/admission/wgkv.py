@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from kvjax.builtin import BUILTIN, builtin_gates
 from kvjax.errors import UserError, real_number, shown, whole_number
@@ -26,6 +26,7 @@ from kvjax.policies.interfaces import Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import static, struct
+from kvjax.write_tensors import write_tensors
 from pallas_kernels.vertical_slash import ends
 
 GATE_FLOOR = 1e-3
@@ -166,7 +167,7 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
     arrays = {name: np.asarray(param) for name, param in nnx.to_pure_dict(nnx.state(gates)).items()}
     layers, kv_heads, fan_in, width = arrays["w1"].shape
     shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": fan_in // 2, "expand": width / (fan_in // 2)}
-    save_file(arrays, folder / "gates.safetensors")
+    write_tensors(folder / "gates.safetensors", arrays)
     (folder / "config.json").write_text(json.dumps({"method": "wgkv"} | shape | description, indent=1))
 
 
