@@ -53,5 +53,7 @@ def few_programs():
 
 
 def pytest_configure(config):
+    if config.option.markexpr == "real" and not os.environ.get("KVJAX_REAL_MODEL"):
+        raise pytest.UsageError("-m real: KVJAX_REAL_MODEL is not set, so that nothing would be tested")
     for line in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)

@@ -47,6 +47,8 @@ def paged_decode(
         new: keys and values of the tokens of this call, which are not in the pages yet.
         pages: which global pages are read (Quest, Tang et al., 2024); None: all that hold entries.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
+            "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
+            which rounds each part to bfloat16 all the same.
         implementation: "xla", "tpu", "gpu" (Triton) and "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages
             of a multiple of 8; not yet run on hardware, so never chosen by itself), which all read what is stored, or
             "reference" (dense); None: the platform's own.

@@ -57,6 +57,7 @@ def vertical_slash(
         segment_ids: of each index the document it belongs to, where several are packed into one sequence: queries see
             only keys of their own. A document's indices are neighbours.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
+            "hopper" rounds to bfloat16 all the same, and returns that as this dtype.
         implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, bfloat16 and head_dim 64, 128 or
             256; not yet run on hardware, so never chosen by itself) or "reference" (dense); None: the platform's own.
 
