@@ -14,8 +14,9 @@ from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
-from kvjax.evaluate.places import places
+from kvjax.evaluate.places import for_rivals, places
 from kvjax.evaluate.run import Evaluation
+from kvjax.evaluate.tasks import make_task
 from kvjax.models import load_model, load_tokenizer
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
@@ -163,6 +164,20 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     assert houses(place.calibration) == [4, 5, 6, 7]
     (chosen_on,) = evaluation.chosen_on.values()
     assert {length: houses(contexts) for length, contexts in chosen_on.items()} == {126: [4, 5]}
+
+
+def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
+    args = ["--policies", "wgkv", "--tasks", "recall", "--seed", "2", "--out", str(tmp_path / "run")]
+    config = parse([*SMALL, *args])
+    (place,) = places(config)
+    for contexts, first in (
+        (place.contexts, 3_000_000),
+        (place.calibration, 3_500_000),
+        (for_rivals(place, config, 3, 126), 3_500_004),
+    ):
+        for index, context in enumerate(contexts):
+            sample = make_task("recall").sample(first + index, 126)
+            np.testing.assert_array_equal(context.tokens, sample.context)
 
 
 def test_another_model_needs_tasks_of_text(tmp_path):
