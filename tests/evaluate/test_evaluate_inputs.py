@@ -158,11 +158,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
 
     def houses(contexts):
         decode = load_tokenizer(config.model).decode
-<<<<<<< HEAD
-        return [int(re.search(r"house (\d+)", decode(c.tokens.tolist()))[1]) for c in contexts]
-=======
-        return [int(re.findall(r"house (\d)", decode(c.tokens.tolist()))[0]) for c in contexts]
->>>>>>> fix-tasks
+        return [int(re.findall(r"house (\d+)", decode(c.tokens.tolist()))[0]) for c in contexts]
 
     assert houses(place.contexts) == [0, 1, 2, 3]
     assert houses(place.calibration) == [4, 5, 6, 7]
