@@ -164,11 +164,11 @@ CONTENDERS = {
     "random_eviction": Contender(
         lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads="all"
     ),
-    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads="quest"),
+    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads="all"),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
-    "wgkv+snapkv": Contender(_gates_then_snapkv, reads="gates, snapkv"),
-    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads="gates, quest"),
+    "wgkv+snapkv": Contender(_gates_then_snapkv, reads="gates"),
+    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads="gates"),
 }
 """What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
 prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""

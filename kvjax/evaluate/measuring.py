@@ -142,23 +142,32 @@ def measure_together(
     """The same for methods that read alike until a prompt's end, each as its policies of several budgets: every group
     of contexts is read once, and compacted anew for each policy. Returns what was found, policy after policy."""
     methods = [own[0] for own in policies]
-    reader = dataclasses.replace(methods[0], plan=None, eviction=Together(tuple(x.eviction for x in methods)))
+    reader = dataclasses.replace(
+        methods[0],
+        plan=None,
+        eviction=Together(tuple(method.eviction for method in methods)),
+        selection=next((method.selection for method in methods if method.selection is not None), None),
+    )
     tallies = [[Tally() for _ in own] for own in policies]
     for group in _groups(contexts, manner):
         whole = read(model, reader, group, manner)
         for index, own in enumerate(policies):
-            reading = _of_method(whole, index)
+            reading = _of_method(whole, index, methods[index])
             for policy, tally in zip(own, tallies[index], strict=True):
                 compact = compressed(model, policy, reading, group, manner.watch)
                 tally.group(model, policy, compact, group, manner.watch)
     return [tally.found() for own in tallies for tally in own]
 
 
-def _of_method(reading: Reading, index: int) -> Reading:
-    """What was read together, with the memory of one of the methods."""
-    layers = reading.cache.layers
+def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
+    """What was read together, with the memory of one of the methods, and pages' bounds only where it selects pages."""
+    layers, pages = reading.cache.layers, reading.cache.pages
     layers = dataclasses.replace(layers, state=(layers.state[0], layers.state[1][index]))
-    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers))
+    if method.selection is None:
+        pages = dataclasses.replace(pages, bounds=None)
+    return dataclasses.replace(
+        reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages)
+    )
 
 
 def _groups(contexts: Sequence[Context], manner: Manner) -> list[Sequence[Context]]:
