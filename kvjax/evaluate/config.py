@@ -55,9 +55,9 @@ class EvaluateConfig:
     """Folders with trained gates, or `builtin`, the default for the built-in model. wgkv_fixed_tau compares all of them
     at their own τ, its budget being λ; wgkv searches the τ for each budget, with those whose own size is nearest to it;
     whatever else needs gates takes the first."""
-    pattern: Path | None = None
-    """head_pattern: a DuoAttention pattern folder, for its order of the heads; by default every head's own loss is
-    measured, and kept in --out as such folders."""
+    pattern: tuple[Path, ...] = ()
+    """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
+    measured for each task, and kept in --out as such folders."""
     order_contexts: int | None = None
     """Contexts that heads are ordered on; by default 2 to 10, the fewer the more heads there are to measure. Which
     order, how many sinks and which windows are then chosen on 10."""
@@ -97,7 +97,7 @@ class EvaluateConfig:
             values = getattr(self, name)
             if not values:
                 raise UserError(f"--{name} needs at least one value")
-        for name in ("policies", "budgets", "tasks", "context", "gates"):
+        for name in ("policies", "budgets", "tasks", "context", "gates", "pattern"):
             values = getattr(self, name)
             twice = [value for index, value in enumerate(values) if value in values[:index]]
             if twice:

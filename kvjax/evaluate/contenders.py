@@ -23,8 +23,8 @@ class Sizing:
     """What a policy is made for: `ratio` of the entries of contexts of about `tokens` tokens, read in chunks of
     `chunk`.
 
-    shortest: tokens of the shortest of them. observed: last tokens that observers look back at. gates, pattern:
-    folders. seed: of what is random.
+    shortest: tokens of the shortest of them. observed: last tokens that observers look back at. gates: a folder.
+    patterns: folders. seed: of what is random.
     """
 
     model: Decoder
@@ -34,7 +34,7 @@ class Sizing:
     chunk: int
     observed: int
     gates: str | Path | None = None
-    pattern: Path | None = None
+    patterns: tuple[Path, ...] = ()
     seed: int = 0
 
     @property
@@ -84,9 +84,9 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
     """What heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
-    if sizing.pattern is not None:
-        weights = read_pattern(sizing.pattern)[0]
-        orders["the pattern's"] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
+    for folder in sizing.patterns:
+        weights = read_pattern(folder)[0]
+        orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
         described = load_gates(sizing.gates, sizing.model)[1]
         window = int(described.get("window", window))

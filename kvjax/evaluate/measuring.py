@@ -165,9 +165,7 @@ def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
     layers = dataclasses.replace(layers, state=(layers.state[0], layers.state[1][index]))
     if method.selection is None:
         pages = dataclasses.replace(pages, bounds=None)
-    return dataclasses.replace(
-        reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages)
-    )
+    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
 
 
 def _groups(contexts: Sequence[Context], manner: Manner) -> list[Sequence[Context]]:

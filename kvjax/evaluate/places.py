@@ -1,7 +1,9 @@
 """Where policies are compared: each task at each length, with the contexts that all of them read."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,6 +40,16 @@ class Place:
     def shortest(self) -> int:
         """Tokens of its shortest context."""
         return min(len(context.tokens) for context in self.contexts)
+
+    @cached_property
+    def digest(self) -> str:
+        """What its contexts are known by: their tokens, their questions' and the answers that are expected."""
+        known = hashlib.sha256()
+        for context in self.contexts:
+            parts = [context.tokens, *(part for q in context.questions for part in (q.prompt, q.right))]
+            for part in parts:
+                known.update(np.int64(len(part)).tobytes() + part.astype(np.int32).tobytes())
+        return known.hexdigest()[:16]
 
     @property
     def published(self) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Found
 from kvjax.evaluate.places import Place
+from kvjax.policies.admission.head_pattern import pattern_digest
 from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
@@ -29,8 +31,9 @@ class Cell:
     metric: what the score is, in words. samples: answers. score: from 0 to 1. perplexity: of texts that are given.
     footprint, peak_kv: means over the answers, of full attention's. footprint_held: the same with what was only read to
     look and dropped again. kv_ratio: share of the entries once the contexts were read. bytes: of a context's pages in
-    use. kept: kv_ratio by layer and kv head. published: RULER's own data. gates, tau: the folder and the threshold of a
-    policy with gates. choice: what was chosen on calibration contexts, in words.
+    use. contexts: a digest of the contexts and questions. kept: kv_ratio by layer and kv head. published: RULER's own
+    data. gates, tau: the folder and the threshold of a policy with gates. choice: what was chosen on calibration
+    contexts, in words.
     """
 
     policy: str
@@ -38,6 +41,7 @@ class Cell:
     task: str
     context: int
     metric: str
+    contexts: str
     samples: int
     score: float
     perplexity: float | None
@@ -88,6 +92,7 @@ def cell(
         task=place.task,
         context=place.length,
         metric=place.source.metric,
+        contexts=place.digest,
         samples=found.answers,
         score=round(found.score, 6),
         perplexity=None if found.perplexity is None else round(found.perplexity, 6),
@@ -113,10 +118,10 @@ class Results:
     """The finished cells of a folder, which is made if it is not there.
 
     Raises:
-        UserError: the folder cannot be written, holds results of other settings, or a line that is none.
+        UserError: the folder cannot be written, holds results of other settings or contexts, or a line that is none.
     """
 
-    def __init__(self, config: EvaluateConfig):
+    def __init__(self, config: EvaluateConfig, places: Sequence[Place]):
         self._file = config.out / "results.jsonl"
         try:
             config.out.mkdir(parents=True, exist_ok=True)
@@ -124,10 +129,21 @@ class Results:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
         self._check_settings(config)
         self.cells = self._read()
+        for place in places:
+            for found in self.cells.values():
+                if (found.task, found.context) == (
+                    place.task,
+                    place.length,
+                ) and found.contexts != place.digest:
+                    raise UserError(
+                        f"--out {config.out} holds results of {found.task} on other contexts (what they are made of "
+                        "has changed since): name another folder"
+                    )
 
     def _check_settings(self, config: EvaluateConfig) -> None:
         now = {name: _plain(getattr(config, name)) for name in MEASURED_WITH}
         now["gates"] = {folder: gates_digest(folder) for folder in config.gates}
+        now["pattern"] = {str(folder): pattern_digest(folder) for folder in config.pattern}
         file = config.out / "settings.json"
         if not file.exists():
             if self._file.exists():

@@ -79,7 +79,7 @@ class Evaluation:
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
-        return name == "head_pattern" and self.config.pattern is None
+        return name == "head_pattern" and not self.config.pattern
 
     def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
         config = self.config

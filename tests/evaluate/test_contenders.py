@@ -1,5 +1,6 @@
 """The methods that are compared: each can be made for a budget, and budgets share programs."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -49,6 +50,22 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
         assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
     else:
         assert contender(name).fixed or contender(name).calibrated or contender(name).own_tau
+
+
+def test_what_is_read_together_reads_alike(model, gates):
+    """But for what looks at tokens: the same window, admission and counting, at every budget."""
+    alike: dict[str, list[Any]] = {}
+    for name, ratio in itertools.product(CONTENDERS, (0.25, 0.5)):
+        if contender(name).reads:
+            sizing = Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates)
+            alike.setdefault(contender(name).reads, []).append(sized(name, sizing).reading)
+    assert {"all", "gates"} <= set(alike)
+    for first, *others in alike.values():
+        for other in others:
+            assert (other.window, other.attended) == (first.window, first.attended)
+            assert jax.tree.structure(other.admission) == jax.tree.structure(first.admission)
+            same = [jax.tree.leaves(policy.admission) for policy in (first, other)]
+            assert all(np.array_equal(one, two) for one, two in zip(*same, strict=True))
 
 
 def test_those_compared_by_default_exist():

@@ -10,6 +10,7 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.head_order import write_pattern
 from kvjax.evaluate.results import Results
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
@@ -192,6 +193,30 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     # also where nothing is compared with it
     table = [line for line in report.splitlines() if line.startswith("|")][:3]
     assert [line.count("|") for line in table] == [4, 4, 4]
+
+
+def test_results_on_other_contexts_are_refused(tmp_path):
+    """The same command, but the file that its contexts are cut from has changed; and another pattern of that name."""
+    documents, pattern = tmp_path / "text.txt", tmp_path / "pattern"
+    paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
+    documents.write_text("\n\n".join(paragraphs))
+    write_pattern(pattern, np.eye(2, 4), 4, 16)
+    files = ["--documents", str(documents), "--pattern", str(pattern), "--out", str(tmp_path / "run")]
+    command = [*SMALL, "--samples", "12", "--policies", "full", "--tasks", "text", *files]
+    main(command)
+    main(command)
+    assert len(lines(tmp_path / "run")) == 1
+    documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
+    with pytest.raises(
+        UserError, match=r"run holds results of text on other contexts \(what they are made of"
+    ):
+        main(command)
+    documents.write_text("\n\n".join(paragraphs))
+    write_pattern(pattern, 1 - np.eye(2, 4), 4, 16)
+    with pytest.raises(
+        UserError, match=r"holds results with --pattern {'.*pattern': '\w{16}'}, got {'.*pattern'"
+    ):
+        main(command)
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):

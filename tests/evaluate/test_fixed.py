@@ -124,8 +124,8 @@ def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back
     assert "the gates" not in cell["choice"]
     assert cell["choice"] in (folder / "report.md").read_text()
     own = folder / "heads" / "needle-126" / "one_whole"
-    sizing = Sizing(load_model(model), 0.5, tokens=126, shortest=126, chunk=32, observed=4, pattern=own)
+    sizing = Sizing(load_model(model), 0.5, tokens=126, shortest=126, chunk=32, observed=4, patterns=(own,))
     ((name, weights),) = known_orders(sizing)[0].items()
-    assert name == "the pattern's"
+    assert name == str(own)
     assert sorted(weights.flat)[0] == 0
     assert (weights.shape, weights.max()) == ((2, 4), 1)

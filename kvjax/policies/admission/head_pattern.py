@@ -3,6 +3,7 @@
 With no retrieval head at all this is StreamingLLM (arXiv:2309.17453); without sinks as well, plain local attention.
 """
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def read_pattern(folder: str | Path) -> tuple[Float[np.ndarray, "l k"], int, int
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{config}: expected whole numbers sink_size and recent_size ({error!r})") from None
     return np.clip(weights, 0, 1), sink, recent
+
+
+def pattern_digest(folder: str | Path) -> str:
+    """What a pattern folder is known by: other weights in the same folder have another one."""
+    return hashlib.sha256(read_pattern(folder)[0].tobytes()).hexdigest()[:16]
 
 
 def choose_heads(weights: Float[np.ndarray, "l k"], ratio: float) -> Bool[np.ndarray, "l k"]:
