@@ -1,7 +1,6 @@
 """The threshold at which gates keep a given share of the entries."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -17,6 +16,7 @@ LOWEST, HIGHEST = -60.0, 16.0
 CLOSE = 0.02
 """Of the wanted size: the search ends there."""
 STEPS = 24
+"""Sizes that are measured at most."""
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
@@ -37,30 +37,46 @@ class Calibration:
     """
 
     def __init__(self, policy: Policy, size_of: Callable[[Policy], float]):
+        gated = policy.admission
+        assert isinstance(gated, WGKV)
         self._policy, self._size_of = policy, size_of
+        self._start = float(np.clip(_logit(float(np.asarray(gated.tau).flat[0])), LOWEST, HIGHEST))
         self._known: dict[float, float] = {}
 
-    @functools.cached_property
+    @property
     def own(self) -> float:
         """The share of the entries that the policy keeps at the τ it has."""
-        return self._size_of(self._policy)
+        return self._size(self._start)
 
     def to(self, ratio: float) -> Policy:
-        """The policy whose τ keeps `ratio` of the entries, by bisection on τ's logit.
+        """The policy whose τ keeps `ratio` of the entries, searched for from the τ that it has on: in growing steps of
+        its logit until the size is passed, then by interpolation.
 
         Raises UserError if even the highest τ keeps more.
         """
-        low = max((x for x, size in self._known.items() if size >= ratio), default=LOWEST)
-        high = min((x for x, size in self._known.items() if size < ratio), default=HIGHEST)
-        if high == HIGHEST and (least := self._size(HIGHEST)) > ratio * (1 + CLOSE):
-            raise UserError(f"wgkv keeps at least {least:.3f} of the entries, got a budget of {ratio:g}")
+        low = max((x for x, size in self._known.items() if size >= ratio), default=None)
+        high = min((x for x, size in self._known.items() if size < ratio), default=None)
+        step = 1.0
         for _ in range(STEPS):
-            close = [x for x, size in self._known.items() if abs(size - ratio) <= CLOSE * ratio]
-            if close:
-                return with_tau(self._policy, _sigmoid(close[-1]))
-            middle = (low + high) / 2
-            low, high = (middle, high) if self._size(middle) >= ratio else (low, middle)
-        return with_tau(self._policy, _sigmoid(high))
+            if low is not None and high is not None:
+                logit = low + (high - low) * self._between(low, high, ratio)
+            elif low is None and high is None:
+                logit = self._start
+            else:
+                logit = min(low + step, HIGHEST) if high is None else max(high - step, LOWEST)
+                step *= 2
+            size = self._size(logit)
+            if abs(size - ratio) <= CLOSE * ratio:
+                return with_tau(self._policy, _sigmoid(logit))
+            if logit == HIGHEST and size > ratio:
+                raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
+            low, high = (logit, high) if size >= ratio else (low, logit)
+        return with_tau(self._policy, _sigmoid(HIGHEST if high is None else high))
+
+    def _between(self, low: float, high: float, ratio: float) -> float:
+        """Where `ratio` is expected between two logits, from 0 to 1: as if the size's logarithm were linear."""
+        above, below = (math.log(max(self._known[x], 1e-6)) for x in (low, high))
+        return float(np.clip((above - math.log(ratio)) / max(above - below, 1e-6), 0.1, 0.9))
 
     def _size(self, logit: float) -> float:
         if logit not in self._known:
@@ -77,3 +93,7 @@ def nearest(searches: dict[str, Calibration], ratio: float) -> str:
 
 def _sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
+
+
+def _logit(p: float) -> float:
+    return math.log(max(p, 1e-30) / max(1 - p, 1e-30))
