@@ -429,11 +429,6 @@ class Stats:
         layers, _, heads = self.entries.shape
         return float(self.entries.sum() / max(1, layers * heads * self.tokens.sum()))
 
-    @property
-    def fragmentation(self) -> float:
-        """The share of slots in pages in use that hold no entry."""
-        return 1 - float(self.entries.sum()) / max(1, self.pages * self.page_size)
-
 
 def stats(cache: Cache, sequences: int | None = None) -> Stats:
     """Sizes of a cache; of its first `sequences` sequences where the batch was padded with empty ones."""
