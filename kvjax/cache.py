@@ -411,8 +411,8 @@ def _allocate(pages, layer, stays, ring):
 class Stats:
     """What a cache holds. Entries count keys with their values, ring and global region together.
 
-    entries: by layer, sequence and kv head. tokens: seen, by sequence. pages: in use. page_bytes: bytes of one page.
-    bytes: of the allocated pool with what stands beside it, on all devices. full_bytes: of a full cache of them.
+    entries: by layer, sequence and kv head. tokens: seen, by sequence. pages: in use by these sequences. bytes: of the
+    allocated pool with what stands beside it, on all devices. full_bytes: of a full cache of them.
     """
 
     entries: Int[np.ndarray, "l b k"]
@@ -438,10 +438,11 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     pool = cache.pages.pool
     layers, _, heads = length.shape
     entry_bytes = pool.shape[-1] * pool.dtype.itemsize
+    pages = -(-length // cache.page_size) + ring_pages(cache.window, cache.page_size)
     return Stats(
         entries=length + ring,
         tokens=seen,
-        pages=pool.shape[0] - int(np.asarray(cache.pages.free_count).sum()),
+        pages=int(pages.sum()),
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,

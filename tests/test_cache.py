@@ -130,6 +130,8 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
         assert caches.stats(cache).pages == ring + lists.pages()
+        first = sum(-(-len(row) // PAGE) for row in lists.kept[0])
+        assert caches.stats(cache, 1).pages == ring // BATCH + first
         assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)
         layer = jax.tree.map(lambda a: a[0], cache.layers)

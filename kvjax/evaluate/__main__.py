@@ -15,7 +15,9 @@ def main(args: list[str] | None = None) -> None:
     # jax and the rest come only once the command line is known to be good
     import jax
 
+    from kvjax.evaluate.config import FIXED_TAU
     from kvjax.evaluate.contenders import contender
+    from kvjax.evaluate.gates import by_lambda
     from kvjax.evaluate.places import places
     from kvjax.evaluate.progress import Progress
     from kvjax.evaluate.report import report
@@ -25,11 +27,14 @@ def main(args: list[str] | None = None) -> None:
 
     for name in config.policies:
         contender(name)
+    if FIXED_TAU in config.policies:
+        by_lambda(config.gates)
+    results = Results(config)
     compared = places(config)
+    results.check_contexts(compared)
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         evaluation = Evaluation(config, model, compared)
-        results = Results(config, compared)
         wanted = [(*pair, place.task, place.length) for place in compared for pair in pairs(config)]
         with Progress(len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)

@@ -1,9 +1,11 @@
-"""Questions and answers token by token: what a cache of a context is asked is read as decoding reads it.
+"""Questions and answers: what is asked of a cache of a context, and what the model says.
 
-So a method that chooses what a query reads chooses for the question too (as Quest's own evaluation does), the footprint
-counts each step, and one program of a few steps serves every question, answer and text.
+A question is read in one call, but for its last token; the answer comes token by token, by one program of a few steps
+for every answer and text. Where a method chooses what a query reads it chooses for the question too, token by token,
+as Quest's own evaluation does.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +21,11 @@ from kvjax.calls import Calls
 from kvjax.evaluate.asked import Asked
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
-from kvjax.feeding import extend
+from kvjax.feeding import extend, feed
 from kvjax.mesh import BATCH, P, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
+from kvjax.sampling import CHUNK
 from kvjax.stopwatch import Stopwatch
 
 STEPS = 4
@@ -55,11 +58,15 @@ def answers(
     stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
     the pool has no room for the answers.
     """
-    given, true, wanted = _fed(questions, cache.seen.shape[0])
-    said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
-    stopped = np.zeros(given.shape[1], bool)
     with use_mesh(model):
         cache = jax.tree.map(jnp.copy, cache)
+        if policy.selection is None and any(len(question.prompt) > 1 for question in questions):
+            read = [question.prompt[:-1] for question in questions]
+            cache, _ = feed(model, policy, cache, read, chunk=CHUNK, calls=calls)
+            questions = [dataclasses.replace(q, prompt=q.prompt[-1:]) for q in questions]
+        given, true, wanted = _fed(questions, cache.seen.shape[0])
+        said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
+        stopped = np.zeros(given.shape[1], bool)
         last = put(np.zeros(given.shape[1], np.int32), BATCH)
         watch.lap()
         for start in range(0, len(given), STEPS):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -16,7 +16,7 @@ LOWEST, HIGHEST = -60.0, 16.0
 CLOSE = 0.02
 """Of the wanted size: the search ends there."""
 STEPS = 24
-"""Sizes that are measured at most."""
+"""Sizes that are measured for a ratio at most."""
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
@@ -50,7 +50,7 @@ class Calibration:
 
     def to(self, ratio: float) -> Policy:
         """The policy whose τ keeps `ratio` of the entries, searched for from the τ that it has on: in growing steps of
-        its logit until the size is passed, then by interpolation.
+        its logit until the size is passed, then by interpolation. Where the size jumps past it, the nearest.
 
         Raises UserError if even the highest τ keeps more.
         """
@@ -58,6 +58,9 @@ class Calibration:
         high = min((x for x, size in self._known.items() if size < ratio), default=None)
         step = 1.0
         for _ in range(STEPS):
+            for logit, size in self._known.items():
+                if abs(size - ratio) <= CLOSE * ratio:
+                    return with_tau(self._policy, _sigmoid(logit))
             if low is not None and high is not None:
                 logit = low + (high - low) * self._between(low, high, ratio)
             elif low is None and high is None:
@@ -66,12 +69,10 @@ class Calibration:
                 logit = min(low + step, HIGHEST) if high is None else max(high - step, LOWEST)
                 step *= 2
             size = self._size(logit)
-            if abs(size - ratio) <= CLOSE * ratio:
-                return with_tau(self._policy, _sigmoid(logit))
-            if logit == HIGHEST and size > ratio:
+            if logit == HIGHEST and size > ratio * (1 + CLOSE):
                 raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
             low, high = (logit, high) if size >= ratio else (low, logit)
-        return with_tau(self._policy, _sigmoid(HIGHEST if high is None else high))
+        return with_tau(self._policy, _sigmoid(min(self._known, key=lambda x: abs(self._known[x] - ratio))))
 
     def _between(self, low: float, high: float, ratio: float) -> float:
         """Where `ratio` is expected between two logits, from 0 to 1: as if the size's logarithm were linear."""
@@ -84,11 +85,23 @@ class Calibration:
         return self._known[logit]
 
 
-def nearest(searches: dict[str, Calibration], ratio: float) -> str:
-    """The gates whose own size is nearest to `ratio`: their τ has to be moved least."""
-    if len(searches) == 1:
-        return next(iter(searches))
-    return min(searches, key=lambda gates: abs(math.log(searches[gates].own / ratio)))
+def nearest(searches: Mapping[str, Calibration], ratio: float) -> tuple[str, Policy]:
+    """Of the gates that can keep `ratio` those whose own size is nearest to it, whose τ has to be moved least: their
+    name, and the policy.
+
+    Raises UserError if none can.
+    """
+
+    def distance(gates: str) -> float:
+        return 0.0 if len(searches) == 1 else abs(math.log(max(searches[gates].own, 1e-6) / ratio))
+
+    errors = []
+    for gates in sorted(searches, key=distance):
+        try:
+            return gates, searches[gates].to(ratio)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _sigmoid(x: float) -> float:

@@ -113,8 +113,15 @@ class EvaluateConfig:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise UserError(f"--{name} must be at least 1, got {value}")
-        if self.seed < 0:
-            raise UserError(f"--seed must be at least 0, got {self.seed}")
+        if not 0 <= self.seed < 2**31:
+            raise UserError(f"--seed must be at least 0 and below 2³¹, got {self.seed}")
+        if self.page_size > min(self.context):
+            raise UserError(
+                f"--page-size must be at most the shortest --context, {min(self.context)}, got {self.page_size}"
+            )
+        gated = [name for name in self.policies if name.startswith("wgkv")]
+        if gated and not self.gates and self.model != BUILTIN:
+            raise UserError(f"--policies {gated[0]} needs --gates, a folder that training exported")
         if self.dtype not in (None, *DTYPES):
             raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 

@@ -111,7 +111,7 @@ def _evicting(name: str, when: str = "prompt") -> Contender:
 
     if when != "prompt":
         return Contender(make)
-    return Contender(make, reads="and counts" if name in COUNTING else "all")
+    return Contender(make, reads="counting" if name in COUNTING else "all")
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:

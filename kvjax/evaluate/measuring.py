@@ -131,7 +131,7 @@ def measure(model: Decoder, policy: Policy, contexts: Sequence[Context], manner:
     Contexts of a group must have equally many questions, as a task gives them.
     """
     tally = Tally()
-    for group in _groups(contexts, manner):
+    for group in groups(contexts, manner.batch):
         tally.group(model, policy, read(model, policy, group, manner), group, manner.watch)
     return tally.found()
 
@@ -140,7 +140,8 @@ def measure_together(
     model: Decoder, policies: Sequence[Sequence[Policy]], contexts: Sequence[Context], manner: Manner
 ) -> list[Found]:
     """The same for methods that read alike until a prompt's end, each as its policies of several budgets: every group
-    of contexts is read once, and compacted anew for each policy. Returns what was found, policy after policy."""
+    of contexts is read once, and compacted anew for each policy. Returns what was found, policy after policy; without a
+    speed of reading if there are several, for then all methods' work is in it."""
     methods = [own[0] for own in policies]
     reader = dataclasses.replace(
         methods[0],
@@ -149,14 +150,17 @@ def measure_together(
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]
-    for group in _groups(contexts, manner):
+    for group in groups(contexts, manner.batch):
         whole = read(model, reader, group, manner)
         for index, own in enumerate(policies):
-            reading = _of_method(whole, index, methods[index])
             for policy, tally in zip(own, tallies[index], strict=True):
-                compact = compressed(model, policy, reading, group, manner.watch)
-                tally.group(model, policy, compact, group, manner.watch)
-    return [tally.found() for own in tallies for tally in own]
+                reading = _of_method(whole, index, methods[index])
+                reading = compressed(model, policy, reading, group, manner.watch)
+                tally.group(model, policy, reading, group, manner.watch)
+                del reading  # two compacted caches would be held beside the whole one
+        del whole
+    found = [tally.found() for own in tallies for tally in own]
+    return found if len(found) == 1 else [dataclasses.replace(one, prefill=None) for one in found]
 
 
 def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
@@ -168,8 +172,9 @@ def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
 
 
-def _groups(contexts: Sequence[Context], manner: Manner) -> list[Sequence[Context]]:
-    return [contexts[start : start + manner.batch] for start in range(0, len(contexts), manner.batch)]
+def groups(contexts: Sequence[Context], batch: int) -> list[Sequence[Context]]:
+    """The contexts, `batch` at a time."""
+    return [contexts[start : start + batch] for start in range(0, len(contexts), batch)]
 
 
 def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:

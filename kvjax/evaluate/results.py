@@ -22,6 +22,8 @@ MEASURED_WITH = (
     *("order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
+HEADS = "heads"
+"""The folder of what heads were found to be worth."""
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,10 @@ class Results:
     """The finished cells of a folder, which is made if it is not there.
 
     Raises:
-        UserError: the folder cannot be written, holds results of other settings or contexts, or a line that is none.
+        UserError: the folder cannot be written, holds results of other settings, or a line that is none.
     """
 
-    def __init__(self, config: EvaluateConfig, places: Sequence[Place]):
+    def __init__(self, config: EvaluateConfig):
         self._file = config.out / "results.jsonl"
         try:
             config.out.mkdir(parents=True, exist_ok=True)
@@ -129,27 +131,26 @@ class Results:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
         self._check_settings(config)
         self.cells = self._read()
-        for place in places:
-            for found in self.cells.values():
-                if (found.task, found.context) == (
-                    place.task,
-                    place.length,
-                ) and found.contexts != place.digest:
-                    raise UserError(
-                        f"--out {config.out} holds results of {found.task} on other contexts (what they are made of "
-                        "has changed since): name another folder"
-                    )
+
+    def check_contexts(self, places: Sequence[Place]) -> None:
+        """Raise UserError if a finished cell is of other contexts than those that are compared now."""
+        known = {(place.task, place.length): place.digest for place in places}
+        for found in self.cells.values():
+            if known.get((found.task, found.context), found.contexts) != found.contexts:
+                raise UserError(
+                    f"--out {self._file.parent} holds results of {found.task} at {found.context} tokens on other "
+                    "contexts (what they are made of has changed since): name another folder"
+                )
 
     def _check_settings(self, config: EvaluateConfig) -> None:
         now = {name: _plain(getattr(config, name)) for name in MEASURED_WITH}
-        now["gates"] = {folder: gates_digest(folder) for folder in config.gates}
-        now["pattern"] = {str(folder): pattern_digest(folder) for folder in config.pattern}
+        now["gates"] = [[folder, gates_digest(folder)] for folder in config.gates]
+        now["pattern"] = [[str(folder), pattern_digest(folder)] for folder in config.pattern]
         file = config.out / "settings.json"
-        if not file.exists():
-            if self._file.exists():
-                raise UserError(
-                    f"--out {config.out}: there is a {self._file.name} but no {file.name} beside it"
-                )
+        empty = not self._file.exists() and not (config.out / HEADS).exists()
+        if empty or not file.exists():
+            if not empty:
+                raise UserError(f"--out {config.out}: there are results but no {file.name} beside them")
             write_text(file, json.dumps(now, indent=1) + "\n")
             return
         try:

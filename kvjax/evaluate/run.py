@@ -12,16 +12,17 @@ from kvjax.evaluate.asked import Context, agreeing
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
-from kvjax.evaluate.fixed import Rivals
+from kvjax.evaluate.fixed import Rivals, narrowest
 from kvjax.evaluate.gates import by_lambda, own_tau
 from kvjax.evaluate.head_order import default_contexts, orders
-from kvjax.evaluate.measuring import Found, Manner, measure, measure_together, read
+from kvjax.evaluate.measuring import Found, Manner, groups, measure, measure_together, read
 from kvjax.evaluate.places import Place, for_rivals
 from kvjax.evaluate.progress import Progress
-from kvjax.evaluate.results import Cell, Results, cell
+from kvjax.evaluate.results import HEADS, Cell, Results, cell
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.wgkv import load_gates
 from kvjax.sampling import BLOCK
 from kvjax.stopwatch import Stopwatch
 
@@ -64,6 +65,8 @@ class Evaluation:
     choosing: dict[tuple[str, int], Choosing] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
+        for gates in self.config.gates:
+            load_gates(gates, self.model)
         for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
             self._possible(policy, self._sizing(place, policy, budget))
         for place in self.places:
@@ -181,8 +184,7 @@ class Evaluation:
             if entry.calibrated:
                 for folder, own in possible.items():
                     searches.setdefault(folder, Calibration(own, size))
-                gates = nearest({folder: searches[folder] for folder in possible}, budget)
-                policy = searches[gates].to(budget)
+                gates, policy = nearest({folder: searches[folder] for folder in possible}, budget)
             yield Made(policy, None if own_tau(policy) is None else gates, choice)
 
     def _rivals(self, place: Place, name: str) -> Rivals:
@@ -190,14 +192,21 @@ class Evaluation:
         sizing, own = self._sizing(place, name, 1.0), self.choosing[place.task, place.length]
         known, window = known_orders(sizing)
         if self._orders(name):
-            folder = self.config.out / "heads" / f"{place.task}-{own.length}"
-            known = orders(TeacherForced(self.model, own.ordered), sizing.shape, window, folder) | known
-        return Rivals(TeacherForced(self.model, own.answered), known, place.tokens, window, sizing.shape)
+            narrow = min(window, narrowest(own.length))
+            folder = self.config.out / HEADS / f"{place.task}-{own.length}-window-{narrow}"
+            run = TeacherForced(self.model, own.ordered, place.batch)
+            known = orders(run, sizing.shape, narrow, folder) | known
+        run = TeacherForced(self.model, own.answered, place.batch)
+        return Rivals(run, known, place.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""
-        reading = read(self.model, policy, place.calibration, manner)
-        return caches.stats(reading.cache, len(place.calibration)).kv_ratio
+        entries, whole = 0, 0
+        for group in groups(place.calibration, manner.batch):
+            sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))
+            entries += int(sizes.entries.sum())
+            whole += int(sizes.tokens.sum()) * self.model.config.num_layers * self.model.config.num_kv_heads
+        return entries / whole
 
 
 def _reading_alike(names: Iterable[str]) -> list[list[str]]:

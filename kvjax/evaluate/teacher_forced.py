@@ -59,15 +59,20 @@ class Outcome:
 
 
 class TeacherForced:
-    """The expected answers to all questions of some contexts. Texts that are given are scored by agreement with what is
-    said where all heads are whole, as an evaluation scores them."""
+    """The expected answers to all questions of some contexts, of which `batch` at most are read at a time. Texts that
+    are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them."""
 
-    def __init__(self, model: Decoder, contexts: Sequence[Context]):
+    def __init__(self, model: Decoder, contexts: Sequence[Context], batch: int = 16):
         self._model = model
+        start = max(len(context.tokens) for context in contexts)
+        size = -(-len(contexts) // -(-len(contexts) // batch))
         with use_mesh(model):
-            rows, self._asked = _rows(contexts, batch_shards())
-            on_mesh = {name: put(x, BATCH, None) for name, x in rows.items()}
-        self._lines = Lines(**on_mesh, context=max(len(context.tokens) for context in contexts))
+            size = -(-size // batch_shards()) * batch_shards()
+            rows, self._asked = _rows(contexts, -(-len(contexts) // size), size)
+            self._lines = [
+                Lines(**{name: put(x, BATCH, None) for name, x in part.items()}, context=start)
+                for part in rows
+            ]
         if any(question.given is not None for _, _, question in self._asked):
             said, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
             self._asked = [
@@ -78,21 +83,22 @@ class TeacherForced:
         """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
         said, loss = self._run(whole, sink, window)
         scores = [question.score(said[row, columns]) for row, columns, question in self._asked]
-        return Outcome(float(np.mean(scores)), float(loss))
+        return Outcome(float(np.mean(scores)), loss)
 
-    def _run(self, whole, sink, window) -> tuple[Int[np.ndarray, "b q"], Float[np.ndarray, ""]]:
+    def _run(self, whole, sink, window) -> tuple[Int[np.ndarray, "b q"], float]:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
-            said, loss = _outcome(self._model, self._lines, pattern)
-            return np.asarray(said), np.asarray(loss)
+            found = [_outcome(self._model, lines, pattern) for lines in self._lines]
+        said, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
+        return np.concatenate(said), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
 
-def _rows(contexts, shards):
-    """The lines as arrays, with empty ones to a multiple of `shards`; and of each answer its row, its columns after the
-    context and its question."""
+def _rows(contexts, parts, size):
+    """The lines as arrays, in parts of `size` with empty ones at the end; and of each answer its row, its columns after
+    the context and its question."""
     start = max(len(context.tokens) for context in contexts)
     room = max(sum(len(q.prompt) + len(q.right) - 1 for q in context.questions) for context in contexts)
-    shape = -(-len(contexts) // shards) * shards, start + room
+    shape = parts * size, start + room
     token, position, part, target = (np.full(shape, empty, np.int32) for empty in (0, -1, -1, -1))
     asked = []
     for row, context in enumerate(contexts):
@@ -105,12 +111,15 @@ def _rows(contexts, shards):
             token[row, at], position[row, at], part[row, at] = ids, n + np.arange(len(ids)), number
             target[row, column - len(answer) : column] = answer
             asked.append((row, slice(column - len(answer) - start, column - start), question))
-    return {"token": token, "position": position, "part": part, "target": target}, asked
+    rows = {"token": token, "position": position, "part": part, "target": target}
+    return [{name: x[at * size : (at + 1) * size] for name, x in rows.items()} for at in range(parts)], asked
 
 
 @jax.jit
-def _outcome(model: Decoder, lines: Lines, pattern: Pattern) -> tuple[Int[Array, "b q"], Float[Array, ""]]:
-    """The most likely token after each one behind the context, and the mean loss of the targets."""
+def _outcome(
+    model: Decoder, lines: Lines, pattern: Pattern
+) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
+    """The most likely token after each one behind the context, and the loss of the targets with their number."""
 
     def attend(step, carry, whole):
         own = dataclasses.replace(pattern, whole=whole)
@@ -124,7 +133,7 @@ def _outcome(model: Decoder, lines: Lines, pattern: Pattern) -> tuple[Int[Array,
     right = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], -1)[..., 0]
     loss = jnp.where(wanted, jax.nn.logsumexp(logits, -1) - right, 0)
     said = jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.sharding.reshard(said, P()), loss.sum() / wanted.sum()
+    return jax.sharding.reshard(said, P()), loss.sum(), wanted.sum()
 
 
 def _attend(q, k, v, position, part, pattern, *, context):

@@ -1,4 +1,4 @@
-"""Answers token by token against plain attention over the whole line, the search for τ, and the built-in gates."""
+"""Questions and answers against plain attention over the whole line, the search for τ, and the built-in gates."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from kvjax.calls import Calls
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import answers
 from kvjax.evaluate.asked import Asked, Context, exact, question_aware
-from kvjax.evaluate.calibration import CLOSE, Calibration
+from kvjax.evaluate.calibration import CLOSE, Calibration, nearest
 from kvjax.evaluate.measuring import Manner, measure
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks import make_task
@@ -65,7 +65,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
     np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
     assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 9, 2 * 6]
-    assert pace.tokens == np.sum(calls.tokens)
+    assert pace.tokens == 2 * 3 * 5
     assert pace.per_second > 0
 
 
@@ -118,6 +118,26 @@ def test_tau_meets_the_wanted_size(model):
     assert len(tried) == len(set(tried)) < 30
     with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
         search.to(0.01)
+
+
+def test_of_several_gates_the_nearest_that_can_keep_so_much_is_taken(model):
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+
+    def search(least, own):
+        """Gates that keep `own` below a τ of .5, and `least` above it."""
+        return Calibration(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
+
+    searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
+    assert nearest(searches, 0.35)[0] == "large"
+    # the large ones are nearer, but keep too much at any τ
+    name, found = nearest(searches, 0.1)
+    assert name == "small"
+    assert float(np.asarray(found.admission.tau)[0]) > 0.5
+    with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
+        nearest({"large": searches["large"]}, 0.1)
+    # a size that jumps past what is wanted: the nearest
+    assert float(np.asarray(search(0.3, 0.9).to(0.7).admission.tau)[0]) < 0.5
+    assert float(np.asarray(search(0.3, 0.9).to(0.4).admission.tau)[0]) > 0.5
 
 
 def test_the_built_in_gates_keep_what_is_asked_for():

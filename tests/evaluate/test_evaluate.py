@@ -10,6 +10,7 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
 from kvjax.evaluate.results import Results
 from kvjax.models import load_model
@@ -85,7 +86,9 @@ def test_every_cell_is_a_line(evaluated):
             assert cell["peak_kv"] < 0.9
         assert cell["bytes"] <= full_bytes
         assert 0 < cell["footprint"] <= 1
-        assert all(cell[name] > 0 for name in SPEEDS)
+        assert cell["decode_tok_s"] > 0
+        # what is read together has no speed of its own
+        assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv")
         assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
 
 
@@ -208,15 +211,34 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
     with pytest.raises(
-        UserError, match=r"run holds results of text on other contexts \(what they are made of"
+        UserError, match=r"run holds results of text at 126 tokens on other contexts \(what they are made of"
     ):
         main(command)
     documents.write_text("\n\n".join(paragraphs))
     write_pattern(pattern, 1 - np.eye(2, 4), 4, 16)
     with pytest.raises(
-        UserError, match=r"holds results with --pattern {'.*pattern': '\w{16}'}, got {'.*pattern'"
+        UserError, match=r"holds results with --pattern \[\['.*pattern', '\w{16}'\]\], got \[\['"
     ):
         main(command)
+
+
+def test_a_folder_without_results_may_have_other_settings(tmp_path):
+    """And the order of gates counts: what takes one folder takes the first."""
+    model = load_model(builtin_model("test_model"))
+    for name, tau in (("a", 0.5), ("b", 0.6)):
+        save_gates(tmp_path / name, tiny_gates(model), {"tau": tau, "window": 4})
+    out, one, other = tmp_path / "run", str(tmp_path / "a"), str(tmp_path / "b")
+
+    def results(*args):
+        Results(parse(["--out", str(out), *SMALL, *args]))
+
+    results("--gates", one, "--seed", "1")
+    results("--gates", one, other)
+    (out / "heads").mkdir()
+    results("--gates", one, other)
+    for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
+        with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
+            results(*args)
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
@@ -235,5 +257,5 @@ def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
         with pytest.raises(UserError, match=message):
             main([*arguments, *TASKS, "--out", str(folder)])
     (folder / "settings.json").unlink()
-    with pytest.raises(UserError, match=r"there is a results.jsonl but no settings.json beside it"):
+    with pytest.raises(UserError, match=r"there are results but no settings.json beside them"):
         main([*arguments, *TASKS, "--out", str(folder)])

@@ -123,7 +123,7 @@ def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back
     assert "one streaming" in cell["choice"]
     assert "the gates" not in cell["choice"]
     assert cell["choice"] in (folder / "report.md").read_text()
-    own = folder / "heads" / "needle-126" / "one_whole"
+    own = folder / "heads" / "needle-126-window-16" / "one_whole"
     sizing = Sizing(load_model(model), 0.5, tokens=126, shortest=126, chunk=32, observed=4, patterns=(own,))
     ((name, weights),) = known_orders(sizing)[0].items()
     assert name == str(own)

@@ -82,6 +82,11 @@ def test_patterns_share_one_program_and_a_mesh_agrees(model, contexts):
         split = TeacherForced(tiny_model(), contexts)
         for pattern, outcome in zip(patterns(), alone, strict=True):
             assert split(*pattern).loss == pytest.approx(outcome.loss, abs=1e-5)
+    one_by_one = TeacherForced(model, contexts, 1)
+    for pattern, outcome in zip(patterns(), alone, strict=True):
+        found = one_by_one(*pattern)
+        assert found.score == outcome.score
+        assert found.loss == pytest.approx(outcome.loss, abs=1e-5)
 
 
 def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, contexts):
