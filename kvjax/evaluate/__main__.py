@@ -35,6 +35,7 @@ def main(args: list[str] | None = None) -> None:
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         evaluation = Evaluation(config, model, compared)
+        results.begin()
         wanted = [(*pair, place.task, place.length) for place in compared for pair in pairs(config)]
         with Progress(len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)

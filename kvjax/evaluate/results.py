@@ -117,20 +117,30 @@ def cell(
 
 
 class Results:
-    """The finished cells of a folder, which is made if it is not there.
+    """The finished cells of a folder. Nothing is written before `begin`.
 
     Raises:
-        UserError: the folder cannot be written, holds results of other settings, or a line that is none.
+        UserError: the folder holds results of other settings, or a line that is none.
     """
 
     def __init__(self, config: EvaluateConfig):
-        self._file = config.out / "results.jsonl"
-        try:
-            config.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
-        self._check_settings(config)
+        self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
+        self._settings = {name: _plain(getattr(config, name)) for name in MEASURED_WITH} | {
+            "gates": [[folder, gates_digest(folder)] for folder in config.gates],
+            "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
+        }
+        if self._file.exists() or (config.out / HEADS).exists():
+            self._check_settings()
         self.cells = self._read()
+
+    def begin(self) -> None:
+        """Make the folder and say in it what all is measured with. Raises UserError if it cannot be written."""
+        folder = self._file.parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(self._settings_file, json.dumps(self._settings, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
     def check_contexts(self, places: Sequence[Place]) -> None:
         """Raise UserError if a finished cell is of other contexts than those that are compared now."""
@@ -142,26 +152,19 @@ class Results:
                     "contexts (what they are made of has changed since): name another folder"
                 )
 
-    def _check_settings(self, config: EvaluateConfig) -> None:
-        now = {name: _plain(getattr(config, name)) for name in MEASURED_WITH}
-        now["gates"] = [[folder, gates_digest(folder)] for folder in config.gates]
-        now["pattern"] = [[str(folder), pattern_digest(folder)] for folder in config.pattern]
-        file = config.out / "settings.json"
-        empty = not self._file.exists() and not (config.out / HEADS).exists()
-        if empty or not file.exists():
-            if not empty:
-                raise UserError(f"--out {config.out}: there are results but no {file.name} beside them")
-            write_text(file, json.dumps(now, indent=1) + "\n")
-            return
+    def _check_settings(self) -> None:
+        file = self._settings_file
+        if not file.exists():
+            raise UserError(f"--out {file.parent}: there are results but no {file.name} beside them")
         try:
             before = dict(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
-        for name, value in now.items():
+        for name, value in self._settings.items():
             if before.get(name) != value:
                 option = name.replace("_", "-")
                 raise UserError(
-                    f"--out {config.out} holds results with --{option} {before.get(name)}, got {value}: name another "
+                    f"--out {file.parent} holds results with --{option} {before.get(name)}, got {value}: name another "
                     "folder"
                 )
 

@@ -53,6 +53,7 @@ def evaluated(arguments, tmp_path_factory):
     def count(event, duration, **_):
         compiled[0] += event == "/jax/core/compile/backend_compile_duration"
 
+    jax.clear_caches()  # what another test compiled would not be counted
     jax.monitoring.register_event_duration_secs_listener(count)
     with pytest.MonkeyPatch.context() as patch:
         add = Results.add
@@ -230,7 +231,7 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
     out, one, other = tmp_path / "run", str(tmp_path / "a"), str(tmp_path / "b")
 
     def results(*args):
-        Results(parse(["--out", str(out), *SMALL, *args]))
+        Results(parse(["--out", str(out), *SMALL, *args])).begin()
 
     results("--gates", one, "--seed", "1")
     results("--gates", one, other)

@@ -18,6 +18,8 @@ from kvjax.evaluate.places import for_rivals, places
 from kvjax.evaluate.run import Evaluation
 from kvjax.evaluate.tasks import make_task
 from kvjax.models import load_model, load_tokenizer
+from kvjax.policies.admission.wgkv import save_gates
+from tests.tiny_models import tiny_gates
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
 SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--observed", "4"]
@@ -45,12 +47,12 @@ def ruler_data(tmp_path_factory):
             r"--policies: unknown policy 'snap_kv'; the nearest known: snapkv",
         ),
         (["--policies", "full", "full"], "--policies names full twice"),
-        (["--policies", "wgkv"], "wgkv at 0.1 of 119 tokens: wgkv needs --gates, a folder"),
+        (["--policies", "wgkv"], "--policies wgkv needs --gates, a folder that training exported"),
         (["--policies", "wgkv", "--gates", "nowhere"], "nowhere holds no gates: it has no gates.safetensors"),
         (["--policies", "wgkv", "--gates", "builtin"], "these gates are for .* the model has"),
         (
             ["--policies", "head_pattern", "--pattern", "nowhere"],
-            "head_pattern at 0.1 of 119 tokens: nowhere is no head pattern: it has no full_attention_heads.tsv",
+            "nowhere is no head pattern: it has no full_attention_heads.tsv",
         ),
         (
             ["--policies", "head_pattern", "--pattern", "{pattern}"],
@@ -79,7 +81,8 @@ def ruler_data(tmp_path_factory):
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
-        (["--seed", "-1"], "--seed must be at least 0, got -1"),
+        (["--seed", "-1"], "--seed must be at least 0 and below 2³¹, got -1"),
+        (["--page-size", "128"], "--page-size must be at most the shortest --context, 126, got 128"),
     ],
 )
 def test_bad_values_are_named(args, message, tmp_path):
@@ -119,17 +122,12 @@ def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_pat
     ],
 )
 def test_too_few_published_samples_are_refused(policies, samples, message, tmp_path):
-    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(8)))))
-    args = [
-        "--policies",
-        *policies,
-        "--tasks",
-        "qa_1",
-        "--ruler-data",
-        str(tmp_path),
-        "--order-contexts",
-        "2",
-    ]
+    data, gates = tmp_path / "data", tmp_path / "gates"
+    data.mkdir()
+    (data / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(8)))))
+    save_gates(gates, tiny_gates(load_model(builtin_model("test_model"))), {"tau": 0.5, "window": 4})
+    args = ["--policies", *policies, "--tasks", "qa_1", "--ruler-data", str(data), "--order-contexts", "2"]
+    args += ["--gates", str(gates)]
     with pytest.raises(UserError, match=message):
         main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])
 
@@ -149,12 +147,12 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     config = parse([
         *SMALL, "--policies", "head_pattern", "wgkv", "--tasks", "qa_1", "--ruler-data", str(tmp_path),
         "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
-        "--out", str(tmp_path / "run"),
+        "--gates", "builtin", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
     config = dataclasses.replace(config, question_aware=question_aware)
     (place,) = places(config)
     model = load_model(config.model, dtype="float32")
-    evaluation = Evaluation(dataclasses.replace(config, policies=("head_pattern",)), model, [place])
+    evaluation = Evaluation(dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [place])
 
     def houses(contexts):
         decode = load_tokenizer(config.model).decode
@@ -168,7 +166,8 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
 
 
 def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
-    args = ["--policies", "wgkv", "--tasks", "recall", "--seed", "2", "--out", str(tmp_path / "run")]
+    args = ["--policies", "wgkv", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
+    args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
     (place,) = places(config)
     for contexts, first in (
