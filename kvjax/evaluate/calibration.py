@@ -63,11 +63,12 @@ class Calibration:
                     return with_tau(self._policy, _sigmoid(logit))
             if low is not None and high is not None:
                 logit = low + (high - low) * self._between(low, high, ratio)
-            elif low is None and high is None:
-                logit = self._start
+            elif low is not None:
+                logit, step = min(low + step, HIGHEST), 2 * step
+            elif high is not None:
+                logit, step = max(high - step, LOWEST), 2 * step
             else:
-                logit = min(low + step, HIGHEST) if high is None else max(high - step, LOWEST)
-                step *= 2
+                logit = self._start
             size = self._size(logit)
             if logit == HIGHEST and size > ratio * (1 + CLOSE):
                 raise UserError(f"wgkv keeps at least {size:.3f} of the entries, got a budget of {ratio:g}")
