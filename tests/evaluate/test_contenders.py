@@ -68,5 +68,20 @@ def test_what_is_read_together_reads_alike(model, gates):
             assert all(np.array_equal(one, two) for one, two in zip(*same, strict=True))
 
 
-def test_those_compared_by_default_exist():
+def test_those_compared_by_default_exist_and_are_the_papers():
+    """WG-KV's, PruLong's and KVzip's rivals; by chunk as PruLong compares them."""
     assert set(POLICIES) <= set(CONTENDERS)
+    at_the_end = {
+        "full",
+        "streaming_llm",
+        "head_pattern",
+        "snapkv",
+        "expected_attention",
+        "keydiff",
+        "r_kv",
+        "quest",
+    }
+    by_chunk = {"snapkv", "adakv", "pyramidkv", "expected_attention", "keydiff", "h2o"}
+    patched = {"snapkv_patched", "pyramidkv_patched"}
+    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
+    assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
