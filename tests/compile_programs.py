@@ -1,10 +1,9 @@
 """`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
 not here, fsdp 2 × tensor 2.
 
-Prints a line of JSON for each of training, prefill, decode and compaction at head_dim 64, and of the decode programs
-at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's
-pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries. A process of its
-own, started with `pallas_kernels.ahead.ENVIRONMENT`.
+Prints a line of JSON for each of training, prefill, decode and compaction, at head_dim 64 and at 128: its name, its
+kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's pool is 2 GiB, more than
+any vector memory: what XLA copies into that is in no count of temporaries. A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import functools
@@ -112,8 +111,7 @@ def main(platform):
     devices = topologies.get_topology_desc(**CHIPS[platform]).devices
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
-        of_128 = ((name, *rest) for name, *rest in programs(mesh, config(128)) if name.startswith("decode"))
-        wide = ((f"{name}, head_dim 128", *rest) for name, *rest in of_128)
+        wide = ((f"{name}, head_dim 128", *rest) for name, *rest in programs(mesh, config(128)))
         for name, program, arguments, options in itertools.chain(programs(mesh, config(64)), wide):
             traced = program.trace(*arguments, **options)
             compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()

@@ -27,7 +27,7 @@ def platform(request):
 def reports(platform):
     command = [sys.executable, "-m", "tests.compile_programs", platform]
     done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False
+        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -37,15 +37,14 @@ def reports(platform):
 def test_every_attention_is_a_kernel(reports, platform):
     kernels = {name: set(report["kernels"]) for name, report in reports.items()}
     decode = {"paged_decode"} if platform == "tpu" else {"paged_decode", "paged_decode_merge"}
-    assert kernels == {
+    wanted = {
         "training": {"vertical_slash", "vertical_slash_dq", "vertical_slash_dkv"},
         "prefill": {"vertical_slash", "far_list"} if platform == "tpu" else {"vertical_slash"},
         "decode": decode,
         "decode, counted and chosen": decode | {"attention_mass"},
-        "decode, head_dim 128": decode,
-        "decode, counted and chosen, head_dim 128": decode | {"attention_mass"},
         "compaction": {"attention_mass"},
     }
+    assert kernels == wanted | {f"{name}, head_dim 128": own for name, own in wanted.items()}
 
 
 @pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
@@ -65,12 +64,15 @@ def test_counting_attention_copies_it_at_most_on_the_way_in_and_out(reports, hea
     assert max(decode["large_copies"], default=0) <= 32 << 20
 
 
-def test_compaction_copies_nothing_of_the_pool(reports):
+@pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
+def test_compaction_copies_nothing_of_the_pool(reports, head_dim):
     """Its temporaries are a layer's entries, and a score for each of all."""
-    assert reports["compaction"]["temporaries"] < 10 << 20
-    assert not reports["compaction"]["large_copies"]
+    compaction = reports[f"compaction{head_dim}"]
+    assert compaction["temporaries"] < 10 << 20
+    assert not compaction["large_copies"]
 
 
-def test_prefill_needs_little_beside_the_pool(reports):
+@pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
+def test_prefill_needs_little_beside_the_pool(reports, head_dim):
     """One row of the table has room for 65,000 entries; a copy of all rows would be 128 MiB."""
-    assert reports["prefill"]["temporaries"] < 64 << 20
+    assert reports[f"prefill{head_dim}"]["temporaries"] < 64 << 20
