@@ -3,7 +3,8 @@ not here, fsdp 2 × tensor 2.
 
 Prints a line of JSON for each of training, prefill, decode and compaction, at head_dim 64 and at 128: its name, its
 kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's pool is 2 GiB, more than
-any vector memory: what XLA copies into that is in no count of temporaries. A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
+any vector memory: what XLA copies into that is in no count of temporaries. A process of its own, started with
+`pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import functools
