@@ -80,10 +80,11 @@ def main(args: list[str] | None = None) -> None:
     config = parse_command(TextConfig, args)
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
+    check_rdata()
     archives = find_archives(config.packages)
     with tempfile.TemporaryDirectory() as unpacked:
         for package, archive in archives.items():
-            subprocess.run(["dpkg-deb", "-x", archive, f"{unpacked}/{package}"], check=True)
+            unpack(archive, Path(unpacked) / package)
         texts = {name: read(work, Path(unpacked) / work.package) for name, work in WORKS.items()}
     counts = {name: write(config, name, text) for name, text in texts.items()}
     sources = {
@@ -101,6 +102,16 @@ def main(args: list[str] | None = None) -> None:
         print(f"{config.out / part}: {len(files)} pieces, {sum(f.stat().st_size for f in files):,} bytes")
 
 
+def check_rdata() -> None:
+    """Raises UserError if the package that reads R's data is not installed."""
+    try:
+        import rdata  # noqa: F401
+    except ModuleNotFoundError:
+        raise UserError(
+            "the novels need the package rdata, which is not installed: pip install '.[text]'"
+        ) from None
+
+
 def find_archives(folder: Path) -> dict[str, Path]:
     """Package -> its .deb file. Raises UserError if one is missing or there twice."""
     found = {}
@@ -113,6 +124,19 @@ def find_archives(folder: Path) -> dict[str, Path]:
             )
         found[package] = archives[0]
     return found
+
+
+def unpack(archive: Path, to: Path) -> None:
+    """A package's files. Raises UserError without dpkg-deb, or for a file that it cannot read."""
+    try:
+        subprocess.run(["dpkg-deb", "-x", archive, to], check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise UserError(
+            "the packages are unpacked with dpkg-deb, which this machine lacks: it is part of Debian's dpkg"
+        ) from None
+    except subprocess.CalledProcessError as error:
+        why = " ".join(error.stderr.split())
+        raise UserError(f"{archive}: cannot be unpacked ({why}): get it again") from None
 
 
 def read(work: Work, root: Path) -> str:

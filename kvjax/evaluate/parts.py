@@ -10,7 +10,8 @@ CALIBRATION_SEED = 500_000
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a task's contexts. No text of what is compared is calibrated on.
+    """A part of a task's contexts. No context is both compared and calibrated on, nor is any text that is predicted;
+    the haystacks around records and needles may share text.
 
     seed: the run's. compared: how many contexts the run compares. calibration: whether these are the others. skipped:
     contexts that are made from seeds start so much further.

@@ -5,8 +5,8 @@ A source gives contexts of a length: some to compare on, and others to calibrate
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +17,7 @@ from kvjax.evaluate.tasks import (
     Copy,
     PromptEncoder,
     Task,
+    Text,
     TextSample,
     builtin_text,
     builtin_vocabulary,
@@ -40,8 +41,8 @@ from kvjax.evaluate.tasks.ruler import (
     make_ruler_task,
     published_samples,
 )
-from kvjax.evaluate.tasks.task import Sample, Tokens
-from kvjax.evaluate.tasks.text import SHARE, continued
+from kvjax.evaluate.tasks.task import Tokens
+from kvjax.evaluate.tasks.text import SHARE, continued, cut_apart
 from kvjax.evaluate.tasks.text_prompt import prompt_size
 from kvjax.models.folder import load_tokenizer, speaks_builtin
 
@@ -146,68 +147,109 @@ class BuiltIn:
 
     make: Callable[[int], Task]
     metric: str = "answers right"
-    asked: Callable[[Sample], Context] = exact
-    counts_for: int | None = None
 
     @property
     def published(self) -> bool:
         return False
 
     def worth(self, length: int) -> int:
-        return self.counts_for or len(self.make(length).sample(0, length).questions)
+        return len(self.make(length).sample(0, length).questions)
 
     def contexts(self, part: Part, count: int, length: int) -> list[Context]:
         task = self.make(length)
-        return [self.asked(task.sample(part.first + index, length)) for index in range(count)]
+        return [exact(task.sample(part.first + index, length)) for index in range(count)]
+
+
+@dataclass(frozen=True)
+class BuiltInText:
+    """Slices of the packaged text, of which the end is predicted."""
+
+    metric: str = SAME_AS_FULL
+
+    @property
+    def published(self) -> bool:
+        return False
+
+    def worth(self, length: int) -> int:
+        return TEXT_COUNTS_FOR
+
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
+        compared, calibration = cut_apart(builtin_text("evaluate"))
+        task = Text(builtin_vocabulary(), calibration if part.calibration else compared)
+        return [predicted(task.sample(part.first + index, length)) for index in range(count)]
 
 
 @dataclass(frozen=True)
 class InText:
-    """One of RULER's tasks, or a needle by depth: in text that is made here or, with `ruler_data`, RULER's own samples
-    in their order."""
+    """One of RULER's tasks, or a needle by depth, in text that is made here."""
 
-    name: str
+    task: RulerTask
     material: Material
     metric: str = HOLDS
 
     @property
     def published(self) -> bool:
-        return self.material.ruler_data is not None and self.name in RULER_TASKS
+        return False
 
     def worth(self, length: int) -> int:
         return 1
 
     def contexts(self, part: Part, count: int, length: int) -> list[Context]:
-        if self.published:
-            return [self.material.encoded(sample) for sample in self._published(part, count, length)]
-        task = self._task()
-        return [self.material.encoded(task.sample(part.first + index, length)) for index in range(count)]
+        samples = (self.task.sample(part.first + index, length) for index in range(count))
+        return list(map(self.material.encoded, samples))
 
-    def _task(self) -> RulerTask:
-        tokenizer, files, chat = self.material.tokenizer, self.material.files, self.material.chat
-        if self.name in RULER_TASKS:
-            return make_ruler_task(self.name, tokenizer, files, chat=chat)
-        return make_needle_task(tokenizer, files, chat=chat)
 
-    def _published(self, part: Part, count: int, length: int) -> list[TextSample]:
+@dataclass(frozen=True)
+class Published:
+    """RULER's own samples of the task called `name`, in their order."""
+
+    name: str
+    data: Path
+    material: Material
+    metric: str = HOLDS
+    _read: dict[int, list[TextSample]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def published(self) -> bool:
+        return True
+
+    def worth(self, length: int) -> int:
+        return 1
+
+    def contexts(self, part: Part, count: int, length: int) -> list[Context]:
         """The first samples are compared, those after them are calibrated on."""
-        assert self.material.ruler_data is not None
-        data, first = self.material.ruler_data, part.compared if part.calibration else 0
-        samples = published_samples(data, self.name, length)
+        first, samples = part.compared if part.calibration else 0, self._samples(length)
         if first + count > len(samples):
             after = f" and {count} more to calibrate on" if part.calibration else ""
             raise UserError(
-                f"--ruler-data {data}: there are {len(samples)} samples of {self.name}, needed {part.compared} to "
+                f"--ruler-data {self.data}: there are {len(samples)} samples of {self.name}, needed {part.compared} to "
                 f"compare{after}; give fewer --samples"
             )
         samples = samples[first : first + count]
-        for index, sample in enumerate(samples, first):
-            if (size := prompt_size(sample, self.material.encode)) > length:
+        sizes = [prompt_size(sample, self.material.encode) for sample in samples]
+        for index, size in enumerate(sizes, first):
+            if size > length:
                 raise UserError(
-                    f"--ruler-data {data}: sample {index} of {self.name} takes {size} tokens with its answer, "
+                    f"--ruler-data {self.data}: sample {index} of {self.name} takes {size} tokens with its answer, "
                     f"--context is {length}"
                 )
-        return samples
+        if 2 * max(sizes) < length:
+            raise UserError(
+                f"--ruler-data {self.data}: the longest sample of {self.name} takes {max(sizes)} tokens with its "
+                f"answer, less than half of --context {length}: name the length that they were made for"
+            )
+        return list(map(self.material.encoded, samples))
+
+    def _samples(self, length: int) -> list[TextSample]:
+        """All of a length. Raises UserError for a second length of a folder, where a task has one file."""
+        if length not in self._read:
+            if self._read and self.data.is_dir():
+                raise UserError(
+                    f"--ruler-data {self.data}: a folder's samples have one length, got --context "
+                    f"{', '.join(map(str, (*self._read, length)))}; evaluate a folder for each length"
+                )
+            self._read[length] = published_samples(self.data, self.name, length)
+        return self._read[length]
 
 
 @dataclass(frozen=True)
@@ -271,16 +313,34 @@ def _builtin(name: str, make: Callable[[int], Task] | None = None) -> Callable[[
     return for_model
 
 
+def _in_text(name: str) -> Callable[[Material], Source]:
+    def for_model(material: Material) -> Source:
+        if material.ruler_data is not None:
+            return Published(name, material.ruler_data, material)
+        task = make_ruler_task(name, material.tokenizer, material.files, chat=material.chat)
+        return InText(task, material)
+
+    return for_model
+
+
 def _needle(material: Material) -> Source:
     """In the built-in model's tokens for it, in text for others."""
-    return (_builtin("needle") if speaks_builtin(material.model) else partial(InText, "needle"))(material)
+    if speaks_builtin(material.model):
+        return _builtin("needle")(material)
+    return InText(make_needle_task(material.tokenizer, material.files, chat=material.chat), material)
+
+
+def _documents(material: Material) -> Source:
+    _ = material.texts  # read now
+    return DocumentQuestions(material)
 
 
 def _text(material: Material) -> Source:
     """Of documents where they are named or the model is not the built-in one."""
-    if material.documents is not None or not speaks_builtin(material.model):
-        return DocumentText(material)
-    return BuiltIn(lambda length: make_task("text"), SAME_AS_FULL, predicted, TEXT_COUNTS_FOR)
+    if material.documents is None and speaks_builtin(material.model):
+        return BuiltInText()
+    _ = material.texts  # read now
+    return DocumentText(material)
 
 
 def _copy(length: int) -> Task:
@@ -293,13 +353,16 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
     "needle": _needle,
     "copy": _builtin("copy", make=_copy),
     "text": _text,
-    "documents": DocumentQuestions,
-    **{name: partial(InText, name) for name in RULER_TASKS},
+    "documents": _documents,
+    **{name: _in_text(name) for name in RULER_TASKS},
 }
 
 
 def source(name: str, material: Material) -> Source:
-    """The task called `name`. Raises UserError with the nearest names, or for a task that is not for the model."""
+    """The task called `name`, its files opened, so that a missing one is found before any context is made.
+
+    Raises UserError with the nearest names, for a task that is not for the model, or for a file.
+    """
     if name not in SOURCES:
         near = difflib.get_close_matches(name, SOURCES) or list(SOURCES)
         raise UserError(f"--tasks: unknown task {name!r}; the nearest known: {', '.join(near)}")

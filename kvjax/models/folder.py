@@ -47,10 +47,10 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
         )
+    if is_gguf(path) or path.suffix == ".whl":
+        raise UserError(f"{path_or_hub_id}: no such file")
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
-        raise UserError(
-            f"{path_or_hub_id}: no such {'file' if is_gguf(path) or path.suffix == '.whl' else 'folder'}"
-        )
+        raise UserError(f"{path_or_hub_id}: no such folder")
     return _fetch(path_or_hub_id)
 
 

@@ -8,16 +8,17 @@ from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig, inverse_frequencies
 
-_UNLIKE = (
-    "expert_count",
-    "attention.scale",
-    "attention.clamp_kqv",
-    "logit_scale",
-    "embedding_scale",
-    "residual_scale",
-    "rope.scale_linear",
-)
-"""What makes another model of the same architecture."""
+_UNLIKE = {
+    "expert_count": (0,),
+    "attention.scale": (0,),
+    "attention.clamp_kqv": (0,),
+    "logit_scale": (0, 1),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "rope.scale_linear": (0, 1),
+}
+"""What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
+and a factor of 1 changes nothing."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 
 
@@ -28,9 +29,9 @@ def config_keys(file: GgufFile) -> JsonObject:
     Raises:
         UserError: a key that is missing or not supported, in GGUF's own spelling.
     """
-    for name in _UNLIKE:
-        if file.get(name, float, 0.0):
-            raise file.metadata.error(f"{file.architecture}.{name} is not supported")
+    for name, usual in _UNLIKE.items():
+        if (value := file.get(name, float, 0.0)) not in usual:
+            raise file.metadata.error(f"{file.architecture}.{name} is {value:g}, which is not supported")
     heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
     head_dim = file.get("attention.key_length", int, width // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):

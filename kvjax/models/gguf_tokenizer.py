@@ -138,6 +138,8 @@ def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list
     from tokenizers import decoders, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores", list)
+    if len(scores) != len(types):
+        raise metadata.error(f"its tokenizer has {len(types)} tokens, but scores of {len(scores)}")
     pieces = {token: id_ for token, id_ in vocabulary.items() if types[id_] == _NORMAL}
     merges = [
         (-scores[id_], pieces[token[:cut]], pieces[token[cut:]], token[:cut], token[cut:])

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from kvjax.config import given, load_config, write_values
-from kvjax.errors import UserError
+from kvjax.errors import LARGEST_INT, UserError
 from kvjax.launch import MeshShape, parse_command
 
 RUNS = Path("runs")
@@ -110,10 +110,15 @@ class TrainConfig:
             (0 <= self.tau <= 1, "--tau", "between 0 and 1", self.tau),
             (self.sequences >= 1, "--sequences", "at least 1", self.sequences),
             (self.batch >= 1, "--batch", "at least 1", self.batch),
-            (self.expand is None or self.expand > 0, "--expand", "above 0", self.expand),
+            (
+                self.expand is None or 0 < self.expand < math.inf,
+                "--expand",
+                "a finite number above 0",
+                self.expand,
+            ),
             (self.lr > 0, "--lr", "above 0", self.lr),
             (self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay),
-            (self.seed >= 0, "--seed", "at least 0", self.seed),
+            (0 <= self.seed <= LARGEST_INT, "--seed", f"from 0 to {LARGEST_INT}", self.seed),
             (self.checkpoint_every >= 1, "--checkpoint-every", "at least 1", self.checkpoint_every),
             (self.validation >= 1, "--validation", "at least 1", self.validation),
             (

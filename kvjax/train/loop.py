@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from kvjax.checkpoint import Checkpoints, abstract, check_finite
 from kvjax.data import Rows, open_data, step_lengths, to_mesh
-from kvjax.errors import UserError
+from kvjax.errors import LARGEST_INT, UserError
 from kvjax.launch import start
 from kvjax.metrics import Metrics, check_tensorboard
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
@@ -46,6 +46,12 @@ def check(config: TrainConfig) -> None:
         raise UserError(
             f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the model's "
             f"{model.num_kv_heads} kv heads"
+        )
+    # half a neuron and less is rounded to none
+    if config.expand is not None and not 0.5 < (width := model.head_dim * config.expand) <= LARGEST_INT:
+        raise UserError(
+            f"--expand {config.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
+            "expected at least 1"
         )
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(

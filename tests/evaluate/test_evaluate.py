@@ -78,7 +78,8 @@ def test_every_cell_is_a_line(evaluated):
             full_bytes, full_perplexity = cell["bytes"], cell["perplexity"]
         if cell["task"] == "text":
             # held against the full cache; this model says much the same without it
-            assert (cell["score"] < 1) == (cell["policy"] == "wgkv")
+            low, high = {"full": (1, 1), "snapkv": (0.8, 1), "wgkv": (0.5, 0.99)}[cell["policy"]]
+            assert low <= cell["score"] <= high
             assert cell["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
         if cell["policy"] == "snapkv":
             assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens, abs=1e-5)

@@ -1,6 +1,7 @@
 """What an evaluation refuses: one line each, before anything is run."""
 
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
 from kvjax.evaluate.places import for_rivals, places
 from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.tasks import make_task
+from kvjax.evaluate.tasks import builtin_text, make_task
 from kvjax.models import load_model, load_tokenizer
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
@@ -30,7 +31,7 @@ def ruler_data(tmp_path_factory):
     """RULER's own data: rows that cannot be cut, that are too long, and that lack a field."""
     folder = tmp_path_factory.mktemp("ruler")
     rows = {
-        "vt": {"input": "no question", "outputs": ["1"]},
+        "vt": {"input": "no question " * 30, "outputs": ["1"]},
         "cwe": {"input": "word " * 300 + "\nQuestion: which?", "outputs": ["word"]},
         "fwe": {"input": "a\nQuestion: which?"},
     }
@@ -178,6 +179,36 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
         for index, context in enumerate(contexts):
             sample = make_task("recall").sample(first + index, 126)
             np.testing.assert_array_equal(context.tokens, sample.context)
+
+
+def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
+    """Nor one that static rivals are chosen on, whatever the seed and the length."""
+    text = builtin_text("evaluate")
+
+    def covered(contexts):
+        found = np.zeros(len(text), bool)
+        for context in contexts:
+            (question,) = context.questions
+            line = np.concatenate([context.tokens[1:], question.prompt, question.given])
+            slices = np.lib.stride_tricks.sliding_window_view(text, len(line))
+            starts = np.flatnonzero((slices == line).all(1))
+            assert len(starts) >= 1
+            for start in starts:
+                found[start : start + len(line)] = True
+        return found
+
+    def made(seed):
+        args = ["--policies", "wgkv", "--tasks", "text", "--samples", "384", "--seed", seed]
+        config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
+        (place,) = places(config)
+        others = (for_rivals(place, config, 10, length) for length in (126, 96))
+        return covered(place.contexts), covered([*place.calibration, *itertools.chain(*others)])
+
+    (compared, calibration), (others, _) = made("0"), made("1")
+    assert compared.mean() > 0.05
+    assert calibration.mean() > 0.02
+    assert not (compared & calibration).any()
+    assert not (others & calibration).any()
 
 
 def test_another_model_needs_tasks_of_text(tmp_path):

@@ -1,15 +1,21 @@
 """RULER's own data and the question files: how they are read, and what is said of damaged ones."""
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import datasets
 import pyarrow.parquet
 import pytest
 
+from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.evaluate.parts import Part
+from kvjax.evaluate.sources import Material, Published, source
 from kvjax.evaluate.tasks import PromptEncoder, TextQuestion, TextSample
 from kvjax.evaluate.tasks.ruler import RULER_TASKS, Files, make_ruler_task, published_samples
+from kvjax.evaluate.tasks.text_prompt import prompt_size
 from tests.evaluate.ruler_inputs import builtin, files, hotpotqa, smol, squad
 
 __all__ = ["builtin", "files", "smol"]  # fixtures
@@ -31,6 +37,10 @@ HUB = {
     "task": "niah_multivalue",
     "max_new_tokens": 64,
 }
+
+
+def material():
+    return Material(str(builtin_model()), Files(), None, True)
 
 
 def written(folder, *rows, file="niah_multivalue.jsonl"):
@@ -99,6 +109,43 @@ def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
         published_samples(tmp_path, "cwe", 99)
 
 
+def test_a_folder_s_samples_have_one_length(tmp_path):
+    words = {"input": "some word " * 60 + "\nQuestion: which?\nAnswer:", "outputs": ["word"]}
+    written(tmp_path, words, words, file="qa_1.jsonl")
+    published = Published("qa_1", tmp_path, material())
+    size = prompt_size(published_samples(tmp_path, "qa_1", 0)[0], published.material.encode)
+    (context,) = published.contexts(Part(0, 1), 1, 2 * size)
+    assert len(context.tokens) + context.room == size
+    (tmp_path / "qa_1.jsonl").unlink()
+    (other,) = published.contexts(Part(0, 1, calibration=True), 1, 2 * size)
+    assert other.tokens.tolist() == context.tokens.tolist(), "read once"
+    with pytest.raises(
+        UserError, match=f"have one length, got --context {2 * size}, {size}; evaluate a folder"
+    ):
+        published.contexts(Part(0, 1), 1, size)
+    written(tmp_path, words, file="qa_1.jsonl")
+    message = f"longest sample of qa_1 takes {size} tokens with its answer, less than half of --context {2 * size + 1}"
+    with pytest.raises(UserError, match=message):
+        Published("qa_1", tmp_path, material()).contexts(Part(0, 1), 1, 2 * size + 1)
+
+
+def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
+    for task, message in (
+        ("qa_1", "give its JSON file as --squad FILE"),
+        ("qa_2", "give its JSON file as --hotpotqa FILE"),
+        ("documents", "need --documents, a text file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            source(task, material())
+    with pytest.raises(UserError, match=r"--documents .*none.txt: cannot be read"):
+        source("text", dataclasses.replace(material(), documents=tmp_path / "none.txt"))
+    shutil.copy(files.squad, tmp_path / "squad.json")
+    asked = source("qa_1", dataclasses.replace(material(), files=Files(squad=tmp_path / "squad.json")))
+    (tmp_path / "squad.json").unlink()
+    (one,), (other,) = (asked.contexts(Part(seed, 1), 1, 400) for seed in (0, 1))
+    assert one.tokens.tolist() != other.tokens.tolist()
+
+
 def test_one_answer_may_be_a_string(tmp_path):
     (sample,) = published_samples(written(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
     assert sample.questions[0].expected == ("123",)
@@ -115,15 +162,26 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
     written(hub, HUB | {"answer": ["8"]}, file="8192/test-0.parquet")
     (hub / "README.md").write_text(card + "---\n")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    load = datasets.load_dataset
+    load, read = datasets.load_dataset, []
 
     def from_hub(name, *arguments, **options):
         assert name == "someone/ruler"
+        read.append(arguments[0])
         return load(str(hub), *arguments, **options)
 
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     monkeypatch.chdir(tmp_path)
     name = Path("someone/ruler")
+    published = Published("niah_multivalue", name, material())
+    with pytest.raises(
+        UserError, match=r"takes \d+ tokens with its answer, less than half of --context 4096: "
+    ):
+        published.contexts(Part(0, 1), 1, 4096)
+    with pytest.raises(UserError, match="less than half of --context 8192"):
+        published.contexts(Part(0, 1), 1, 8192)
+    with pytest.raises(UserError, match="there are 1 samples of niah_multivalue, needed 2"):
+        published.contexts(Part(0, 2), 2, 8192)
+    assert read == ["4096", "8192"], "each length once"
     assert published_samples(name, "niah_multivalue", 4096) == [of_hub()]
     (longer,) = published_samples(name, "niah_multivalue", 8192)
     assert longer.questions[0].expected == ("8",)

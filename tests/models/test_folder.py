@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from kvjax.errors import UserError
@@ -26,6 +27,16 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["missing", "./a/b", "/a/b", "a/b/c", Path("a/b")])
 def test_what_is_no_hub_id_is_a_missing_folder(name):
     with pytest.raises(UserError, match="no such folder$"):
+        find_model(name)
+
+
+@pytest.mark.parametrize("name", ["models/x.gguf", "models/X.GGUF", "models/a-1-py3-none-any.whl", "x.gguf"])
+def test_a_missing_file_is_no_hub_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("the network is tried")
+    )
+    with pytest.raises(UserError, match=f"^{name}: no such file$"):
         find_model(name)
 
 

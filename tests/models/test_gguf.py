@@ -172,7 +172,10 @@ def error(file: Path) -> str:
 REFUSED = {
     "general.architecture": ("gemma2", "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"),
     "split.count": (3, "is one of 3 files (split.count)"),
-    "llama.expert_count": (8, "llama.expert_count is not supported"),
+    "llama.expert_count": (8, "llama.expert_count is 8, which is not supported"),
+    "llama.attention.scale": (1.0, "llama.attention.scale is 1, which is not supported"),
+    "llama.logit_scale": (0.5, "llama.logit_scale is 0.5, which is not supported"),
+    "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4, which is not supported"),
     "llama.rope.dimension_count": (6, "llama.rope.dimension_count is 6, but heads have 12"),
     "llama.block_count": (None, "llama.block_count is missing"),
     "llama.embedding_length": ("48", "llama.embedding_length must be int, got '48'"),
@@ -190,6 +193,18 @@ def test_metadata_that_are_refused(name, tmp_path):
     value, message = REFUSED[name]
     file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata={name: value})
     assert error(file).startswith(message)
+
+
+def test_metadata_that_change_nothing(tmp_path):
+    plain = write_gguf(tmp_path / "plain.gguf", LLAMA, weights(LLAMA))
+    factors = {f"llama.{name}": 1.0 for name in ("logit_scale", "embedding_scale", "residual_scale")}
+    said = factors | {
+        "llama.rope.scale_linear": 1.0,
+        "llama.expert_count": 0,
+        "llama.attention.clamp_kqv": 0.0,
+    }
+    file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata=said)
+    assert read_config(file) == read_config(plain)
 
 
 def test_another_architecture_is_refused_by_name(tmp_path):

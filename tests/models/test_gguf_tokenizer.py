@@ -188,6 +188,9 @@ def test_sentencepiece(tmp_path):
         write(tmp_path / "bare.gguf", metadata | {"tokenizer.ggml.add_space_prefix": False})
     )
     assert bare("egg")["input_ids"] == [1, *(259 + WORDS.index(piece) for piece in ("e", "gg"))]
+    short = write(tmp_path / "short.gguf", metadata | {"tokenizer.ggml.scores": scores[:-1]})
+    with pytest.raises(UserError, match=f"has {len(tokens)} tokens, but scores of {len(tokens) - 1}$"):
+        load_tokenizer(short)
 
 
 REFUSED = {

@@ -47,6 +47,12 @@ def refusal(capsys, args):
         (["--validation", "0"], ["--validation must be at least 1, got 0"]),
         (["--validate-every", "0"], ["--validate-every"]),
         (["--batch", "0"], ["--batch"]),
+        (["--seed", "-1"], ["--seed must be from 0 to 2147483647, got -1"]),
+        (["--seed", "2147483648"], ["--seed must be from 0 to 2147483647, got 2147483648"]),
+        (["--expand", "0"], ["--expand must be a finite number above 0, got 0"]),
+        (["--expand", "inf"], ["--expand must be a finite number above 0, got inf"]),
+        (["--expand", "0.01"], ["--expand 0.01 makes gates 0.32 wide for the model's head_dim of 32"]),
+        (["--expand", "1e308"], ["--expand 1e+308 makes gates inf wide"]),
         (["--lengths", "16"], ["--lengths 16 is not above --window 16"]),
         (["--lengths", "512", "256"], ["--lengths", "rising", "[512, 256]"]),
         (["--lengths", "64", "128", "--shares", "1"], ["--shares", "2 lengths"]),
@@ -63,6 +69,7 @@ def refusal(capsys, args):
 def test_refused_in_one_line(args, parts, capsys):
     line = refusal(capsys, args)
     assert all(part in line for part in parts), line
+    assert not module.RUNS.exists()
 
 
 def test_a_misspelt_key_is_refused_with_the_nearest(tmp_path, capsys):

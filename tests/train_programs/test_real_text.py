@@ -2,11 +2,13 @@
 
 import gzip
 import itertools
+import sys
+from types import ModuleType
 
 import pytest
 
 from kvjax.errors import UserError
-from train.real_text import WORKS, Work, find_archives, pieces, read
+from train.real_text import WORKS, Work, find_archives, main, pieces, read
 
 
 def test_pieces_are_whole_paragraphs_of_sizes_in_turn():
@@ -32,6 +34,37 @@ def test_files_are_read_in_order_packed_or_not(tmp_path):
     assert read(Work("some", "doc/*"), tmp_path) == "first\n\nsecond"
     with pytest.raises(UserError, match=r"package some holds no doc/\*\.rst: another version of it\?"):
         read(Work("some", "doc/*.rst"), tmp_path)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Arguments with which every package is there, and no program is found."""
+    for package in {work.package for work in WORKS.values()}:
+        (tmp_path / f"{package}_1_all.deb").write_bytes(b"no package")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setitem(sys.modules, "rdata", ModuleType("rdata"))
+    return ["--packages", str(tmp_path), "--out", str(tmp_path / "text")]
+
+
+def test_without_the_package_that_reads_novels_nothing_is_unpacked(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rdata", None)
+    with pytest.raises(UserError, match=r"need the package rdata, .*: pip install '\.\[text\]'$"):
+        main(command)
+
+
+def test_without_dpkg_deb(command):
+    with pytest.raises(UserError, match="unpacked with dpkg-deb, which this machine lacks"):
+        main(command)
+
+
+def test_a_damaged_package_is_named(command, tmp_path):
+    program = tmp_path / "bin" / "dpkg-deb"
+    program.write_text("#!/bin/sh\necho 'not a Debian\nformat archive' >&2\nexit 2\n")
+    program.chmod(0o755)
+    with pytest.raises(UserError, match=r"_1_all\.deb: cannot be unpacked \(not a Debian format archive\)"):
+        main(command)
+    assert not (tmp_path / "text").exists()
 
 
 def test_a_missing_package_is_named_with_the_command_that_gets_it(tmp_path):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvjax.evaluate.tasks.documents import CALIBRATION
 from kvjax.evaluate.tasks.haystack import text_slice
 from kvjax.evaluate.tasks.task import Question, Sample, Tokens, as_tokens
 from kvjax.evaluate.tasks.vocabulary import Vocabulary
@@ -24,6 +25,13 @@ class Text:
         rng = np.random.default_rng((seed, length))
         tokens = np.concatenate([as_tokens([self.vocabulary.begin]), text_slice(rng, self.text, length - 1)])
         return continued(tokens)
+
+
+def cut_apart(text: Tokens) -> tuple[Tokens, Tokens]:
+    """The text to compare on, and its last quarter, to calibrate on: slices of the one share nothing with slices of the
+    other."""
+    cut = len(text) - round(CALIBRATION * len(text))
+    return text[:cut], text[cut:]
 
 
 def continued(tokens: Tokens) -> Sample:

@@ -1,0 +1,112 @@
+"""A GGUF file through every command, one after another: gates are trained for it, and used as the run says."""
+
+import dataclasses
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+from kvjax import generate
+from kvjax.evaluate import __main__ as evaluate
+from kvjax.evaluate.config import parse as parse_evaluate
+from kvjax.evaluate.places import places
+from kvjax.evaluate.run import Evaluation, pairs
+from kvjax.evaluate.tasks import heldout_files
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies.admission.wgkv import save_gates
+from kvjax.train import __main__ as train
+from kvjax.train.config import TrainConfig
+from kvjax.train.loop import Trained
+from kvjax.train.validation import Validation
+from tests.evaluate.ruler_inputs import smol
+from tests.models.cases import LLAMA, weights
+from tests.models.gguf_cases import write_gguf
+from tests.tiny_models import tiny_gates
+
+__all__ = ["smol"]  # fixture
+
+
+@pytest.fixture(scope="module")
+def model(smol, tmp_path_factory):
+    """A random llama of two layers with a chat template, in a path that a shell would cut."""
+    tokenizer = json.loads(smol.backend_tokenizer.to_str())
+    tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in tokenizer["model"]["merges"]],
+        "tokenizer.ggml.bos_token_id": smol.bos_token_id,
+        "tokenizer.ggml.eos_token_id": smol.eos_token_id,
+        "tokenizer.chat_template": smol.chat_template,
+    }
+    config = LLAMA | {"vocab_size": len(tokens), "num_hidden_layers": 2, "max_position_embeddings": 4096}
+    folder = tmp_path_factory.mktemp("a model")
+    return write_gguf(folder / "tiny.gguf", config, weights(config), metadata=metadata)
+
+
+def printed(said, use):
+    """The arguments of the command that a run says, its FILE and FOLDER still to be named."""
+    (line,) = (line for line in said.splitlines() if line.startswith(use))
+    return shlex.split(line.removeprefix(use))
+
+
+def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys):
+    run, text = tmp_path / "a run", tmp_path / "text.txt"
+    text.write_text("\n\n".join(heldout_files().values()))
+    train.main([
+        "--model", str(model), "--data", str(text), "--lengths", "64", "--shares", "1", "--window", "16",
+        "--sequences", "2", "--validation", "1", "--out", str(run),
+    ])  # fmt: skip
+    said = capsys.readouterr().out
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3, "two steps and their validation"
+
+    text.write_text("def main(")
+    use = printed(said, "use them: python -m kvjax.generate ")
+    use[use.index("FILE")] = str(text)
+    generate.main([*use, "--max-new-tokens", "2"])
+    assert "wgkv: " in capsys.readouterr().err
+
+    compare = printed(said, "compare them: python -m kvjax.evaluate ")
+    compare[compare.index("FOLDER")] = str(tmp_path / "compared")
+    fewest = [
+        "--samples",
+        "1",
+        "--context",
+        "512",
+        "--batch",
+        "1",
+        "--chunk",
+        "512",
+        "--tasks",
+        "niah_single_1",
+    ]
+    evaluate.main([*compare, *fewest, "--policies", "wgkv_fixed_tau"])
+    (cell,) = map(json.loads, (tmp_path / "compared" / "results.jsonl").read_text().splitlines())
+    assert (cell["task"], cell["policy"], cell["gates"]) == (
+        "niah_single_1",
+        "wgkv_fixed_tau",
+        str(run / "gates"),
+    )
+
+
+@pytest.mark.parametrize("window", [16, 100])
+def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
+    """Every policy at every budget, of fewer contexts."""
+    loaded = load_model(model)
+    gates = tiny_gates(loaded)
+    described = {"tau": 0.1, "lambda": 0.04, "window": window, "rate": np.full((2, 2), 0.5).tolist()}
+    save_gates(tmp_path / "gates", gates, described)
+    config = TrainConfig(model=str(model), window=window)
+    validation = Validation(0.1, 0.1, 0.5, 0.5, 0.5, 1, np.full((1, 2, 2), 0.5))
+    trained = Trained(loaded, gates, make_mesh(), tmp_path, validation)
+    compare = printed(train.summary(config, trained), "compare them: python -m kvjax.evaluate ")
+    told = parse_evaluate(compare)
+    compared = places(dataclasses.replace(told, samples=1, batch=1))
+    assert [place.task for place in compared] == ["needle", "niah_single_1", "vt"]
+    Evaluation(told, loaded, compared)
+    assert len(pairs(told)) > 50
