@@ -198,7 +198,18 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
         return found
 
     def made(seed):
-        args = ["--policies", "wgkv", "--tasks", "text", "--samples", "384", "--seed", seed]
+        args = [
+            "--policies",
+            "wgkv",
+            "--gates",
+            "builtin",
+            "--tasks",
+            "text",
+            "--samples",
+            "384",
+            "--seed",
+            seed,
+        ]
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
         (place,) = places(config)
         others = (for_rivals(place, config, 10, length) for length in (126, 96))

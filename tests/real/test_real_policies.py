@@ -1,5 +1,7 @@
 """What policies keep of a real model's context, and that it still finds a needle in 2,048 tokens."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,15 @@ def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory
     assert score == 1
     assert stats.kv_ratio < 0.27  # and what the answer added
     assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
+
+
+def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, sample_, full):
+    """Those that come with the repository, at their own τ."""
+    gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
+    score, stats = answered(model, tokenizer, prompt, sample_, make_policy("wgkv", model=model, gates=gates))
+    assert score == 1
+    assert stats.kv_ratio < 0.35
+    assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
 
 
 def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, sample_, full):
