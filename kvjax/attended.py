@@ -32,7 +32,7 @@ def count_attention(
     capacity, page_size, _ = pages.pool.shape
     fed = jnp.arange(step.q.shape[2]) < valid[:, None]
     lse = jnp.where(fed[:, None], lse, -jnp.inf)
-    q = step.q.astype(pages.pool.dtype)
+    q = step.q.astype(pages.dtype)
     paid = {"over": "sum", "group": "mean", "lse": lse}
 
     known = jnp.broadcast_to(fed[:, None], step.k.shape[:3])

@@ -18,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from kvjax.errors import UserError, whole_number
-from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards
+from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards, on_cpu
 from kvjax.policies.policy import Policy
 from kvjax.struct import static, struct
+from pallas_kernels.bits import as_bits, as_floats
 
 PAGE_SIZE = 16
 """Default tokens per page, the papers' choice; 128 and more are faster on TPU."""
@@ -44,16 +45,33 @@ class Pages:
     """The pool of one shard and its free list (a stack: `free[:free_count]` are free). A negative count is a debt:
     that many pages were needed and not there.
 
+    dtype: of the entries, whose bits the pool holds if it holds integers (`pallas_kernels.bits`).
+
     bounds, for policies that select pages: of the keys k in each page of a global region, the smallest components of k
     and, beside them, of −k. Infinite where there are none. attended, for policies that ask: the attention that each
     entry got so far, its group's mean.
     """
 
-    pool: Float[Array, "p page kv"]
+    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
     free: Int[Array, " p"]
     free_count: Int[Array, " shards"]
+    dtype: Any = static()
     bounds: Float[Array, "p kv"] | None = None
     attended: Float[Array, "p page"] | None = None
+
+    def entries(
+        self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]
+    ) -> Float[Array, "b k s kv"]:
+        """The entries at these places."""
+        return as_floats(self.pool[page, offset], self.dtype)
+
+    def with_entries(
+        self, page: Int[Array, "b k s"], offset: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
+    ) -> "Pages":
+        """These written; those whose page is past the pool's end are dropped."""
+        kv = kv.astype(self.dtype)
+        kv = kv if self.pool.dtype == self.dtype else as_bits(kv)
+        return dataclasses.replace(self, pool=self.pool.at[page, offset].set(kv, mode="drop"))
 
     @property
     def nbytes(self) -> int:
@@ -203,15 +221,17 @@ def empty(
     page_size = whole_number("cache", "page_size", page_size)
     tokens = rounded_up(tokens)
     local_batch = batch // batch_shards()
-    page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * jnp.dtype(dtype).itemsize
+    dtype = jnp.dtype(dtype)
+    page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * dtype.itemsize
     page_bytes += 4 * page_size * policy.attended
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
     sizes = batch, layers, kv_heads, head_dim, tokens
-    return _empty(policy.traced, *sizes, dtype, page_size, pages, capacity is not None)
+    stored = jnp.dtype(jnp.uint16) if dtype.itemsize == 2 and on_cpu() else dtype
+    return _empty(policy.traced, *sizes, dtype, stored, page_size, pages, capacity is not None)
 
 
-@partial(jax.jit, static_argnums=range(1, 10))
-def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, pages, bounded):
+@partial(jax.jit, static_argnums=range(1, 11))
+def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, stored, page_size, pages, bounded):
     """A cache with `pages` pages a shard."""
     shards, slots, tensor = axis_size(*SHARDS), policy.window - 1, axis_size("tensor")
     ring = ring_pages(policy.window, page_size)
@@ -228,7 +248,7 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
         return jnp.concatenate([ids, none], -1), free, jnp.full(1, pages - n_rings, jnp.int32)
 
     table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
-    pool = jnp.zeros((shards * pages, page_size, 2 * head_dim), dtype, out_sharding=P(SHARDS, None, None))
+    pool = jnp.zeros((shards * pages, page_size, 2 * head_dim), stored, out_sharding=P(SHARDS, None, None))
     bounds = attended = None
     if policy.selection is not None:
         bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, dtype, out_sharding=P(SHARDS, None))
@@ -241,7 +261,7 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, page_size, 
         state=jax.vmap(lambda _: policy.init(batch))(jnp.arange(layers)),
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    pages_ = Pages(pool, free, count, bounds, attended)
+    pages_ = Pages(pool, free, count, dtype, bounds, attended)
     return Cache(pages_, layer_cache, seen, window=policy.window, bounded=bounded)
 
 
@@ -262,7 +282,7 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
             bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
         if attended is not None:
             attended = jnp.pad(attended, ((0, pages), (0, 0)))
-        new_pages = Pages(pool, free, count + pages, bounds, attended)
+        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, attended)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -286,7 +306,7 @@ def trimmed(cache: Cache, pages: int) -> Cache:
             bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
         if attended is not None:
             attended = attended[source]
-        new_pages = Pages(pages_.pool[source], free, count, bounds, attended)
+        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, attended)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -305,7 +325,7 @@ def ring_entries(
     index = jnp.arange(count)
     slot = (seen[:, None] + index) % max(slots, 1)
     page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None], 2)
-    kv = pages.pool[page, (slot % page_size)[:, None]]
+    kv = pages.entries(page, (slot % page_size)[:, None])
     return kv, index >= slots - seen[:, None]
 
 
@@ -359,16 +379,14 @@ def push(
     shape = (batch, heads, leaving_from_ring)
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
     offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
-    written = jnp.concatenate([leaving, ring_kv], 2).astype(pages.pool.dtype)
-    pool = pages.pool.at[page, offset].set(written, mode="drop")
-
-    bounds = with_keys(pages.bounds, slot[0], leaving)
+    pages = pages.with_entries(page, offset, jnp.concatenate([leaving, ring_kv], 2))
+    pages = dataclasses.replace(pages, bounds=with_keys(pages.bounds, slot[0], leaving))
 
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
     ring = jnp.take_along_axis(priority, place[:, None], 2)
-    return dataclasses.replace(pages, pool=pool, bounds=bounds), dataclasses.replace(layer, priority=ring)
+    return pages, dataclasses.replace(layer, priority=ring)
 
 
 def with_keys(

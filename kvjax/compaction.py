@@ -23,6 +23,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.top import top
 from kvjax.step import Stored
 from kvjax.struct import struct
+from pallas_kernels.bits import as_floats
 
 
 @struct
@@ -176,7 +177,7 @@ def _scores(eviction, output, pages, layers, seen, head, quota, entries, window)
     def one(index, xs):
         method, layer, weight, count, since = xs
         at = _at(layer, place := places(layer.length, entries), pages.pool.shape[1], ring)
-        k, v = jnp.split(pages.pool[at], 2, -1)
+        k, v = jnp.split(pages.entries(*at), 2, -1)
         attended = None if pages.attended is None else pages.attended[at]
         eligible = (place >= 0) & (place >= since[..., None])
         stored = Stored(
@@ -222,7 +223,8 @@ def _moved(
         target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
         page, offset = _at(layer, target, page_size, ring)
         source = _at(layer, place, page_size, ring)
-        bounds = with_keys(bounds, jnp.where(kept, page, capacity), stored[0][source])
+        moved = as_floats(stored[0][source], pages.dtype)
+        bounds = with_keys(bounds, jnp.where(kept, page, capacity), moved)
         page = jnp.where(kept & (target != place), page, capacity)
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
         return (stored, bounds), kept.sum(-1, dtype=jnp.int32)
@@ -237,5 +239,5 @@ def _moved(
     free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
     table = jnp.where(freed, capacity, layers.page_table)
     count = pages.free_count + freed.sum(dtype=jnp.int32)
-    pages = Pages(pool, free, count, bounds, attended)
+    pages = Pages(pool, free, count, pages.dtype, bounds, attended)
     return pages, dataclasses.replace(layers, page_table=table, length=length)

@@ -73,6 +73,11 @@ def gather(tree: Any, *axes: str) -> Any:
     return jax.tree.map(whole, tree)
 
 
+def on_cpu() -> bool:
+    """Whether the current mesh is one of CPU devices."""
+    return jax.sharding.get_mesh().devices.flat[0].platform == "cpu"
+
+
 def axis_size(*names: str) -> int:
     """The product of the sizes of the named axes of the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape

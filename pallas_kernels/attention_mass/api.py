@@ -4,12 +4,13 @@ from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
 from pallas_kernels.attention_mass.gpu import gpu
 from pallas_kernels.attention_mass.reference import reference
 from pallas_kernels.attention_mass.tpu import tpu
 from pallas_kernels.attention_mass.xla import xla
+from pallas_kernels.bits import as_floats
 from pallas_kernels.choose import choose
 from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
@@ -69,7 +70,7 @@ def attention_mass(
 
 def paged_attention_mass(
     q: Float[Array, "b n t h"],
-    pool: Float[Array, "p page 2*h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     *,
@@ -81,7 +82,7 @@ def paged_attention_mass(
     """`attention_mass` of the keys stored in pages, all of which every query counts (offset None).
 
     Args:
-        pool: pages of `page` entries, each a key and its value side by side.
+        pool: pages of `page` entries, each a key and its value side by side, or the bits of 16-bit floats in q's dtype.
         page_table: for each (sequence, kv head) its pages, in order. length: how many entries they hold; what lies
             past them does not matter, nor do table entries beyond the pool.
         over, group, lse, implementation: as in `attention_mass`.
@@ -111,7 +112,7 @@ def paged_attention_mass(
     # The keys are copied once, beside the two times that the passes read them. Whole pages, of which the half is cut
     # off afterwards: XLA does not move a slice past a gather, and would copy half of the pool.
     entries = pool.at[page_table].get(mode="clip") if columns else pool[:0]
-    k = entries.reshape(b, heads, s, 2 * h)[..., :h]
+    k = as_floats(entries.reshape(b, heads, s, 2 * h)[..., :h], q.dtype)
     valid = jnp.arange(s) < length[..., None]
     return attention_mass(
         q, k, over=over, group=group, offset=None, valid=valid, lse=lse, implementation=implementation

@@ -2,8 +2,9 @@
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt16
 
+from pallas_kernels.bits import as_floats
 from pallas_kernels.choose import choose
 from pallas_kernels.paged_decode.gpu import gpu
 from pallas_kernels.paged_decode.hopper import hopper
@@ -20,7 +21,7 @@ IMPLEMENTATIONS = {"xla": xla, "tpu": tpu, "gpu": gpu, "hopper": hopper, "refere
 
 def paged_decode(
     q: Float[Array, "b n t h"],
-    pool: Float[Array, "p page 2*h"],
+    pool: Float[Array, "p page 2*h"] | UInt16[Array, "p page 2*h"],
     page_table: Int[Array, "b k c"],
     length: Int[Array, "b k"],
     ring_length: Int[Array, " b"] | None = None,
@@ -40,7 +41,8 @@ def paged_decode(
 
     Args:
         q: queries; head `x` reads kv head `x // (n / k)`.
-        pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers.
+        pool: pages of `page` entries, each a key and its value side by side; shared by all rows and layers. On a CPU
+            (implementation "xla") 16-bit floats may be given as their bits, in q's dtype (`bits.py`).
         page_table: for each (sequence, kv head) the pages, in order. length: entries in its global pages.
         ring_length: entries in the ring; None: the ring is not read at all.
         ring_pages: how many of the table's columns are the ring's.
@@ -66,6 +68,8 @@ def paged_decode(
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3] or not page_table.shape[2]:
         return _nothing_stored(q, new, dtype, implementation)
+    if call is not xla:
+        pool = as_floats(pool, q.dtype)
     page = pool.shape[1]
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:

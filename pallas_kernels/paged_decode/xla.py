@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import softmax
+from pallas_kernels.bits import as_floats
 from pallas_kernels.blocks import divisor, even
 
 QUERIES = 512
@@ -95,7 +96,7 @@ class _Stored:
             """Keys or values alone: cutting them out of gathered pages would be another pass over memory."""
             size = (1, self.page, self.h)
             pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
-            return pages.reshape(self.br, self.bs, self.h)
+            return as_floats(pages.reshape(self.br, self.bs, self.h), q.dtype)
 
         seen = in_ring | in_global
         logits = jnp.where(seen[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
+from pallas_kernels.bits import as_bits
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import api, many, paged_decode
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
@@ -216,6 +217,15 @@ def test_lowers_for_cuda(dtype, h, g, t, page):
 def test_bfloat16(implementation):
     shape = SHAPES["one"]
     check(implementation, shape, [0, 5, 32], [0, 112, 3, 0, 17, 16], 0, chosen=True, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
+    q, pool, *rest = cache((1, 2, 1, 3, 32, 8, 4, 1), [5], [17], 0, dtype)[:5]
+    call = functools.partial(paged_decode, q, ring_pages=1, implementation=implementation)
+    for bits, floats in zip(call(as_bits(pool), *rest), call(pool, *rest), strict=True):
+        np.testing.assert_array_equal(bits, floats)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)

@@ -1,0 +1,21 @@
+"""16-bit floats as integers of the same bits: how pages are stored on a CPU.
+
+XLA's CPU backend (jax 0.10.2) scatters no 16-bit floats: it converts the whole array to float32 and back, in every
+layer of every step. Integers it moves as they are, and what is read of them is converted alone.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt16
+
+
+def as_bits(x: Float[Array, "*s"]) -> UInt16[Array, "*s"]:
+    """The bits of 16-bit floats."""
+    return lax.bitcast_convert_type(x, jnp.uint16)
+
+
+def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Float[Array, "*s"]:
+    """The floats of `dtype` whose bits `x` holds; `x` itself if it holds floats."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
