@@ -97,8 +97,6 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
 
 OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
-COUNTING = ("h2o",)
-"""Methods for which every call counts the attention that entries get."""
 
 
 def _evicting(name: str, when: str = "prompt") -> Contender:
@@ -109,9 +107,7 @@ def _evicting(name: str, when: str = "prompt") -> Contender:
         schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
         return make_policy(name, model=sizing.model, ratio=sizing.ratio, **observed, **schedule)
 
-    if when != "prompt":
-        return Contender(make)
-    return Contender(make, reads="counting" if name in COUNTING else "all")
+    return Contender(make, reads="all" if when == "prompt" else "")
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:

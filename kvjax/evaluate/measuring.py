@@ -148,6 +148,7 @@ def measure_together(
         plan=None,
         eviction=Together(tuple(method.eviction for method in methods)),
         selection=next((method.selection for method in methods if method.selection is not None), None),
+        attended=any(method.attended for method in methods),
     )
     tallies = [[Tally() for _ in own] for own in policies]
     for group in groups(contexts, manner.batch):
@@ -164,11 +165,14 @@ def measure_together(
 
 
 def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
-    """What was read together, with the memory of one of the methods, and pages' bounds only where it selects pages."""
+    """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
     layers, pages = reading.cache.layers, reading.cache.pages
     layers = dataclasses.replace(layers, state=(layers.state[0], layers.state[1][index]))
-    if method.selection is None:
-        pages = dataclasses.replace(pages, bounds=None)
+    pages = dataclasses.replace(
+        pages,
+        bounds=None if method.selection is None else pages.bounds,
+        attended=pages.attended if method.attended else None,
+    )
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
 
 

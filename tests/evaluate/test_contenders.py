@@ -53,16 +53,16 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
 
 
 def test_what_is_read_together_reads_alike(model, gates):
-    """But for what looks at tokens: the same window, admission and counting, at every budget."""
+    """But for what looks at tokens or counts: the same window and admission, at every budget."""
     alike: dict[str, list[Any]] = {}
     for name, ratio in itertools.product(CONTENDERS, (0.25, 0.5)):
         if contender(name).reads:
             sizing = Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates)
             alike.setdefault(contender(name).reads, []).append(sized(name, sizing).reading)
-    assert {"all", "gates"} <= set(alike)
+    assert set(alike) == {"all", "gates"}
     for first, *others in alike.values():
         for other in others:
-            assert (other.window, other.attended) == (first.window, first.attended)
+            assert other.window == first.window
             assert jax.tree.structure(other.admission) == jax.tree.structure(first.admission)
             same = [jax.tree.leaves(policy.admission) for policy in (first, other)]
             assert all(np.array_equal(one, two) for one, two in zip(*same, strict=True))

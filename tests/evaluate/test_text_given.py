@@ -94,6 +94,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(model, texts, m
         [make_policy("snapkv", model=model, ratio=0.5, observed=4)],
         [make_policy("expected_attention", model=model, ratio=0.5)],
         [make_policy("quest", model=model, ratio=ratio) for ratio in (0.2, 0.6)],
+        [make_policy("h2o", model=model, ratio=0.5)],
     ]
     alone = [measure(model, policy, contexts, manner) for own in policies for policy in own]
     read = measuring.read
