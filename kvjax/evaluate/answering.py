@@ -1,8 +1,8 @@
 """Questions and answers: what is asked of a cache of a context, and what the model says.
 
-A question is read in one call, but for its last token; the answer comes token by token, by one program of a few steps
-for every answer and text. Where a method chooses what a query reads it chooses for the question too, token by token,
-as Quest's own evaluation does.
+A long question is read in one call, but for its last token; the rest comes token by token, by one program of a few
+steps for every answer and text. Where a method chooses what a query reads it chooses for the question too, token by
+token, as Quest's own evaluation does.
 """
 
 import dataclasses
@@ -30,6 +30,8 @@ from kvjax.stopwatch import Stopwatch
 
 STEPS = 4
 """Tokens between two looks of the host."""
+LONG = 8
+"""Tokens of a question that is worth a call and its program."""
 OWN = -1
 """In place of a token that is given: what the model said last."""
 
@@ -60,7 +62,7 @@ def answers(
     """
     with use_mesh(model):
         cache = jax.tree.map(jnp.copy, cache)
-        if policy.selection is None and any(len(question.prompt) > 1 for question in questions):
+        if policy.selection is None and any(len(question.prompt) > LONG for question in questions):
             read = [question.prompt[:-1] for question in questions]
             cache, _ = feed(model, policy, cache, read, chunk=CHUNK, calls=calls)
             questions = [dataclasses.replace(q, prompt=q.prompt[-1:]) for q in questions]

@@ -49,8 +49,8 @@ def said_by_attention(model, line, count):
 def test_answers_are_those_of_plain_attention(model, contexts):
     """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
     policy, calls, pace = make_policy("full", model=model), Calls(), Counted()
-    cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
-    prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 5, 2)]
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
+    prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
     questions = [
         Asked(prompt, 5, lambda said: 1.0, "", given=given)
@@ -64,7 +64,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
         np.testing.assert_array_equal(tokens, said_by_attention(model, line, 5))
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
     np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
-    assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 9, 2 * 6]
+    assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
     assert pace.tokens == 2 * 3 * 5
     assert pace.per_second > 0
 
