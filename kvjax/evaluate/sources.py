@@ -147,10 +147,7 @@ class BuiltIn:
 
     make: Callable[[int], Task]
     metric: str = "answers right"
-
-    @property
-    def published(self) -> bool:
-        return False
+    published: bool = False
 
     def worth(self, length: int) -> int:
         return len(self.make(length).sample(0, length).questions)
@@ -165,10 +162,7 @@ class BuiltInText:
     """Slices of the packaged text, of which the end is predicted."""
 
     metric: str = SAME_AS_FULL
-
-    @property
-    def published(self) -> bool:
-        return False
+    published: bool = False
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
@@ -186,10 +180,7 @@ class InText:
     task: RulerTask
     material: Material
     metric: str = HOLDS
-
-    @property
-    def published(self) -> bool:
-        return False
+    published: bool = False
 
     def worth(self, length: int) -> int:
         return 1
@@ -207,11 +198,8 @@ class Published:
     data: Path
     material: Material
     metric: str = HOLDS
+    published: bool = True
     _read: dict[int, list[TextSample]] = field(default_factory=dict, init=False, repr=False)
-
-    @property
-    def published(self) -> bool:
-        return True
 
     def worth(self, length: int) -> int:
         return 1
@@ -258,10 +246,7 @@ class DocumentQuestions:
 
     material: Material
     metric: str = HOLDS
-
-    @property
-    def published(self) -> bool:
-        return False
+    published: bool = False
 
     def worth(self, length: int) -> int:
         return QUESTIONS
@@ -279,10 +264,7 @@ class DocumentText:
 
     material: Material
     metric: str = SAME_AS_FULL
-
-    @property
-    def published(self) -> bool:
-        return False
+    published: bool = False
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
