@@ -62,10 +62,17 @@ def answers(
     """
     with use_mesh(model):
         cache = jax.tree.map(jnp.copy, cache)
-        if policy.selection is None and any(len(question.prompt) > LONG for question in questions):
-            read = [question.prompt[:-1] for question in questions]
-            cache, _ = feed(model, policy, cache, read, chunk=CHUNK, calls=calls)
-            questions = [dataclasses.replace(q, prompt=q.prompt[-1:]) for q in questions]
+        # each by its own length: what it is asked with in a batch changes nothing
+        read = [
+            len(q.prompt) - 1 if policy.selection is None and len(q.prompt) > LONG else 0 for q in questions
+        ]
+        if any(read):
+            first = [q.prompt[:count] for q, count in zip(questions, read, strict=True)]
+            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, calls=calls)
+            questions = [
+                dataclasses.replace(q, prompt=q.prompt[count:])
+                for q, count in zip(questions, read, strict=True)
+            ]
         given, true, wanted = _fed(questions, cache.seen.shape[0])
         said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
         stopped = np.zeros(given.shape[1], bool)
