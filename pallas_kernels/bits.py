@@ -17,5 +17,12 @@ def as_bits(x: Float[Array, "*s"]) -> UInt16[Array, "*s"]:
 
 
 def as_floats(x: Shaped[Array, "*s"], dtype: Any) -> Float[Array, "*s"]:
-    """The floats of `dtype` whose bits `x` holds; `x` itself if it holds floats."""
-    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
+    """The floats of `dtype` whose bits `x` holds; `x` itself if it holds floats.
+
+    Raises ValueError for bits of a dtype that has not 16 of them.
+    """
+    if x.dtype != jnp.uint16:
+        return x
+    if jnp.dtype(dtype).itemsize != 2:
+        raise ValueError(f"pages hold the bits of 16-bit floats, but the queries are {jnp.dtype(dtype).name}")
+    return lax.bitcast_convert_type(x, dtype)

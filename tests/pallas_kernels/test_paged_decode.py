@@ -226,6 +226,8 @@ def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
     call = functools.partial(paged_decode, q, ring_pages=1, implementation=implementation)
     for bits, floats in zip(call(as_bits(pool), *rest), call(pool, *rest), strict=True):
         np.testing.assert_array_equal(bits, floats)
+    with pytest.raises(ValueError, match="pages hold the bits of 16-bit floats, but the queries are float32"):
+        paged_decode(q.astype(jnp.float32), as_bits(pool), *rest, ring_pages=1, implementation=implementation)
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
