@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.errors import UserError
+from kvjax.errors import LARGEST_INT, UserError
 from kvjax.launch import MeshShape, parse_command
 
 FIXED_TAU = "wgkv_fixed_tau"
@@ -113,8 +113,8 @@ class EvaluateConfig:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise UserError(f"--{name} must be at least 1, got {value}")
-        if not 0 <= self.seed < 2**31:
-            raise UserError(f"--seed must be at least 0 and below 2³¹, got {self.seed}")
+        if not 0 <= self.seed <= LARGEST_INT:
+            raise UserError(f"--seed must be from 0 to {LARGEST_INT}, got {self.seed}")
         if self.page_size > min(self.context):
             raise UserError(
                 f"--page-size must be at most the shortest --context, {min(self.context)}, got {self.page_size}"

@@ -111,8 +111,7 @@ def _evicting(name: str, when: str = "prompt") -> Contender:
 
 
 def _gated(sizing: Sizing, **arguments) -> Policy:
-    if sizing.gates is None:
-        raise UserError("wgkv needs --gates, a folder that training exported")
+    assert sizing.gates is not None  # the command line is refused without
     return make_policy("wgkv", model=sizing.model, gates=sizing.gates, **arguments)
 
 

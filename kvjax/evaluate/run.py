@@ -104,9 +104,9 @@ class Evaluation:
         if not contender(name).calibrated:
             return {str(sizing.gates or ""): sized(name, sizing)}
         found, errors = {}, []
-        for gates in self.config.gates or ("",):
+        for gates in self.config.gates:
             try:
-                found[gates] = sized(name, dataclasses.replace(sizing, gates=gates or None))
+                found[gates] = sized(name, dataclasses.replace(sizing, gates=gates))
             except UserError as error:
                 errors.append(error)
         if not found:

@@ -12,12 +12,14 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
 from kvjax.evaluate.places import for_rivals, places
 from kvjax.evaluate.run import Evaluation
 from kvjax.evaluate.tasks import builtin_text, make_task
+from kvjax.evaluate.teacher_forced import Outcome
 from kvjax.models import load_model, load_tokenizer
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
@@ -82,7 +84,7 @@ def ruler_data(tmp_path_factory):
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
-        (["--seed", "-1"], "--seed must be at least 0 and below 2³¹, got -1"),
+        (["--seed", "-1"], "--seed must be from 0 to 2147483647, got -1"),
         (["--page-size", "128"], "--page-size must be at most the shortest --context, 126, got 128"),
     ],
 )
@@ -220,6 +222,22 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
     assert calibration.mean() > 0.02
     assert not (compared & calibration).any()
     assert not (others & calibration).any()
+
+
+def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
+    """With that of much longer ones every head would see everything, and all be worth the same."""
+    config = parse([
+        *TEST_MODEL, "--policies", "head_pattern", "--tasks", "needle", "--context", "2048", "--order-length", "512",
+        "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
+    ])  # fmt: skip
+    evaluation, found = Evaluation(config, load_model(config.model), places(config)), []
+    monkeypatch.setattr(run, "TeacherForced", lambda *given: lambda *ran: Outcome(0.0, 0.0))
+    monkeypatch.setattr(
+        run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}
+    )
+    rivals = evaluation._rivals(evaluation.places[0], "head_pattern")
+    assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
+    assert rivals.window == 64
 
 
 def test_another_model_needs_tasks_of_text(tmp_path):
