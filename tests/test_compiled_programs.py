@@ -48,11 +48,13 @@ def test_every_attention_is_a_kernel(reports, platform):
 
 
 @pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
-def test_decoding_copies_nothing_of_the_pool(reports, head_dim):
-    """A GPU's temporaries are the weights of a layer, gathered from their shards: those of a TPU are not counted."""
-    decode = reports[f"decode{head_dim}"]
-    assert decode["temporaries"] < 10 << 20
-    assert not decode["large_copies"]
+@pytest.mark.parametrize("program", ["decode", "compaction"])
+def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
+    """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
+    counted. Compaction's are a layer's entries, and a score for each of all."""
+    report = reports[f"{program}{head_dim}"]
+    assert report["temporaries"] < 10 << 20
+    assert not report["large_copies"]
 
 
 @pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
@@ -62,14 +64,6 @@ def test_counting_attention_copies_it_at_most_on_the_way_in_and_out(reports, hea
     assert decode["temporaries"] < 150 << 20
     assert len(decode["large_copies"]) <= 2
     assert max(decode["large_copies"], default=0) <= 32 << 20
-
-
-@pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
-def test_compaction_copies_nothing_of_the_pool(reports, head_dim):
-    """Its temporaries are a layer's entries, and a score for each of all."""
-    compaction = reports[f"compaction{head_dim}"]
-    assert compaction["temporaries"] < 10 << 20
-    assert not compaction["large_copies"]
 
 
 @pytest.mark.parametrize("head_dim", ["", ", head_dim 128"])
