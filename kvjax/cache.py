@@ -45,11 +45,10 @@ class Pages:
     """The pool of one shard and its free list (a stack: `free[:free_count]` are free). A negative count is a debt:
     that many pages were needed and not there.
 
-    dtype: of the entries, whose bits the pool holds if it holds integers (`pallas_kernels.bits`).
-
-    bounds, for policies that select pages: of the keys k in each page of a global region, the smallest components of k
-    and, beside them, of −k. Infinite where there are none. attended, for policies that ask: the attention that each
-    entry got so far, its group's mean.
+    dtype: of the entries, whose bits the pool holds if it holds integers (`pallas_kernels.bits`). bounds, for policies
+    that select pages: of the keys k in each page of a global region, the smallest components of k and, beside them, of
+    −k. Infinite where there are none. attended, for policies that ask: the attention that each entry got so far, its
+    group's mean.
     """
 
     pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
