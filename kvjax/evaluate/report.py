@@ -1,5 +1,6 @@
 """report.md, pareto.png and the maps of kept entries, from the cells of results.jsonl."""
 
+import math
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,9 @@ SHARE = 0.9
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
-    tables = "\n\n".join([*map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)])
+    tables = "\n\n".join(
+        [*_overviews(cells), *map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)]
+    )
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_made_with(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)
@@ -79,6 +82,34 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     return "\n\n".join(lines)
 
 
+def _overviews(cells: Sequence[Cell]) -> list[str]:
+    """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
+    tables = []
+    for context in dict.fromkeys(cell.context for cell in cells):
+        found = {(cell.policy, cell.budget, cell.task): cell for cell in cells if cell.context == context}
+        tasks = list(dict.fromkeys(task for _, _, task in found))
+        if len(tasks) < 2:
+            continue
+        lines = [
+            f"## All tasks, {context} tokens",
+            "Scores in percent as below, the text's with its perplexity; footprint and MiB of a context: means over "
+            "the tasks.",
+            "",
+            f"| policy | budget | {' | '.join(tasks)} | footprint | MiB |",
+            "|---" * (len(tasks) + 4) + "|",
+        ]
+        rows = dict.fromkeys((policy, budget) for policy, budget, _ in found)
+        for policy, budget in sorted(rows, key=lambda row: (row[0] != FULL, row[0] == FIXED_TAU, row[1])):
+            own = [found.get((policy, budget, task)) for task in tasks]
+            known = [cell for cell in own if cell is not None]
+            size = np.mean([cell.bytes for cell in known]) / 2**20
+            footprint = np.mean([cell.footprint for cell in known])
+            scores = " | ".join("" if cell is None else _score(cell) for cell in own)
+            lines.append(f"| {policy} | {known[0].at} | {scores} | {footprint:.2f} | {size:.1f} |")
+        tables.append("\n".join(lines))
+    return tables
+
+
 def _scores(cells: list[Cell]) -> str:
     first = cells[0]
     budgets = sorted({cell.budget for cell in cells if cell.policy not in (FULL, FIXED_TAU)} or {1.0})
@@ -86,7 +117,8 @@ def _scores(cells: list[Cell]) -> str:
     most = max(cell.samples for cell in cells)
     lines = [
         f"## {first.task}, {first.context} tokens",
-        f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell.",
+        f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell: were they "
+        f"independent, a 95% interval would reach {_interval(most):.0f} points up and down at most.",
         "",
         "| policy | " + " | ".join(f"{budget:g}" for budget in budgets) + f" | {100 * SHARE:.0f}% at |",
         "|---" * (len(budgets) + 2) + "|",
@@ -104,6 +136,12 @@ def _scores(cells: list[Cell]) -> str:
         crossing = str(critical(points, full, SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join([*lines, *_thresholds(cells, full)])
+
+
+def _interval(answers: int) -> float:
+    """Half of a 95% interval of the mean of so many independent scores from 0 to 1, in percent: at most this (where
+    half of them are 0 and half 1)."""
+    return 100 * 1.96 * 0.5 / math.sqrt(answers)
 
 
 def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
@@ -124,9 +162,13 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     return lines
 
 
-def _shown(cell: Cell) -> str:
+def _score(cell: Cell) -> str:
     beside = "" if cell.perplexity is None else f" ({cell.perplexity:.2f})"
-    return f"{100 * cell.score:.1f}{beside} at {cell.footprint:.2f}"
+    return f"{100 * cell.score:.1f}{beside}"
+
+
+def _shown(cell: Cell) -> str:
+    return f"{_score(cell)} at {cell.footprint:.2f}"
 
 
 def _choices(cells: Sequence[Cell]) -> list[str]:

@@ -137,12 +137,37 @@ def test_the_report_says_what_was_done(evaluated, capsys):
     for said in (
         "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens",
         "next tokens that are the full cache's", "(and perplexity)", "90% at",
-        "48 answers a cell", "chunks of 32 tokens", "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
+        "48 answers a cell: were they independent, a 95% interval would reach 14 points", "chunks of 32 tokens",
+        "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert said in report, said
     pictures = ["pareto", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
     for picture in pictures:
         assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_the_report_shows_all_tasks_side_by_side(evaluated):
+    """The full cache first, then the policies of each budget together, with means of their sizes."""
+    folder = evaluated[0]
+    report = (folder / "report.md").read_text()
+    _, table = report.split("## All tasks, 126 tokens\n")
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in table.split("\n## ")[0].splitlines()
+        if line.startswith("| ")
+    ]
+    assert rows[0] == ["policy", "budget", "needle", "text", "footprint", "MiB"]
+    assert [row[:2] for row in rows[1:]] == [
+        ["full", "1"],
+        *([name, budget] for budget in ("0.25", "0.5") for name in POLICIES[1:]),
+    ]
+    found = {(c["policy"], c["budget"], c["task"]): c for c in lines(folder)}
+    for policy, budget, needle, text, footprint, mib in rows[1:]:
+        own = [found[policy, float(budget), task] for task in ("needle", "text")]
+        assert needle == f"{100 * own[0]['score']:.1f}"
+        assert text == f"{100 * own[1]['score']:.1f} ({own[1]['perplexity']:.2f})"
+        assert footprint == f"{(own[0]['footprint'] + own[1]['footprint']) / 2:.2f}"
+        assert mib == f"{(own[0]['bytes'] + own[1]['bytes']) / 2**21:.1f}"
 
 
 def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path):
@@ -153,7 +178,7 @@ def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path)
     ]
     (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
     main([*arguments, *TASKS, "--out", str(folder)])
-    about, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
+    about, _, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
     assert "–: the full cache answered nothing" in about
     assert needle.count("| – |") == len(POLICIES) - 1
     assert "–" not in text
