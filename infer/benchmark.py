@@ -53,7 +53,7 @@ class BenchmarkConfig:
     """Decoded tokens in one timing."""
     policies: tuple[str, ...] = ()
     """Policies to time as well, each at the same share of what stays: the names of kvjax.evaluate, less wgkv, whose
-    speed is that of the random admission with gates, which is always timed."""
+    speed is that of the random admission with gates, which is always timed. Heads of a pattern are drawn."""
     repeats: int = 3
     """Timings of each path, of which the median counts."""
     json: Path | None = None

@@ -54,7 +54,8 @@ class EvaluateConfig:
     gates: tuple[str, ...] = ()
     """Folders with trained gates, or `builtin`, the default for the built-in model. wgkv_fixed_tau compares all of them
     at their own τ, its budget being λ; wgkv searches the τ for each budget, with those whose own size is nearest to it;
-    whatever else needs gates takes the first."""
+    wgkv+NAME takes at their own τ the most selective that let in as much as the budget; head_pattern tries the rates of
+    the first."""
     pattern: tuple[Path, ...] = ()
     """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
     measured for each task, and kept in --out as such folders."""

@@ -50,10 +50,10 @@ class Sizing:
 @dataclass(frozen=True)
 class Contender:
     """make: the policy of a size. fixed: it has one size, whatever the budget. reads: contexts are read the same way at
-    every budget and by all that have this word, so they are read once for all of them. calibrated: its size follows
-    from τ, which is searched for (see `calibration`). own_tau: it has a cell for each folder of gates, at their own τ,
-    and its budget is λ. chosen: the best of its kind on calibration contexts, for so many entries; `make` then gives
-    any of them."""
+    every budget and by all that have this word (and the same gates), so they are read once for all of them. calibrated:
+    its size follows from τ, which is searched for (see `calibration`). own_tau: it has a cell for each folder of gates,
+    at their own τ, and its budget is λ. chosen: the best of its kind on calibration contexts, for so many entries;
+    `make` then gives any of them."""
 
     make: Callable[[Sizing], Policy]
     fixed: bool = False
@@ -95,6 +95,8 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
     return orders, window
 
 
+GATED = "gates"
+"""What reads alike with the same gates: methods over what gates let in, which are those of `gates.above`."""
 OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
@@ -162,8 +164,8 @@ CONTENDERS = {
     "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads="all"),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
-    "wgkv+snapkv": Contender(_gates_then_snapkv, reads="gates"),
-    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads="gates"),
+    "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED),
+    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads=GATED),
 }
 """What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
 prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""

@@ -1,4 +1,5 @@
-"""The gates that are compared at their own τ: a folder for each λ."""
+"""Which of several gates are compared: at their own τ a folder for each λ, under an eviction the smallest that fill a
+budget."""
 
 from collections.abc import Sequence
 
@@ -29,6 +30,23 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
             )
         found[name] = folder
     return found
+
+
+def above(folders: Sequence[str], ratio: float, tokens: int) -> str:
+    """The gates for a method that keeps, or reads, `ratio` of the entries out of what gates let in.
+
+    Of those that let in as much of contexts of `tokens` tokens, by the rates that they were exported with, the most
+    selective; if none does, those that let in most. Gates that do not say their rates count as letting in everything.
+    """
+
+    def size(folder: str) -> float:
+        described = describe_gates(folder)
+        window, rate = int(described["window"]), float(np.mean(described.get("rate", 1.0)))
+        return (window + rate * max(0, tokens - window)) / max(window, tokens)
+
+    sizes = {folder: size(folder) for folder in folders}
+    enough = {folder: own for folder, own in sizes.items() if own >= ratio}
+    return min(enough, key=enough.__getitem__) if enough else max(sizes, key=sizes.__getitem__)
 
 
 def own_tau(policy: Policy) -> float | None:

@@ -72,8 +72,8 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         lines.append(
             "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget, with those of "
             f"several gates whose own size is nearest to it. {FIXED_TAU}: the τ that the gates were exported with, a "
-            "cell for each λ, as in WG-KV's paper; their size is what it comes to. Others with gates have the first "
-            "ones' own τ. The second table of a task says which τ each had."
+            "cell for each λ, as in WG-KV's paper; their size is what it comes to. wgkv+NAME: at their own τ the "
+            "most selective gates that let in as much as the budget. The second table of a task says which τ each had."
         )
     published = {cell.published for cell in cells if cell.published}
     if published:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvjax import cache as caches
@@ -11,9 +11,9 @@ from kvjax.errors import UserError
 from kvjax.evaluate.asked import Context, agreeing
 from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.contenders import Sizing, contender, known_orders, sized
+from kvjax.evaluate.contenders import GATED, Sizing, contender, known_orders, sized
 from kvjax.evaluate.fixed import Rivals, narrowest
-from kvjax.evaluate.gates import by_lambda, own_tau
+from kvjax.evaluate.gates import above, by_lambda, own_tau
 from kvjax.evaluate.head_order import default_contexts, orders
 from kvjax.evaluate.measuring import Found, Manner, groups, measure, measure_together, read
 from kvjax.evaluate.places import Place, for_rivals
@@ -91,6 +91,8 @@ class Evaluation:
         gates = config.gates[0] if config.gates else None
         if contender(policy).own_tau:
             gates, budget = by_lambda(config.gates)[budget], 1.0
+        elif contender(policy).reads == GATED:
+            gates = above(config.gates, budget, place.tokens)
         return Sizing(
             self.model, budget, place.tokens, place.shortest, config.chunk, config.observed, gates,
             config.pattern, config.seed,
@@ -130,10 +132,22 @@ class Evaluation:
                     todo.setdefault(name, []).append(budget)
             if todo:
                 place = self._against_full(place)
-            for names in _reading_alike(todo):
-                for found in self._cells({name: todo[name] for name in names}, place):
+            for alike in self._reading_alike(todo, place):
+                for found in self._cells(alike, place):
                     results.add(found)
                     progress.done(found)
+
+    def _reading_alike(
+        self, todo: Mapping[str, Sequence[float]], place: Place
+    ) -> list[dict[str, list[float]]]:
+        """The cells of a place by policy, those together whose contexts are read once for all."""
+        groups: dict[tuple[str, str | None], dict[str, list[float]]] = {}
+        for name, budgets in todo.items():
+            for budget in budgets:
+                word = contender(name).reads
+                gates = self._sizing(place, name, budget).gates if word == GATED else None
+                groups.setdefault((word or name, gates), {}).setdefault(name, []).append(budget)
+        return list(groups.values())
 
     def _against_full(self, place: Place) -> Place:
         """The place, its texts scored by what the full cache says."""
@@ -207,14 +221,6 @@ class Evaluation:
             entries += int(sizes.entries.sum())
             whole += int(sizes.tokens.sum()) * self.model.config.num_layers * self.model.config.num_kv_heads
         return entries / whole
-
-
-def _reading_alike(names: Iterable[str]) -> list[list[str]]:
-    """The names, those together whose contexts are read once for all."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(contender(name).reads or name, []).append(name)
-    return list(groups.values())
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:

@@ -11,7 +11,7 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import by_lambda
+from kvjax.evaluate.gates import above, by_lambda
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
@@ -24,6 +24,8 @@ SMALL = [
 """The sizes of test_evaluate.py: its programs."""
 OWN = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
 """λ and τ of two gates."""
+RATES = {"large": 0.9, "small": 0.4}
+"""What they are said to let in."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,8 @@ def folders(tmp_path_factory):
     """The folder that holds both."""
     parent, model = tmp_path_factory.mktemp("gates"), load_model(builtin_model("test_model"))
     for name, (weight, tau) in OWN.items():
-        described = {"tau": tau, "window": 4, "rate": np.full((2, 4), 0.5).tolist(), "lambda": weight}
+        rate = np.full((2, 4), RATES[name]).tolist()
+        described = {"tau": tau, "window": 4, "rate": rate, "lambda": weight}
         save_gates(parent / name, tiny_gates(model), described)
     return parent
 
@@ -119,6 +122,23 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
         by_lambda([str(tmp_path / "copy")])
     with pytest.raises(UserError, match="wgkv_fixed_tau needs --gates"):
         by_lambda([])
+
+
+def test_an_eviction_over_gates_takes_the_most_selective_that_let_in_enough(arguments, folders, tmp_path):
+    large, small = (str(folders / name) for name in OWN)
+    # of 104 tokens: 4 of the window and 0.4 or 0.9 of the others
+    for ratio, right in ((0.3, small), (0.42, small), (0.43, large), (0.9, large), (0.95, large)):
+        assert above([large, small], ratio, tokens=104) == right
+    unsaid = tmp_path / "unsaid"
+    save_gates(unsaid, tiny_gates(load_model(builtin_model("test_model"))), {"tau": 0.5, "window": 4})
+    assert above([small, str(unsaid), large], 0.95, tokens=104) == str(unsaid)
+    main([*arguments, "--policies", "wgkv+snapkv", "wgkv+quest", "--out", str(tmp_path / "run")])
+    found = cells(tmp_path / "run")
+    taken = {"small": (0.3, 0.9), "large": (0.8, 0.3)}
+    for name, (budget, tau) in taken.items():
+        for policy in ("wgkv+snapkv", "wgkv+quest"):
+            assert found[policy, budget]["gates"] == str(folders / name)
+            assert found[policy, budget]["tau"] == tau
 
 
 def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_path):
