@@ -1,0 +1,30 @@
+"""GGUF files against what transformers itself makes of the same file: small ones here, a real one in tests/real."""
+
+import numpy as np
+import pytest
+
+from kvjax.mesh import put, use_mesh
+from kvjax.models import load_model
+from tests.models.cases import CASES, tokens, weights, write_folder
+from tests.models.gguf_cases import write_gguf
+from tests.models.pieces import ends
+
+torch = pytest.importorskip("torch", reason="the parity extra is not installed")
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen2", "qwen3"])
+def test_logits_are_those_of_transformers_for_the_same_file(name, tmp_path):
+    """Names and permutations are its own; its config is given, for it reads no head size and no vocabulary size."""
+    import transformers
+
+    case = CASES[name]
+    file = write_gguf(tmp_path / "model.gguf", case, weights(case))
+    config = transformers.AutoConfig.from_pretrained(write_folder(tmp_path / "folder", case))
+    where = {"gguf_file": file.name, "dtype": torch.float32, "attn_implementation": "eager"}
+    twin = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, **where).eval()
+    with torch.no_grad():
+        expected = twin(torch.tensor(tokens(), dtype=torch.long)).logits.numpy()
+    model = load_model(file)
+    with use_mesh(model):
+        found = np.asarray(ends(model, put(tokens()))["logits"])
+    assert np.abs(found - expected).max() <= 1e-4 * np.abs(expected).max()
