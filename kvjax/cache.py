@@ -69,8 +69,13 @@ class Pages:
     ) -> "Pages":
         """These written; those whose page is past the pool's end are dropped."""
         kv = kv.astype(self.dtype)
-        kv = kv if self.pool.dtype == self.dtype else as_bits(kv)
+        kv = as_bits(kv) if self.as_integers else kv
         return dataclasses.replace(self, pool=self.pool.at[page, offset].set(kv, mode="drop"))
+
+    @property
+    def as_integers(self) -> bool:
+        """Whether the pool holds the bits of the entries."""
+        return self.pool.dtype != self.dtype
 
     @property
     def nbytes(self) -> int:

@@ -40,8 +40,8 @@ def extend(
         )
 
     x = model.embed_tokens(tokens)
-    xs = cache.layers, policy
-    x, pages, layers = scan_layers(model, x, position, attend, carry=cache.pages, xs=xs, token=tokens)
+    scanned = {"carry": cache.pages, "xs": (cache.layers, policy), "as_integers": cache.pages.as_integers}
+    x, pages, layers = scan_layers(model, x, position, attend, token=tokens, **scanned)
     cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
     return cache, model.norm(x)
 

@@ -1,7 +1,8 @@
-"""16-bit floats as integers of the same bits: how pages are stored on a CPU.
+"""16-bit floats as integers of the same bits: how pages are stored on a CPU, and how layers' weights are scanned there.
 
-XLA's CPU backend (jax 0.10.2) scatters no 16-bit floats: it converts the whole array to float32 and back, in every
-layer of every step. Integers it moves as they are, and what is read of them is converted alone.
+XLA's CPU backend (jax 0.10.2) scatters no 16-bit floats and takes none out of a stack in a loop: it converts the whole
+array to float32, the pool and back in every layer of every step, the weights in every call. Integers it moves as they
+are, and what is read of them is converted alone.
 """
 
 from typing import Any

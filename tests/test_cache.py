@@ -206,7 +206,7 @@ def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(c
 )
 def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
     """Temporaries of the whole scan, and the pool-sized copies in its program. XLA on a CPU would convert 16-bit floats
-    to float32 to scatter among them."""
+    to float32 to scatter among them, and to take a layer's weights out of all."""
     model = load_model(builtin_model("test_model"), dtype=dtype)
     with use_mesh(model):
         policy = {
@@ -230,6 +230,9 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
         assert made
         assert not [line for line in made if " copy(" in line or "convert" in line]
     assert program.memory_analysis().temp_size_in_bytes < 0.1 * pool.nbytes
+    for weights in jax.tree.leaves(model.layers):
+        if weights.ndim > 2 and dtype == "bfloat16":
+            assert f"= f32[{','.join(map(str, weights.shape))}]" not in program.as_text()
 
 
 @pytest.mark.parametrize("name", ["full", "wgkv", "h2o", "quest"])

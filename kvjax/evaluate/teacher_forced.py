@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.evaluate.asked import Context, held_against
-from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.mesh import BATCH, P, batch_shards, on_cpu, put, use_mesh
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import vertical_slash
@@ -88,7 +88,7 @@ class TeacherForced:
     def _run(self, whole, sink, window) -> tuple[Int[np.ndarray, "b q"], float]:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
-            found = [_outcome(self._model, lines, pattern) for lines in self._lines]
+            found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
         said, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
         return np.concatenate(said), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
@@ -115,9 +115,9 @@ def _rows(contexts, parts, size):
     return [{name: x[at * size : (at + 1) * size] for name, x in rows.items()} for at in range(parts)], asked
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="as_integers")
 def _outcome(
-    model: Decoder, lines: Lines, pattern: Pattern
+    model: Decoder, lines: Lines, pattern: Pattern, as_integers: bool
 ) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
     """The most likely token after each one behind the context, and the loss of the targets with their number."""
 
@@ -126,7 +126,8 @@ def _outcome(
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=HEADS)
         return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
 
-    x, _, _ = scan_layers(model, model.embed_tokens(lines.token), lines.position, attend, xs=pattern.whole)
+    x = model.embed_tokens(lines.token)
+    x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, as_integers=as_integers)
     logits = model.logits(model.norm(x[:, lines.context :]))
     target = lines.target[:, lines.context :]
     wanted = target >= 0

@@ -20,6 +20,7 @@ from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.step import Step
+from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 
 ROWS = P(BATCH, None, None)
@@ -220,6 +221,7 @@ def scan_layers(
     *,
     token: Int[Array, "b t"] | None = None,
     remat: bool = False,
+    as_integers: bool = False,
 ) -> tuple[Float[Array, "b t d"], Any, Any]:
     """Run `x` through all layers; attention is `attend(step, carry, xs of the layer) -> (o [b n t h], carry, ys)`.
 
@@ -229,6 +231,8 @@ def scan_layers(
         xs: what each layer has of its own, with a leading layer axis (page tables, states, a policy's parameters).
         token: the token ids, for a policy's `Step`.
         remat: recompute each layer in the backward pass instead of storing its activations.
+        as_integers: take each layer's 16-bit weights out of their stack as integers of the same bits, for a CPU
+            (`pallas_kernels.bits`). They have no gradient then.
 
     Returns:
         x before the final norm, the last carry, and every layer's `ys`, stacked.
@@ -239,6 +243,7 @@ def scan_layers(
     def body(carried, inputs):
         x, carry = carried
         layer, index, own = inputs
+        layer = jax.tree.map(lambda taken, whole: as_floats(taken, whole.dtype), layer, model.layers)
         step = Step(**layer.project(x, angles), position=position, layer=index, head=heads, token=token)
         o, carry, ys = attend(step, carry, own)
         return (layer.finish(x, o), carry), ys
@@ -249,5 +254,8 @@ def scan_layers(
         kept = jax.checkpoint_policies.save_only_these_names(SAVED)
         body = jax.checkpoint(body, prevent_cse=False, policy=kept)
     indices = jnp.arange(model.config.num_layers, dtype=jnp.int32)
-    (x, carry), ys = jax.lax.scan(body, (x, carry), (model.layers, indices, xs))
+    layers = model.layers
+    if as_integers:
+        layers = jax.tree.map(lambda x: as_bits(x) if x.dtype.itemsize == 2 else x, layers)
+    (x, carry), ys = jax.lax.scan(body, (x, carry), (layers, indices, xs))
     return x, carry, ys
