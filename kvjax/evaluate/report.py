@@ -201,8 +201,8 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
         lines = [
             f"## Sizes and speeds, {context} tokens",
             "Means over the tasks. Entries: share of the full cache's once the context was read. MiB: its pages in "
-            "use. Tokens per second: of a whole batch, without compilation; –: methods that differ only once the "
-            "context was read are read together, which says nothing of one alone.",
+            "use. Tokens per second: of a whole batch, rows that are done included, without compilation; –: methods "
+            "that differ only once the context was read are read together, which says nothing of one alone.",
             "",
             "| policy | budget | entries | footprint | all that was held | peak | MiB a context | prefill tokens/s | "
             "decode tokens/s |",
