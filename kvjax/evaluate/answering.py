@@ -13,7 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
@@ -22,7 +22,7 @@ from kvjax.evaluate.asked import Asked
 from kvjax.evaluate.pace import Pace
 from kvjax.evaluate.tasks.task import Tokens
 from kvjax.feeding import extend, feed
-from kvjax.mesh import BATCH, P, put, use_mesh
+from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.sampling import CHUNK
@@ -32,6 +32,10 @@ STEPS = 4
 """Tokens between two looks of the host."""
 LONG = 8
 """Tokens of a question that is worth a call and its program."""
+FEWER = 4
+"""The rows that still run go on as a batch of their own once they are so many times fewer …"""
+AHEAD = 32
+"""… and may have as many tokens to say: another size is another program."""
 OWN = -1
 """In place of a token that is given: what the model said last."""
 
@@ -77,19 +81,26 @@ def answers(
         said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
         stopped = np.zeros(given.shape[1], bool)
         last = put(np.zeros(given.shape[1], np.int32), BATCH)
+        rows = np.arange(given.shape[1])
         watch.lap()
         for start in range(0, len(given), STEPS):
             block = slice(start, start + STEPS)
             running = wanted[block] & ~stopped
             if not running.any():
                 break
-            fed = (put(x, None, BATCH) for x in (given[block], true[block], running))
+            if len(rows) == len(stopped) and len(given) - start >= AHEAD and batch_shards() == 1:
+                rows = _going(running)
+                if len(rows) < len(stopped):
+                    cache, last = _only(cache, last, rows)
+            fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
             cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
-            said[block], likely[block] = map(np.asarray, new)
+            said[block, rows], likely[block, rows] = map(np.asarray, new)
             caches.check(cache, policy)
-            # a step costs the same however many of its rows are done
-            pace.add(len(questions) * STEPS, watch.lap(), watch.compiled)
-            lengths, seen, ran = map(np.asarray, before)
+            seconds = watch.lap()
+            if len(rows) == len(stopped):
+                # a step costs the same however many of its rows are done
+                pace.add(len(questions) * STEPS, seconds, watch.compiled)
+            lengths, seen, ran = (_among(len(stopped), rows, np.asarray(x)) for x in before)
             calls.decoded(lengths, seen, ran, cache.window, len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
@@ -112,6 +123,36 @@ def _fed(
         given[: len(fed), row], true[: len(following), row] = fed, following
         wanted[:count, row] = True
     return given, true, wanted
+
+
+def _going(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
+    """The rows that run, with some that are done, where they are few; else all rows."""
+    going, few = running.any(0), running.shape[1] // FEWER
+    if going.sum() > few:
+        return np.arange(running.shape[1])
+    return np.sort(np.argsort(~going, kind="stable")[:few])
+
+
+def _only(
+    cache: Cache, last: Int[Array, " b"], rows: Int[np.ndarray, " rows"]
+) -> tuple[Cache, Int[Array, " rows"]]:
+    """Some rows of a cache and of what was said last. The pool is the same."""
+
+    def of(x, axis):
+        return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
+
+    layers = jax.tree.map(partial(of, axis=1), cache.layers)
+    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0)), of(last, 0)
+
+
+def _among(
+    batch: int, rows: Int[np.ndarray, " rows"], x: Shaped[np.ndarray, "..."]
+) -> Shaped[np.ndarray, "..."]:
+    """What there is of some rows, in its place among all of the batch."""
+    axis = 2 if x.ndim == 4 else 1
+    everyone = np.zeros((*x.shape[:axis], batch, *x.shape[axis + 1 :]), x.dtype)
+    everyone[(slice(None),) * axis + (rows,)] = x
+    return everyone
 
 
 def _answer(question: Asked, said: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]) -> Said:

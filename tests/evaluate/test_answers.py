@@ -6,6 +6,7 @@ import pytest
 import kvjax
 from kvjax.calls import Calls
 from kvjax.errors import UserError
+from kvjax.evaluate import answering
 from kvjax.evaluate.answering import answers
 from kvjax.evaluate.asked import Asked, Context, exact, question_aware
 from kvjax.evaluate.calibration import CLOSE, Calibration, nearest
@@ -67,6 +68,42 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
     assert pace.tokens == 2 * 8 * 3  # two blocks of four steps, all rows
     assert pace.per_second > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "wgkv", "quest"])
+def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, monkeypatch):
+    """The same is said, and the same was held at every step."""
+    made = {
+        "full": {},
+        "wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": 4},
+        "quest": {"ratio": 0.25},
+    }
+    policy = make_policy(policy, model=model, **made[policy])
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
+    asked = [Asked(np.array([5, 6], np.int32), count, lambda said: 1.0, "") for count in (3, 33, 6)]
+    only, taken = answering._only, []
+    monkeypatch.setattr(
+        answering,
+        "_only",
+        lambda cache, last, rows: (taken.append(rows.tolist()), only(cache, last, rows))[1],
+    )
+
+    def run():
+        calls, pace = Calls(), Counted()
+        said = answers(model, policy, cache, asked, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+        ran = np.array(calls.tokens) > 0
+        return [one.tokens.tolist() for one in said], np.where(ran, calls.held, 0), ran, pace.tokens
+
+    said, held, ran, counted = run()
+    assert (taken, counted) == ([], 3 * 36)
+    monkeypatch.setattr(answering, "FEWER", 3)
+    monkeypatch.setattr(answering, "AHEAD", 20)
+    again = run()
+    assert taken == [[1]]
+    assert again[0] == said
+    np.testing.assert_array_equal(again[1], held)
+    np.testing.assert_array_equal(again[2], ran)
+    assert again[3] == 3 * 8  # a speed is that of the whole batch
 
 
 def test_an_answer_ends_before_its_stop_token(model, contexts):
