@@ -47,8 +47,8 @@ class Pages:
 
     dtype: of the entries, whose bits the pool holds if it holds integers (`pallas_kernels.bits`). bounds, for policies
     that select pages: of the keys k in each page of a global region, the smallest components of k and, beside them, of
-    −k. Infinite where there are none. attended, for policies that ask: the attention that each entry got so far, its
-    group's mean.
+    −k. Infinite where there are none; float32 where the pool holds integers. attended, for policies that ask: the
+    attention that each entry got so far, its group's mean.
     """
 
     pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
@@ -226,17 +226,19 @@ def empty(
     tokens = rounded_up(tokens)
     local_batch = batch // batch_shards()
     dtype = jnp.dtype(dtype)
-    page_bytes = (page_size + (policy.selection is not None)) * 2 * head_dim * dtype.itemsize
-    page_bytes += 4 * page_size * policy.attended
+    stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
+    page_bytes = page_size * 2 * head_dim * dtype.itemsize + 4 * page_size * policy.attended
+    page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
     pages = pages_for(policy, tokens, (layers, local_batch, kv_heads), page_size, page_bytes, capacity)
     sizes = batch, layers, kv_heads, head_dim, tokens
-    stored = jnp.dtype(jnp.uint16) if dtype.itemsize == 2 and on_cpu() else dtype
-    return _empty(policy.traced, *sizes, dtype, stored, page_size, pages, capacity is not None)
+    dtypes = dtype, jnp.dtype(stored), jnp.dtype(bounds)
+    return _empty(policy.traced, *sizes, dtypes, page_size, pages, capacity is not None)
 
 
-@partial(jax.jit, static_argnums=range(1, 11))
-def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, stored, page_size, pages, bounded):
-    """A cache with `pages` pages a shard."""
+@partial(jax.jit, static_argnums=range(1, 10))
+def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtypes, page_size, pages, bounded):
+    """A cache with `pages` pages a shard. dtypes: of the entries, of what holds them, and of bounds."""
+    dtype, stored, bounded_by = dtypes
     shards, slots, tensor = axis_size(*SHARDS), policy.window - 1, axis_size("tensor")
     ring = ring_pages(policy.window, page_size)
     local = layers, batch // batch_shards(), kv_heads // tensor
@@ -255,7 +257,7 @@ def _empty(policy, batch, layers, kv_heads, head_dim, tokens, dtype, stored, pag
     pool = jnp.zeros((shards * pages, page_size, 2 * head_dim), stored, out_sharding=P(SHARDS, None, None))
     bounds = attended = None
     if policy.selection is not None:
-        bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, dtype, out_sharding=P(SHARDS, None))
+        bounds = jnp.full((shards * pages, 2 * head_dim), jnp.inf, bounded_by, out_sharding=P(SHARDS, None))
     if policy.attended:
         attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
     layer_cache = LayerCache(
@@ -384,7 +386,7 @@ def push(
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
     offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
     pages = pages.with_entries(page, offset, jnp.concatenate([leaving, ring_kv], 2))
-    pages = dataclasses.replace(pages, bounds=with_keys(pages.bounds, slot[0], leaving))
+    pages = dataclasses.replace(pages, bounds=with_keys(pages.bounds, slot[0], leaving.astype(pages.dtype)))
 
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)

@@ -37,8 +37,8 @@ from tests.pallas_kernels.compile_cases import copies
 
 POOL = 2 << 30
 BATCH_SIZE, PAGE = 8, 16
-DTYPES = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.bfloat16)
-"""Of the entries, and as they are stored."""
+DTYPES = (jnp.dtype(jnp.bfloat16),) * 3
+"""Of the entries, of what holds them, and of bounds."""
 
 
 def config(head_dim):
@@ -69,7 +69,7 @@ def programs(mesh, config):
 
     policy = jax.eval_shape(functools.partial(wgkv, config))
     sizes = BATCH_SIZE, config.num_layers, config.num_kv_heads, config.head_dim
-    empty = lambda policy: caches._empty(policy, *sizes, 65536, *DTYPES, PAGE, pages, False)  # noqa: E731
+    empty = lambda policy: caches._empty(policy, *sizes, 65536, DTYPES, PAGE, pages, False)  # noqa: E731
     cache = jax.eval_shape(empty, policy)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
@@ -82,7 +82,7 @@ def programs(mesh, config):
 
     h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
     busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
-    empty = lambda policy: caches._empty(policy, *sizes, 4096, *DTYPES, PAGE, pages, False)  # noqa: E731
+    empty = lambda policy: caches._empty(policy, *sizes, 4096, DTYPES, PAGE, pages, False)  # noqa: E731
     cache = jax.eval_shape(empty, busy)
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
