@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
@@ -141,7 +142,7 @@ class Evaluation:
         self, todo: Mapping[str, Sequence[float]], place: Place
     ) -> list[dict[str, list[float]]]:
         """The cells of a place by policy, those together whose contexts are read once for all."""
-        groups: dict[tuple[str, str | None], dict[str, list[float]]] = {}
+        groups: dict[tuple[str, str | Path | None], dict[str, list[float]]] = {}
         for name, budgets in todo.items():
             for budget in budgets:
                 word = contender(name).reads
