@@ -1,8 +1,8 @@
-"""report.md, pareto.png and the maps of kept entries, from the cells of results.jsonl."""
+"""report.md, pareto.png, mean.png and the maps of kept entries, from the cells of results.jsonl."""
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -18,6 +18,8 @@ FULL = "full"
 """The policy that others are held against."""
 SHARE = 0.9
 """Of its score, for critical footprints."""
+FOOTPRINT = "KV footprint, of full attention's"
+"""What pictures show scores against."""
 
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
@@ -82,30 +84,40 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     return "\n\n".join(lines)
 
 
-def _overviews(cells: Sequence[Cell]) -> list[str]:
-    """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
-    tables = []
+Rows = dict[tuple[str, float], list[Cell | None]]
+"""The cells of each policy and budget by task, None where one is missing."""
+
+
+def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], Rows]]:
+    """Each length that has several tasks, with the tasks and their cells side by side."""
     for context in dict.fromkeys(cell.context for cell in cells):
         found = {(cell.policy, cell.budget, cell.task): cell for cell in cells if cell.context == context}
         tasks = list(dict.fromkeys(task for _, _, task in found))
-        if len(tasks) < 2:
-            continue
+        if len(tasks) > 1:
+            rows = dict.fromkeys((policy, budget) for policy, budget, _ in found)
+            yield context, tasks, {row: [found.get((*row, task)) for task in tasks] for row in rows}
+
+
+def _overviews(cells: Sequence[Cell]) -> list[str]:
+    """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
+    tables = []
+    for context, tasks, rows in _across(cells):
         lines = [
             f"## All tasks, {context} tokens",
-            "Scores in percent as below, the text's with its perplexity; footprint and MiB of a context: means over "
-            "the tasks.",
+            "Scores in percent as below, the text's with its perplexity; mean, footprint and MiB of a context: means "
+            "over the tasks.",
             "",
-            f"| policy | budget | {' | '.join(tasks)} | footprint | MiB |",
-            "|---" * (len(tasks) + 4) + "|",
+            f"| policy | budget | {' | '.join(tasks)} | mean | footprint | MiB |",
+            "|---" * (len(tasks) + 5) + "|",
         ]
-        rows = dict.fromkeys((policy, budget) for policy, budget, _ in found)
-        for policy, budget in sorted(rows, key=lambda row: (row[0] != FULL, row[0] == FIXED_TAU, row[1])):
-            own = [found.get((policy, budget, task)) for task in tasks]
+        for row in sorted(rows, key=lambda row: (row[0] != FULL, row[0] == FIXED_TAU, row[1])):
+            own = rows[row]
             known = [cell for cell in own if cell is not None]
             size = np.mean([cell.bytes for cell in known]) / 2**20
             footprint = np.mean([cell.footprint for cell in known])
             scores = " | ".join("" if cell is None else _score(cell) for cell in own)
-            lines.append(f"| {policy} | {known[0].at} | {scores} | {footprint:.2f} | {size:.1f} |")
+            mean = f"{100 * np.mean([cell.score for cell in known]):.1f}" if len(known) == len(tasks) else ""
+            lines.append(f"| {row[0]} | {known[0].at} | {scores} | {mean} | {footprint:.2f} | {size:.1f} |")
         tables.append("\n".join(lines))
     return tables
 
@@ -234,6 +246,17 @@ def _made_with(command: str) -> str:
     return "\n".join(lines)
 
 
+def _mean_points(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+    """Mean footprint and mean score of each policy's budgets that all tasks were measured at."""
+    points: dict[str, list[tuple[float, float]]] = {}
+    for (policy, _), own in rows.items():
+        known = [cell for cell in own if cell is not None]
+        if len(known) == len(own):
+            mean = np.mean([cell.footprint for cell in known]), np.mean([cell.score for cell in known])
+            points.setdefault(policy, []).append((float(mean[0]), float(mean[1])))
+    return points
+
+
 def _draw(out: Path, cells: Sequence[Cell]) -> None:
     panels = {
         f"{title}, {own[0].samples} answers": {
@@ -242,7 +265,13 @@ def _draw(out: Path, cells: Sequence[Cell]) -> None:
         }
         for title, own in _panels(cells).items()
     }
-    pictures.draw_tradeoff(out / "pareto.png", panels, "KV footprint, of full attention's")
+    pictures.draw_tradeoff(out / "pareto.png", panels, FOOTPRINT)
+    means = {
+        f"mean of {len(tasks)} tasks, {context} tokens": _mean_points(rows)
+        for context, tasks, rows in _across(cells)
+    }
+    if means:
+        pictures.draw_tradeoff(out / "mean.png", means, FOOTPRINT)
     for folder in ("kept", "needle"):
         (out / folder).mkdir(exist_ok=True)
     for name, own in _by_policy(cells).items():

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
@@ -141,13 +142,17 @@ def test_the_report_says_what_was_done(evaluated, capsys):
         "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
     ):  # fmt: skip
         assert said in report, said
-    pictures = ["pareto", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
-    for picture in pictures:
+    expected = ["pareto", "mean", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
+    for picture in expected:
         assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
 
 
-def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path):
-    """The full cache first, then the policies of each budget together, with means of their sizes."""
+def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
+    """The full cache first, then the policies of each budget together, with means of their scores and sizes."""
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
+    )
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     cells = [cell | {"bytes": (1 + 4 * (cell["task"] == "text")) << 20} for cell in lines(folder)]
     (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
@@ -159,17 +164,22 @@ def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path)
         for line in table.split("\n## ")[0].splitlines()
         if line.startswith("| ")
     ]
-    assert rows[0] == ["policy", "budget", "needle", "text", "footprint", "MiB"]
+    assert rows[0] == ["policy", "budget", "needle", "text", "mean", "footprint", "MiB"]
     assert [row[:2] for row in rows[1:]] == [
         ["full", "1"],
         *([name, budget] for budget in ("0.25", "0.5") for name in POLICIES[1:]),
     ]
     found = {(c["policy"], c["budget"], c["task"]): c for c in lines(folder)}
-    for policy, budget, needle, text, footprint, mib in rows[1:]:
+    means = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
+    for policy, budget, needle, text, mean, footprint, mib in rows[1:]:
         own = [found[policy, float(budget), task] for task in ("needle", "text")]
         assert needle == f"{100 * own[0]['score']:.1f}"
         assert text == f"{100 * own[1]['score']:.1f} ({own[1]['perplexity']:.2f})"
         assert footprint == f"{(own[0]['footprint'] + own[1]['footprint']) / 2:.2f}"
+        assert mean == f"{50 * (own[0]['score'] + own[1]['score']):.1f}"
+        assert any((f"{x:.2f}", f"{100 * score:.1f}") == (footprint, mean) for x, score in means[policy]), (
+            policy
+        )
         assert mib == "3.0"
 
 
