@@ -45,8 +45,8 @@ def whole_heads(
 ) -> Fixed:
     """As many heads keep everything, in the order of their `weights`, as leave the others `sink` and `window`; these
     windows are then widened until there are `entries` of each kv head of a context of `context` tokens on average."""
-    heads = weights.size
-    spare, more = max(0.0, entries - sink - window), max(1, context - sink - window)
+    heads, streaming = weights.size, sink + window - 1
+    spare, more = max(0.0, entries - streaming), max(1, context - streaming)
     whole = min(heads - 1, int(heads * spare / more))
     share = (heads * entries - whole * context) / (heads - whole)
     return Fixed(choose_heads(weights, whole / heads), sink, _window(share, sink))
@@ -75,7 +75,7 @@ class Rivals:
     """The static policies of a size that answer best on calibration contexts.
 
     run: what comes of a pattern on contexts of about `context` tokens. orders: what heads are worth, by the orders'
-    names. window: the smallest of streaming heads; four times that is tried too.
+    names. window: of streaming heads; a quarter of it and four times it are tried too.
     """
 
     run: Run
@@ -96,18 +96,18 @@ class Rivals:
                 self.orders[order], entries=entries, context=self.context, window=window, sink=sinks
             )
 
-        def fits(size: int) -> bool:
-            return size <= entries
-
+        narrow = max(1, self.window // 4)
         options = {
             "order": list(self.orders),
-            "sinks": [x for x in SINKS if x == SINKS[0] or fits(x + self.window)],
-            "window": [x for x in (self.window, 4 * self.window) if x == self.window or fits(SINKS[0] + x)],
+            "sinks": [x for x in SINKS if x == SINKS[0] or x + narrow <= entries],
+            "window": [
+                x for x in (narrow, self.window, 4 * self.window) if x == narrow or SINKS[0] + x <= entries
+            ],
         }
         return self._best(make, options)
 
     def _best(self, make: Callable[..., Fixed], options: dict[str, Sequence[Any]]) -> Choice:
-        """One option after another, each at its best value given those before."""
+        """One option after another, each at its best value given those before; the first once more at the end."""
         known: dict[Any, Outcome] = {}
 
         def outcome(chosen: dict[str, Any]) -> Outcome:
@@ -118,12 +118,12 @@ class Rivals:
             return known[key]
 
         chosen = {name: values[0] for name, values in options.items()}
-        said = []
-        for name, values in options.items():
-            found = {value: outcome(chosen | {name: value}) for value in values}
+        said = {}
+        for name in (*options, next(iter(options))):
+            found = {value: outcome(chosen | {name: value}) for value in options[name]}
             chosen[name] = max(found, key=lambda value: (found[value].score, -found[value].loss))
             tried = ", ".join(f"{value} {100 * one.score:.0f}%" for value, one in found.items())
-            said.append(f"{name} {chosen[name]} (of {tried})")
+            said[name] = f"{name} {chosen[name]} (of {tried})"
         fixed = make(**chosen)
-        heads = f"{fixed.whole.sum()} of {fixed.whole.size} heads whole, " if fixed.whole.any() else ""
-        return Choice(fixed, f"{heads}window {fixed.window}; {'; '.join(said)}")
+        heads = f"{fixed.whole.sum()} of {fixed.whole.size} heads whole, " if "order" in options else ""
+        return Choice(fixed, f"{heads}window {fixed.window}; {'; '.join(said.values())}")

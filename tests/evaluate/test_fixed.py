@@ -70,6 +70,36 @@ def test_sizes_are_met(entries):
             assert WORTH[found.whole].min() > WORTH[~found.whole].max()
 
 
+def test_a_narrow_window_leaves_room_for_a_whole_head():
+    """Of 12 heads one whole takes (1024 + 11 × 7) / 12 = 91.75 entries of each at 4 sinks and a window of 4; at a
+    window of 16 it would take 102.75."""
+    weights = np.arange(12.0).reshape(3, 4)
+
+    def whole(entries, window):
+        return whole_heads(weights, entries=entries, context=1024, window=window, sink=4).whole.sum()
+
+    assert [whole(entries, 4) for entries in (91.5, 92.0)] == [0, 1]
+    assert [whole(entries, 16) for entries in (102.5, 103.0)] == [0, 1]
+    rivals = Rivals(
+        lambda whole, sink, window: Outcome(float(whole.sum()), 0.0), {"own": weights}, 1024, 16, (3, 4)
+    )
+    choice = rivals.head_pattern(102.4)
+    assert (choice.fixed.whole.sum(), choice.fixed.window) == (1, 16)
+    assert choice.said.startswith("1 of 12 heads whole, window 16; ")
+    assert rivals.head_pattern(50.0).said.startswith("0 of 12 heads whole, ")
+
+
+def test_the_order_is_chosen_once_more_at_the_best_window():
+    """One that is better only at a wide window is found."""
+
+    def run(whole, sink, window):
+        return Outcome(float(window >= 64) + 0.5 * (bool(whole[1, 2]) == (window >= 64)), 0.0)
+
+    choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE).head_pattern(400.0)
+    assert choice.fixed.whole[1, 2]
+    assert "order good (of bad 100%, good 150%)" in choice.said
+
+
 def test_the_best_order_then_sinks_then_window_are_chosen():
     """Right answers decide, the loss where they are equal."""
     best = whole_heads(WORTH, entries=400.0, context=1000, window=64, sink=64)
@@ -83,7 +113,7 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
     assert (choice.fixed.sink, choice.fixed.window) == (best.sink, best.window)
     np.testing.assert_array_equal(choice.fixed.whole, best.whole)
     for said in (
-        "order good (of bad 0%, good 50%)",
+        "order good (of bad 25%, good 75%)",
         "sinks 64 (of 4 50%, 16 50%, 64 75%, 128 50%)",
         "window 64",
     ):

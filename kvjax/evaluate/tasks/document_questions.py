@@ -6,6 +6,7 @@ to follow. Asked so, the beginning stands in the prompt once: a small model that
 quotation mark) instead of looking the sentence up.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from kvjax.evaluate.tasks.text_sample import TextQuestion, TextSample
 OPENING = "Below is a text. You will be asked to quote from it.\n\n"
 QUESTION = "Quote one sentence of the text above, word for word."
 RESERVED = 12
+"""Tokens that the distinctive word may take, and that are answered."""
 THIRDS = ("1 of 3", "2 of 3", "3 of 3")
 """Kinds: the part of the text that the sentence is in."""
 PER_THIRD = 2
@@ -58,8 +60,10 @@ def document_questions(
 def _sample(passage: str, count: Count, seed: int) -> TextSample | None:
     """The passage with questions drawn from each third; None: there are too few."""
     rng, found, questions = np.random.default_rng(seed), distinctive(passage), []
-    sizes = count([given for _, given, _ in found]) if found else []
-    found = [one for one, size in zip(found, sizes, strict=True) if size <= ROOM]
+    if found:
+        given, words = count([given for _, given, _ in found]), count([f" {word}" for *_, word in found])
+        fits = [before <= ROOM and after <= RESERVED for before, after in zip(given, words, strict=True)]
+        found = list(itertools.compress(found, fits))
     for third, kind in enumerate(THIRDS):
         inside = [(given, word) for at, given, word in found if int(at * len(THIRDS)) == third]
         if len(inside) < PER_THIRD:
