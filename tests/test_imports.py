@@ -37,7 +37,7 @@ LAYERS = (
         "kvjax.metrics",
         "kvjax.evaluate.tasks",
     },
-    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.compile"},
+    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert"},
 )
 """Lowest first. A module imports its own layer and those below it."""
 

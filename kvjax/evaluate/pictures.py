@@ -9,9 +9,10 @@ from jaxtyping import Float
 
 MARKERS = "osD^v<>PX*hdp"
 COLORS = (
-    "black tab:orange tab:green tab:red tab:purple tab:brown tab:pink tab:gray tab:olive tab:cyan gold tab:blue navy "
-    "turquoise lime salmon darkgreen plum sienna steelblue magenta khaki maroon"
-).split()
+    *("black", "tab:orange", "tab:green", "tab:red", "tab:purple", "tab:brown", "tab:pink", "tab:gray"),
+    *("tab:olive", "tab:cyan", "gold", "tab:blue", "navy", "turquoise", "lime", "salmon"),
+    *("darkgreen", "plum", "sienna", "steelblue", "magenta", "khaki", "maroon"),
+)
 """Of methods, as many as there usually are; further ones differ by their markers."""
 
 

@@ -150,7 +150,7 @@ def _tensors(path: Path, data: mmap.mmap, begin: int, infos: list[tuple]) -> dic
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ModuleNotFoundError:
         raise UserError(
-            f"{path}: GGUF files need the package gguf, which is not installed: pip install 'kvjax[gguf]'"
+            f"{path}: GGUF files need the package gguf, which is not installed: pip install gguf"
         ) from None
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
     tensors, unknown = {}, {}

@@ -32,9 +32,11 @@ class Case(NamedTuple):
     results: tuple[str, ...]
     dtype: Any
     gradient: bool = False
+    what: str = ""
 
     def __str__(self) -> str:
-        return f"{self.op}, {self.dtype}" if jnp.issubdtype(self.dtype, jnp.floating) else self.op
+        dtype = f", {self.dtype}" if jnp.issubdtype(self.dtype, jnp.floating) else ""
+        return f"{self.op}{self.what}{dtype}"
 
     def limit(self, result: Any) -> float:
         """What a result may be off by."""
@@ -94,7 +96,7 @@ def _error_of_queries(actual, expected) -> float:
 
 def _cases(key: jax.Array) -> Iterator[Case]:
     for at, dtype in enumerate(LIMITS):
-        for case in (_attention, _gradient, _decode, _mass):
+        for case in (_attention, _gradient, _decode, functools.partial(_decode, tokens=12), _mass):
             key, own = jax.random.split(jax.random.fold_in(key, at))
             yield case(own, dtype)
     yield _threshold(key)
@@ -131,10 +133,10 @@ def _gradient(key, dtype):
     return Case("vertical_slash", call, (q, k, v, jax.nn.log_sigmoid(gate)), results, dtype, gradient=True)
 
 
-def _decode(key, dtype):
-    """Two tokens; rows that are empty, full and between."""
-    page, columns, ring_pages = 16, 12, 2
-    q, pool, *new = _normal(key, dtype, (2, 8, 2, H), (4 * columns, page, 2 * H), (2, 2, 2, H), (2, 2, 2, H))
+def _decode(key, dtype, tokens=2):
+    """A few tokens, or more than a decoding step has; rows that are empty, full and between."""
+    page, columns, ring_pages, new = 16, 12, 2, (2, 2, tokens, H)
+    q, pool, *new = _normal(key, dtype, (2, 8, tokens, H), (4 * columns, page, 2 * H), new, new)
     table = jax.random.permutation(key, 4 * columns).reshape(2, 2, columns).astype(jnp.int32)
     length = jnp.array([[0, 160], [37, 16]], jnp.int32)
 
@@ -144,7 +146,7 @@ def _decode(key, dtype):
         )
 
     args = q, pool, table, length, jnp.array([32, 5], jnp.int32), *new
-    return Case("paged_decode", call, args, ("o", "lse"), dtype)
+    return Case("paged_decode", call, args, ("o", "lse"), dtype, what=f" of {tokens} tokens")
 
 
 def _mass(key, dtype):

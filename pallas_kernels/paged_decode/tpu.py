@@ -21,6 +21,7 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.paged_decode.many import TOKENS, attend_many
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
+from pallas_kernels.supported import require
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash.tpu import attend
 
@@ -41,6 +42,8 @@ STEP_BYTES = 1 << 21
 """Most bytes of their queries, of which VMEM holds two steps', and as many outputs."""
 COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
+TILE = 1 << 16
+"""Most logits of a tile whose block cannot be smaller."""
 CURSOR = ROW, BLOCK, FETCHED, ENTERED, TABLE_ROW, TABLES_BROUGHT, TAKEN = range(7)
 """Where the cursor stands: its row and block, how many blocks it has fetched and rows it has entered; the next row
 whose table to bring, and how many were; how many blocks the arithmetic has taken."""
@@ -61,8 +64,8 @@ class _Sizes(NamedTuple):
 def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int:
     """Pages of a block: whole vectors of logits, no more than a row can have."""
     keys = min(1024, BLOCK_BYTES // entry_bytes, LOGITS // (-(-queries // 8) * 8), columns * page)
-    unit = LANES // math.gcd(page, LANES)
-    return max(1, -(-keys // (unit * page))) * unit
+    whole = math.lcm(page, LANES)
+    return max(1, -(-keys // whole)) * whole // page
 
 
 def _kernel(*refs, sizes: _Sizes):
@@ -264,7 +267,18 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     capacity, page = pool.shape[:2]
-    r, queries = b * heads, n // heads * t
+    r, queries, entry_bytes = b * heads, n // heads * t, pool.dtype.itemsize * 2 * h
+    least, keys = math.lcm(page, LANES), BLOCK_BYTES // entry_bytes
+    what = f"at most {TILE // least} queries of a kv head, tokens × query heads, at this page size, not {queries}"
+    require(
+        "paged_decode",
+        "tpu",
+        (
+            least <= keys,
+            f"pages of entries whose least common multiple with {LANES} is at most {keys}, not {page}",
+        ),
+        (queries * least <= TILE, what),
+    )
     cores = _cores(r)
     # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
     # an entry, q is zero beside the values and half of the output is not used.
@@ -277,7 +291,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
     table = jnp.clip(table.reshape(r, 1, columns), 0, capacity - 1)
     sizes = _Sizes(
         page=page,
-        block=_block_pages(page, columns, pool.dtype.itemsize * 2 * h, queries),
+        block=_block_pages(page, columns, entry_bytes, queries),
         ring_pages=ring_pages,
         t=t,
         scale=h**-0.5 * math.log2(math.e),

@@ -52,6 +52,14 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
         assert contender(name).fixed or contender(name).calibrated or contender(name).own_tau
 
 
+def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
+    for observed, expected in ((4, 4), (9, 9), (32, 9)):
+        sizing = Sizing(model, 0.25, tokens=128, shortest=120, chunk=64, observed=observed, gates=gates)
+        plan = sized("wgkv+snapkv", sizing).plan
+        assert plan is not None
+        assert plan.observed == expected
+
+
 def test_what_is_read_together_reads_alike(model, gates):
     """But for what looks at tokens or counts: the same window and admission, at every budget."""
     alike: dict[str, list[Any]] = {}

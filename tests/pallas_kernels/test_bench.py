@@ -79,7 +79,7 @@ def test_a_wrong_result_stops_it(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(
         api.IMPLEMENTATIONS, "xla", lambda *args: jax.tree.map(lambda x: x * 1.001, right(*args))
     )
-    with pytest.raises(correctness.Wrong, match="paged_decode, float32: o of 'xla' is off by"):
+    with pytest.raises(correctness.Wrong, match="paged_decode of 2 tokens, float32: o of 'xla' is off by"):
         bench.measure(
             dataclasses.replace(TINY, implementation="xla", checked=("gpu", "xla")), tmp_path / "rows.json"
         )

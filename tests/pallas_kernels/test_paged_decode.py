@@ -448,6 +448,16 @@ def test_bad_arguments_are_one_line(change, message):
             {"q": jnp.zeros((1, 4, 9, 32)), "pool": jnp.zeros((6, 4, 64))},
             "a multiple of 8 entries, not 4",
         ),
+        (
+            "tpu",
+            {"q": jnp.zeros((1, 260, 4, 32))},
+            "at most 512 queries of a kv head, tokens × query heads, at this page size, not 520",
+        ),
+        (
+            "tpu",
+            {"pool": jnp.zeros((1, 4104, 64))},
+            "least common multiple with 128 is at most 2048, not 4104",
+        ),
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],
 )

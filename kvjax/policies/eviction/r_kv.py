@@ -77,7 +77,8 @@ def r_kv(
     """The last `observed` and the first `sink` entries stay. `balance`: λ.
 
     The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
-    `balance=0.1, sink=4`.
+    `balance=0.1, sink=4`. Not copied: where a key has none alike, the authors' code forgives it the first key of all,
+    which eq. 4 does not.
     """
     observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
     balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)

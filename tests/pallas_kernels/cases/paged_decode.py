@@ -71,6 +71,11 @@ COMPILE = {
         arguments(jnp.bfloat16, 256, 256, b=1, k=5, columns=49152),
         (),
     ),
+    "as many queries and as large pages as are taken": (
+        attend,
+        arguments(jnp.float32, 256, 128, t=8, g=64, pages=256),
+        (),
+    ),
     "on shards": (on_shards, arguments(jnp.bfloat16, 128, 16, b=16), ()),
     **{name: (scan, args, (1,)) for name, args in SCANS.items()},
 }
