@@ -71,6 +71,16 @@ def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, pro
     assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
 
 
+def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, sample_, full):
+    """As the published table has it: in pages of bits, layers' weights as integers where a CPU runs them."""
+    model = load_model(file, "bfloat16")
+    gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
+    score, stats = answered(model, tokenizer, prompt, sample_, make_policy("wgkv", model=model, gates=gates))
+    assert score == 1
+    assert stats.kv_ratio < 0.35
+    assert 2 * stats.full_bytes == full[1].full_bytes
+
+
 def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, sample_, full):
     """The needle stands further back than the window."""
     value = np.array(tokenizer(sample_.questions[0].expected[0])["input_ids"])
