@@ -17,6 +17,8 @@ CLOSE = 0.02
 """Of the wanted size: the search ends there."""
 STEPS = 24
 """Sizes that are measured for a ratio at most."""
+NEAREST = 2
+"""Gates of several that are brought to a size."""
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:
@@ -86,9 +88,9 @@ class Calibration:
         return self._known[logit]
 
 
-def nearest(searches: Mapping[str, Calibration], ratio: float) -> tuple[str, Policy]:
-    """Of the gates that can keep `ratio` those whose own size is nearest to it, whose τ has to be moved least: their
-    name, and the policy.
+def nearest(searches: Mapping[str, Calibration], ratio: float) -> dict[str, Policy]:
+    """Of the gates that can keep `ratio` the two whose own size is nearest to it, whose τ has to be moved least: their
+    names and policies, the nearest first.
 
     Raises UserError if none can.
     """
@@ -96,13 +98,17 @@ def nearest(searches: Mapping[str, Calibration], ratio: float) -> tuple[str, Pol
     def distance(gates: str) -> float:
         return 0.0 if len(searches) == 1 else abs(math.log(max(searches[gates].own, 1e-6) / ratio))
 
-    errors = []
+    found, errors = {}, []
     for gates in sorted(searches, key=distance):
         try:
-            return gates, searches[gates].to(ratio)
+            found[gates] = searches[gates].to(ratio)
         except UserError as error:
             errors.append(error)
-    raise errors[0]
+        if len(found) == NEAREST:
+            break
+    if not found:
+        raise errors[0]
+    return found
 
 
 def _sigmoid(x: float) -> float:

@@ -72,8 +72,9 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         )
     if any(cell.tau is not None for cell in cells):
         lines.append(
-            "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget, with those of "
-            f"several gates whose own size is nearest to it. {FIXED_TAU}: the τ that the gates were exported with, a "
+            "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget; of several "
+            "gates with the two whose own size is nearest to it, and those that answer more of further contexts are "
+            f"compared. {FIXED_TAU}: the τ that the gates were exported with, a "
             "cell for each λ, as in WG-KV's paper; their size is what it comes to. wgkv+NAME: at their own τ the "
             "most selective gates that let in as much as the budget. The second table of a task says which τ each had."
         )
@@ -187,9 +188,9 @@ def _choices(cells: Sequence[Cell]) -> list[str]:
     """What was chosen on calibration contexts, if anything was."""
     lines = [
         "## Chosen on calibration contexts",
-        "Of contexts that are not among those compared: which order of heads, how many sinks and which smallest window "
-        "answer best, with the answers right of each that was tried. Orders: heads by the loss with one of them "
-        "streaming, by that with one of them whole, by the gates' rates.",
+        "Of contexts that are not among those compared: which order of heads, how many sinks, which smallest window "
+        "and which of several gates answer best, with the answers right of each that was tried. Orders: heads by the "
+        "loss with one of them streaming, by that with one of them whole, by the gates' rates.",
         "",
         "| policy | budget | task | chosen |",
         "|---|---|---|---|",

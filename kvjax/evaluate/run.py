@@ -43,12 +43,13 @@ class Made:
 
 @dataclass(frozen=True)
 class Choosing:
-    """What static policies of a place are chosen by, none of it compared: contexts of `length` tokens that heads are
-    ordered on, and contexts that order, sinks and windows are chosen on."""
+    """What policies of a place are chosen by, none of it compared: contexts of `length` tokens that heads are
+    ordered on, contexts that order, sinks and windows are chosen on, and those that one of several gates is."""
 
     length: int
     ordered: list[Context]
     answered: list[Context]
+    gated: list[Context]
 
 
 @dataclass
@@ -79,7 +80,12 @@ class Evaluation:
         length = place.length if place.published else min(place.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
         ordered = for_rivals(place, config, count, length) if any(map(self._orders, chosen)) else []
-        return Choosing(length, ordered, for_rivals(place, config, CHOICES, place.length) if chosen else [])
+        answered = for_rivals(place, config, CHOICES, place.length) if chosen else []
+        several = len(config.gates) > 1 and any(contender(name).calibrated for name in config.policies)
+        # as many as a batch has, for which the programs are there
+        return Choosing(
+            length, ordered, answered, for_rivals(place, config, place.batch, place.length) if several else []
+        )
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
@@ -199,8 +205,28 @@ class Evaluation:
             if entry.calibrated:
                 for folder, own in possible.items():
                     searches.setdefault(folder, Calibration(own, size))
-                gates, policy = nearest({folder: searches[folder] for folder in possible}, budget)
+                found = nearest({folder: searches[folder] for folder in possible}, budget)
+                gates, choice = self._answering_best(found, place, manner)
+                policy = found[gates]
             yield Made(policy, None if own_tau(policy) is None else gates, choice)
+
+    def _answering_best(
+        self, policies: Mapping[str, Policy], place: Place, manner: Manner
+    ) -> tuple[str, str]:
+        """The name of the policy that answers best on contexts for choosing, the first of equals, and what was chosen
+        in words; without a choice there are none."""
+        if len(policies) == 1:
+            return next(iter(policies)), ""
+        place = self._against_full(
+            dataclasses.replace(place, contexts=self.choosing[place.task, place.length].gated)
+        )
+        scores = {
+            name: measure(self.model, policy, place.contexts, manner).score
+            for name, policy in policies.items()
+        }
+        best = max(scores, key=scores.__getitem__)
+        tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())
+        return best, f"gates {best} (of {tried})"
 
     def _rivals(self, place: Place, name: str) -> Rivals:
         """What the static policies of a place are chosen by."""

@@ -9,9 +9,13 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
 from kvjax.evaluate.gates import above, by_lambda
+from kvjax.evaluate.measuring import measure
+from kvjax.evaluate.places import places
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
@@ -81,6 +85,35 @@ def test_tau_is_searched_with_the_gates_of_the_nearest_size_and_written_down(eva
     assert large["tau"] < small["tau"]
 
 
+@pytest.mark.parametrize("scores", [(0.75, 0.5), (0.5, 0.75), (0.5, 0.5)], ids=str)
+def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
+    scores, arguments, folders, tmp_path, monkeypatch
+):
+    """On contexts that are neither compared nor what τ is searched on; of equals the nearer."""
+    small, large = (str(folders / name) for name in ("small", "large"))
+    asked = [*arguments, "--policies", "wgkv", "--budgets", "0.3", "--out", str(tmp_path / "run")]
+    (place,) = places(parse(asked))
+    others = {context.tokens.tobytes() for context in (*place.contexts, *place.calibration)}
+    given = iter(scores)
+
+    def measured(model, policy, contexts, manner):
+        found = measure(model, policy, contexts, manner)
+        if contexts[0].tokens.tobytes() in others:
+            return found
+        assert not others & {context.tokens.tobytes() for context in contexts}
+        return dataclasses.replace(found, score=next(given))
+
+    monkeypatch.setattr(run, "measure", measured)
+    main(asked)
+    (cell,) = cells(tmp_path / "run").values()
+    best = large if scores[1] > scores[0] else small
+    assert cell["gates"] == best
+    assert (
+        cell["choice"] == f"gates {best} (of {small} {100 * scores[0]:.0f}%, {large} {100 * scores[1]:.0f}%)"
+    )
+    assert cell["choice"] in (tmp_path / "run" / "report.md").read_text()
+
+
 def test_the_report_says_which_protocol_each_row_has(evaluated, folders):
     report, found = (evaluated / "report.md").read_text(), cells(evaluated)
     assert "Two protocols for gates. wgkv: τ is searched" in report
@@ -146,12 +179,12 @@ def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_pat
     wide = tmp_path / "wide"
     described = {"tau": 0.3, "window": 60, "rate": np.full((2, 4), 0.5).tolist(), "lambda": 0.01}
     save_gates(wide, tiny_gates(load_model(builtin_model("test_model"))), described)
-    run = [*SMALL[:-4], "--tasks", "needle", "--policies", "wgkv", "--budgets", "0.3"]
-    main([*run, "--gates", str(wide), str(folders / "small"), "--out", str(tmp_path / "both")])
+    asked = [*SMALL[:-4], "--tasks", "needle", "--policies", "wgkv", "--budgets", "0.3"]
+    main([*asked, "--gates", str(wide), str(folders / "small"), "--out", str(tmp_path / "both")])
     (cell,) = cells(tmp_path / "both").values()
     assert cell["gates"] == str(folders / "small")
     with pytest.raises(UserError, match="does not hold its window of 60"):
-        main([*run, "--gates", str(wide), "--out", str(tmp_path / "alone")])
+        main([*asked, "--gates", str(wide), "--out", str(tmp_path / "alone")])
     assert not (tmp_path / "alone" / "results.jsonl").exists()
 
 
