@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -192,6 +192,7 @@ class Evaluation:
         entry = contender(name)
         searches: dict[str, Calibration] = {}
         rivals = functools.cache(lambda: self._rivals(place, name))
+        gated = functools.cache(lambda: self._gated(place))
 
         def size(policy: Policy) -> float:
             return self._size(policy, place, manner)
@@ -206,23 +207,24 @@ class Evaluation:
                 for folder, own in possible.items():
                     searches.setdefault(folder, Calibration(own, size))
                 found = nearest({folder: searches[folder] for folder in possible}, budget)
-                gates, choice = self._answering_best(found, place, manner)
+                gates, choice = self._answering_best(found, gated, manner)
                 policy = found[gates]
             yield Made(policy, None if own_tau(policy) is None else gates, choice)
 
+    def _gated(self, place: Place) -> Sequence[Context]:
+        """What one of several gates is chosen on, texts scored by what the full cache says."""
+        own = self.choosing[place.task, place.length].gated
+        return self._against_full(dataclasses.replace(place, contexts=own)).contexts
+
     def _answering_best(
-        self, policies: Mapping[str, Policy], place: Place, manner: Manner
+        self, policies: Mapping[str, Policy], contexts: Callable[[], Sequence[Context]], manner: Manner
     ) -> tuple[str, str]:
-        """The name of the policy that answers best on contexts for choosing, the first of equals, and what was chosen
-        in words; without a choice there are none."""
+        """The name of the policy that answers best on the contexts, the first of equals, and what was chosen in words;
+        of one policy none."""
         if len(policies) == 1:
             return next(iter(policies)), ""
-        place = self._against_full(
-            dataclasses.replace(place, contexts=self.choosing[place.task, place.length].gated)
-        )
         scores = {
-            name: measure(self.model, policy, place.contexts, manner).score
-            for name, policy in policies.items()
+            name: measure(self.model, policy, contexts(), manner).score for name, policy in policies.items()
         }
         best = max(scores, key=scores.__getitem__)
         tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())

@@ -14,6 +14,7 @@ from kvjax.evaluate.tasks.document_questions import (
     FEWEST,
     PER_THIRD,
     QUESTION,
+    RESERVED,
     THIRDS,
     distinctive,
     document_questions,
@@ -102,6 +103,22 @@ def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
     for at, given, word in distinctive(passage):
         assert passage[round(at * len(passage)) :].lstrip('"').startswith(word)
         assert len(given.split()) >= FEWEST
+
+
+def test_words_that_do_not_fit_into_an_answer_are_not_asked(folder):
+    own = material(folder)
+
+    def count(texts):
+        """As if terms of every tenth paragraph took a token more than an answer has."""
+        return [
+            RESERVED + 1 if re.fullmatch(r" Guild\d+x\d*3x\d", text) else n
+            for text, n in zip(texts, own.count(texts), strict=True)
+        ]
+
+    samples = document_questions(own.part(COMPARED), own.encode, count, LENGTH)
+    asked = [word for sample in samples for q in sample.questions for word in q.expected]
+    assert len(asked) >= 12
+    assert not [word for word in asked if re.search(r"3x\d$", word)]
 
 
 def test_questions_have_one_answer_which_only_the_context_holds(folder):

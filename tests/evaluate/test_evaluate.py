@@ -13,6 +13,7 @@ from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.head_order import write_pattern
+from kvjax.evaluate.report import report
 from kvjax.evaluate.results import Results
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
@@ -181,6 +182,23 @@ def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path,
             policy
         )
         assert mib == "3.0"
+
+
+def test_a_mean_is_of_all_tasks_or_not_shown(arguments, evaluated, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
+    )
+    config = parse([*arguments, *TASKS, "--out", str(shutil.copytree(evaluated[0], tmp_path / "run"))])
+    cells = list(Results(config).cells.values())
+    missing = next(
+        cell for cell in cells if (cell.policy, cell.budget, cell.task) == ("snapkv", 0.25, "text")
+    )
+    tables = report(config, [cell for cell in cells if cell is not missing], "…")
+    (row,) = (line for line in tables.split("\n## ")[0].splitlines() if line.startswith("| snapkv | 0.25 |"))
+    assert "|  |  |" in row
+    points = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
+    assert (len(points["snapkv"]), len(points["wgkv"])) == (1, 2)
 
 
 def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path):

@@ -89,13 +89,14 @@ def test_a_narrow_window_leaves_room_for_a_whole_head():
     assert rivals.head_pattern(50.0).said.startswith("0 of 12 heads whole, ")
 
 
-def test_the_order_is_chosen_once_more_at_the_best_window():
-    """One that is better only at a wide window is found."""
+def test_the_order_is_chosen_once_more_at_the_end():
+    """One that is worse where two heads are whole, as at the narrowest window, and better where one is."""
 
     def run(whole, sink, window):
-        return Outcome(float(window >= 64) + 0.5 * (bool(whole[1, 2]) == (window >= 64)), 0.0)
+        alone = whole.sum() == 1
+        return Outcome(float(alone) + 0.5 * (bool(whole[1, 2]) == alone), 0.0)
 
-    choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE).head_pattern(400.0)
+    choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 100, SHAPE).head_pattern(400.0)
     assert choice.fixed.whole[1, 2]
     assert "order good (of bad 100%, good 150%)" in choice.said
 
