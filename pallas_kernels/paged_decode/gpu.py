@@ -31,6 +31,9 @@ STAGES = 5
 two kinds of loads half of what it is allowed."""
 PROGRAMS = 2
 """To a multiprocessor."""
+LARGEST = 1 << 14
+"""Queries of a row × head_dim, each rounded up to a power of two: 64 registers a thread. More are tiled, as those of
+many tokens are."""
 
 
 class _Sizes(NamedTuple):
@@ -108,16 +111,16 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, o_ref, lse_ref, *, sizes: _Siz
 
 def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: bool | None = None):
     check_supported("gpu", q, pool, page_table)
-    if q.shape[2] > TOKENS:
-        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        return attend_many(many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     page = pool.shape[1]
     r, queries = b * heads, n // heads * t
     h2 = power(h)
+    if t > TOKENS or power(queries, 16) * h2 > LARGEST:
+        many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
+        return attend_many(many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
     # An output of more than 64 registers a thread would be too much, or q's share of the shared memory.
-    large = power(queries, 16) * h2 >= 1 << 13
+    large = 2 * power(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
     programs = min(PROGRAMS * multiprocessors(), r * -(-columns * page // keys))
     shares = Shares(r, queries, t, h, programs)

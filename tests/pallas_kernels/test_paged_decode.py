@@ -219,6 +219,11 @@ def test_bfloat16(implementation):
     check(implementation, shape, [0, 5, 32], [0, 112, 3, 0, 17, 16], 0, chosen=True, dtype=jnp.bfloat16)
 
 
+def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
+    """80 query heads of one and four tokens: 512 × 64 numbers of the output, padded."""
+    check("gpu", (1, 80, 1, 4, 64, 8, 6, 2), [9], [27], 0)
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
