@@ -220,8 +220,18 @@ def test_bfloat16(implementation):
 
 
 def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
-    """80 query heads of one and four tokens: 512 × 64 numbers of the output, padded."""
-    check("gpu", (1, 80, 1, 4, 64, 8, 6, 2), [9], [27], 0)
+    """80 query heads of one and four tokens, 512 × 64 numbers of the output, padded, are tiled; one token's are not."""
+
+    def shape(t):
+        return (1, 80, 1, t, 64, 8, 6, 2)
+
+    def is_tiled(t):
+        call = compiled("gpu", 2, True, True)
+        return "paged_decode" not in str(jax.make_jaxpr(call)(*cache(shape(t), [9], [27], 0)))
+
+    assert is_tiled(4)
+    assert not is_tiled(1)
+    check("gpu", shape(4), [9], [27], 0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
