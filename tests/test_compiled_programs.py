@@ -73,3 +73,9 @@ def test_counting_attention_copies_it_at_most_on_the_way_in_and_out(reports, hea
 def test_prefill_needs_little_beside_the_pool(reports, head_dim):
     """One row of the table has room for 65,000 entries; a copy of all rows would be 128 MiB at head_dim 64."""
     assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < head_dim << 20
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_training_holds_no_matrix_of_logits(reports, head_dim):
+    """That of one sequence of 2,048 tokens and a device's 8 query heads is 128 MiB in float32."""
+    assert reports[f"training, head_dim {head_dim}"]["temporaries"] < 128 << 20
