@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvjax.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
     from kvjax.errors import UserError
     from kvjax.evaluate.config import default_chunk, default_observed
     from kvjax.evaluate.contenders import Sizing, sized
-    from kvjax.evaluate.fixed import SINKS, whole_heads
+    from kvjax.evaluate.static_heads import SINKS, whole_heads
 
     if name.split("+")[0] == "wgkv":
         raise UserError(f"--policies {name}: gates are timed as 'random + gates', at a rate that is known")
@@ -151,9 +151,9 @@ def eviction(
     model: Any, policy: Any, tokens: Any, config: BenchmarkConfig
 ) -> tuple[Any, Callable[[Any], Any]] | None:
     """A cache before the compaction that ends a policy's prefill, and that compaction; None where there is none."""
-    from kvjax import sampling
-    from kvjax.compaction import quota
-    from kvjax.schedule import compacted
+    from kvjax.inference import sampling
+    from kvjax.inference.eviction import compacted
+    from kvjax.inference.quota import quota
 
     if policy.plan is None or policy.plan.schedule.when != "prompt":
         return None
@@ -173,7 +173,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
     from flax import nnx
 
     from kvjax import cache as caches
-    from kvjax import sampling
+    from kvjax.inference import sampling
     from kvjax.mesh import BATCH, put
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder

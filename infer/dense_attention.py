@@ -13,7 +13,7 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
     import numpy as np
     from einops import rearrange
 
-    from kvjax.attention import HEADS, causal_attention
+    from kvjax.inference.attention import HEADS, causal_attention
     from kvjax.models.decoder import scan_layers
     from kvjax.models.rope import cos_sin
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape, parse_command, run_command, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,10 @@ def main() -> None:
     import jax
 
     import kvjax
-    from kvjax.evaluate.asked import exact
     from kvjax.evaluate.measuring import Manner, measure
     from kvjax.evaluate.pictures import draw_depths
-    from kvjax.evaluate.tasks import Needle, builtin_text, builtin_vocabulary
+    from kvjax.tasks import Needle, builtin_text, builtin_vocabulary
+    from kvjax.tasks.context import exact
 
     depths = np.linspace(0, 1, config.depths)
     task = Needle(builtin_vocabulary(), builtin_text("evaluate"), tuple(depths))

@@ -8,7 +8,7 @@ tenth by SnapKV's scores (WG-KV's composition). What gates refuse never has to b
 
 import dataclasses
 
-from kvjax.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ def main(args: list[str] | None = None) -> None:
     import jax
     import numpy as np
 
-    from kvjax.calls import Calls
     from kvjax.evaluate.footprint import measured
+    from kvjax.inference.record import Calls
+    from kvjax.inference.sampling import sample
     from kvjax.models import load_model
     from kvjax.policies import make_policy
-    from kvjax.sampling import sample
 
     with jax.set_mesh(mesh):
         model = load_model(config.model, max_length=config.prompt_tokens + config.new_tokens)
@@ -82,9 +82,9 @@ def passages(config: OverflowConfig):
     import numpy as np
 
     from kvjax.errors import UserError
-    from kvjax.evaluate.tasks import builtin_text
     from kvjax.generate import read_prompt
     from kvjax.models import load_tokenizer
+    from kvjax.tasks import builtin_text
 
     if config.text == "builtin":
         text = builtin_text("evaluate")

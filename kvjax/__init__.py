@@ -15,10 +15,10 @@ _HOME = {
     "load_tokenizer": "kvjax.models",
     "save_model": "kvjax.models",
     "make_policy": "kvjax.policies",
-    "prefill": "kvjax.sampling",
-    "sample": "kvjax.sampling",
-    "stream": "kvjax.sampling",
-    "logits": "kvjax.sampling",
+    "prefill": "kvjax.inference.sampling",
+    "sample": "kvjax.inference.sampling",
+    "stream": "kvjax.inference.sampling",
+    "logits": "kvjax.inference.sampling",
     "stats": "kvjax.cache",
     "make_mesh": "kvjax.mesh",
     "CapacityError": "kvjax.cache",
@@ -29,10 +29,10 @@ __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 if TYPE_CHECKING:
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
+    from kvjax.inference.sampling import logits, prefill, sample, stream
     from kvjax.mesh import make_mesh
     from kvjax.models import load_model, load_tokenizer, save_model
     from kvjax.policies import make_policy
-    from kvjax.sampling import logits, prefill, sample, stream
 
 
 def __getattr__(name: str) -> Any:

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape, parse_command, run_command, start
-from kvjax.text_file import read_text
+from kvjax.files import read_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +130,10 @@ def run(config: GenerateConfig) -> None:
     import jax
 
     from kvjax import cache as caches
+    from kvjax.command.stopwatch import Stopwatch
+    from kvjax.inference.sampling import stream
     from kvjax.models import load_model, load_tokenizer
     from kvjax.policies import make_policy
-    from kvjax.sampling import stream
-    from kvjax.stopwatch import Stopwatch
 
     if config.mesh.batch_shards > 1:
         shards = config.mesh.batch_shards

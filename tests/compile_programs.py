@@ -20,15 +20,16 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from kvjax import cache as caches
-from kvjax.compaction import Quota, compact
-from kvjax.feeding import last_logits
+from kvjax.cache import Layout, Quota
+from kvjax.inference.eviction import compact
+from kvjax.inference.forward import last_logits
+from kvjax.inference.room import laid_out
+from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
-from kvjax.sampling import Draw, decode_block
 from kvjax.train.config import TrainConfig
 from kvjax.train.step import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
@@ -37,7 +38,7 @@ from tests.pallas_kernels.compile_cases import copies
 POOL = 2 << 30
 HEAD_DIMS = 64, 128
 BATCH_SIZE, PAGE = 8, 16
-DTYPES = (jnp.dtype(jnp.bfloat16),) * 3
+DTYPE = jnp.dtype(jnp.bfloat16)
 """Of the entries, of what holds them, and of bounds."""
 
 
@@ -68,9 +69,16 @@ def programs(mesh, config):
     yield "training", make_update(train), (state, model, row(jnp.int32, (2, 2048), BATCH, None)), {}
 
     policy = jax.eval_shape(functools.partial(wgkv, config))
-    sizes = BATCH_SIZE, config.num_layers, config.num_kv_heads, config.head_dim
-    empty = lambda policy: caches._empty(policy, *sizes, 65536, DTYPES, PAGE, pages, False)  # noqa: E731
-    cache = jax.eval_shape(empty, policy)
+
+    def empty(policy, tokens):
+        layout = Layout(
+            batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            window=policy.window, tokens=tokens, page_size=PAGE, pages=pages, dtype=DTYPE, stored=DTYPE,
+            bounds=None if policy.selection is None else DTYPE, attended=policy.attended,
+        )  # fmt: skip
+        return jax.eval_shape(lambda policy: laid_out(policy, layout), policy)
+
+    cache = empty(policy, 65536)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
 
@@ -82,13 +90,12 @@ def programs(mesh, config):
 
     h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
     busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
-    empty = lambda policy: caches._empty(policy, *sizes, 4096, DTYPES, PAGE, pages, False)  # noqa: E731
-    cache = jax.eval_shape(empty, busy)
+    cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
 
     evicting = make_policy("adakv", model=model, ratio=0.25)
-    cache = jax.eval_shape(empty, evicting.traced)
+    cache = empty(evicting.traced, 4096)
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,

@@ -8,8 +8,8 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from kvjax import sampling
 from kvjax.errors import UserError, real_number, whole_number
+from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_gates, tiny_model
 

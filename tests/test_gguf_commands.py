@@ -10,19 +10,19 @@ import pytest
 from kvjax import generate
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
-from kvjax.evaluate.places import places
 from kvjax.evaluate.run import Evaluation, pairs
-from kvjax.evaluate.tasks import heldout_files
+from kvjax.evaluate.workloads import workloads
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
+from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
 from kvjax.train.config import TrainConfig
 from kvjax.train.loop import Trained
 from kvjax.train.validation import Validation
-from tests.evaluate.ruler_inputs import smol
 from tests.models.cases import LLAMA, weights
 from tests.models.gguf_cases import write_gguf
+from tests.tasks.ruler_inputs import smol
 from tests.tiny_models import tiny_gates
 
 __all__ = ["smol"]  # fixture
@@ -106,7 +106,7 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     trained = Trained(loaded, gates, make_mesh(), tmp_path, validation)
     compare = printed(train.summary(config, trained), "compare them: python -m kvjax.evaluate ")
     told = parse_evaluate(compare)
-    compared = places(dataclasses.replace(told, samples=1, batch=1))
-    assert [place.task for place in compared] == ["needle", "niah_single_1", "vt"]
+    compared = workloads(dataclasses.replace(told, samples=1, batch=1))
+    assert [workload.task for workload in compared] == ["needle", "niah_single_1", "vt"]
     Evaluation(told, loaded, compared)
     assert len(pairs(told)) > 50

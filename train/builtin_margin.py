@@ -13,9 +13,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from kvjax.evaluate.tasks import Recall, packed
 from kvjax.mesh import BATCH
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.tasks import Recall, packed
 from pallas_kernels.vertical_slash import vertical_slash
 from train.builtin_weights import Matcher, Weights, set_drawn
 

@@ -1,7 +1,7 @@
 """Makes the built-in model, its test-size sibling and the held-out text: `python -m train.builtin_model`.
 
 It needs nothing but the machine it is on. The text is the Python standard library's source; the tasks are those of
-`kvjax.evaluate.tasks`. A run that was stopped goes on from its last checkpoint. The same machine gives the same model.
+`kvjax.tasks`. A run that was stopped goes on from its last checkpoint. The same machine gives the same model.
 """
 
 import os
@@ -25,13 +25,13 @@ from jax.sharding import reshard
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from kvjax.evaluate.tasks import Mixture, Recall, Vocabulary
-from kvjax.evaluate.tasks.builtin import encode_files, split_files
-from kvjax.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.models import save_model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.rope import RopeConfig
+from kvjax.tasks import Mixture, Recall, Vocabulary
+from kvjax.tasks.builtin import encode_files, split_files
 from train.builtin_margin import settle_margins
 from train.builtin_scores import cross_entropy, model_card
 from train.builtin_text import VOCABULARY, hold_out, save_tokenizer, standard_library, train_tokenizer

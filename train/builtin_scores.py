@@ -11,9 +11,9 @@ from einops import rearrange
 from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
-from kvjax.evaluate.tasks import TASKS, Task, Text, Tokens, Vocabulary, packed
 from kvjax.mesh import BATCH
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.tasks import TASKS, Task, Text, Tokens, Vocabulary, packed
 
 Judged = tuple[jax.Array, jax.Array]
 """For each token but the first: its cross-entropy in nats, and whether it is the likeliest. Both [b, t - 1]."""
@@ -142,7 +142,7 @@ it knows Python source and a few tasks.
 ## How it was made
 
 `python -m train.builtin_model`, from nothing but the standard library's source text and seeded tasks
-(`kvjax/evaluate/tasks`): {training}
+(`kvjax/tasks`): {training}
 The tokenizer is a byte-level BPE trained on the same text.
 
 **Structured initial weights.** The architecture is a plain Qwen3, but some heads do not start from random weights

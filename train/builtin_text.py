@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from kvjax.evaluate.tasks import SPECIAL_TOKENS, Vocabulary
-from kvjax.evaluate.tasks.builtin import FILE_HEADING
+from kvjax.tasks import SPECIAL_TOKENS, Vocabulary
+from kvjax.tasks.builtin import FILE_HEADING
 
 VOCABULARY = 1088
 HELDOUT_BYTES = 295_000

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.evaluate.tasks import Vocabulary
 from kvjax.models.config import ModelConfig
+from kvjax.tasks import Vocabulary
 
 Weights = dict[str, np.ndarray]
 """Arrays by their names in the decoder, layers stacked: q [l d n h], k and v [l d k h], o [l n h d], gate [l d f], …"""

@@ -7,8 +7,8 @@
 import dataclasses
 from pathlib import Path
 
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape, parse_command, run_command, start
 
 
 @dataclasses.dataclass(frozen=True)

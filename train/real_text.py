@@ -18,9 +18,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvjax.atomic import write_text
+from kvjax.command.launch import parse_command, run_command
 from kvjax.errors import UserError
-from kvjax.launch import parse_command, run_command
+from kvjax.files import write_text
 
 DOC = "usr/share/doc"
 PYTHON = f"{DOC}/python3.11/html/_sources"

@@ -3,8 +3,8 @@
 import shlex
 import sys
 
+from kvjax.command.launch import run_command, start
 from kvjax.evaluate.config import parse
-from kvjax.launch import run_command, start
 
 
 def main(args: list[str] | None = None) -> None:
@@ -15,14 +15,14 @@ def main(args: list[str] | None = None) -> None:
     # jax and the rest come only once the command line is known to be good
     import jax
 
+    from kvjax.command.progress import Progress
     from kvjax.evaluate.config import FIXED_TAU
     from kvjax.evaluate.contenders import contender
     from kvjax.evaluate.gates import by_lambda
-    from kvjax.evaluate.places import places
-    from kvjax.evaluate.progress import Progress
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
     from kvjax.evaluate.run import Evaluation, pairs
+    from kvjax.evaluate.workloads import workloads
     from kvjax.models import load_model
 
     for name in config.policies:
@@ -30,14 +30,14 @@ def main(args: list[str] | None = None) -> None:
     if FIXED_TAU in config.policies:
         by_lambda(config.gates)
     results = Results(config)
-    compared = places(config)
+    compared = workloads(config)
     results.check_contexts(compared)
     with jax.set_mesh(mesh):
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         evaluation = Evaluation(config, model, compared)
         results.begin()
-        wanted = [(*pair, place.task, place.length) for place in compared for pair in pairs(config)]
-        with Progress(len(wanted), sum(key in results.cells for key in wanted)) as progress:
+        wanted = [(*pair, workload.task, workload.length) for workload in compared for pair in pairs(config)]
+        with Progress("cells", len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)
     given = sys.argv[1:] if args is None else args
     cells = list(results.cells.values())

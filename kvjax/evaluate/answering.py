@@ -17,16 +17,15 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
-from kvjax.calls import Calls
-from kvjax.evaluate.asked import Asked
-from kvjax.evaluate.pace import Pace
-from kvjax.evaluate.tasks.task import Tokens
-from kvjax.feeding import extend, feed
+from kvjax.command.stopwatch import Pace, Stopwatch
+from kvjax.inference.forward import extend, feed
+from kvjax.inference.record import Calls
+from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.sampling import CHUNK
-from kvjax.stopwatch import Stopwatch
+from kvjax.tasks.context import Asked
+from kvjax.tasks.task import Tokens
 
 STEPS = 4
 """Tokens between two looks of the host."""
@@ -95,7 +94,7 @@ def answers(
             fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
             cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
             said[block, rows], likely[block, rows] = map(np.asarray, new)
-            caches.check(cache, policy)
+            caches.check(cache, policy.name)
             seconds = watch.lap()
             if len(rows) == len(stopped):
                 # a step costs the same however many of its rows are done

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
+from kvjax.command.launch import MeshShape, parse_command
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.launch import MeshShape, parse_command
 
 FIXED_TAU = "wgkv_fixed_tau"
 """Gates at their own τ."""

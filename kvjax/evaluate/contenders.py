@@ -10,10 +10,10 @@ from jaxtyping import Float
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
-from kvjax.evaluate.fixed import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
+from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.head_pattern import read_pattern
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
 from kvjax.policies.policy import head_table
 

@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from kvjax.calls import Calls
 from kvjax.errors import UserError
+from kvjax.inference.record import Calls
 
 
 @dataclass(frozen=True)

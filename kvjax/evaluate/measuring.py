@@ -14,21 +14,20 @@ from jaxtyping import Float
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
-from kvjax.calls import Calls
+from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Said, answers
-from kvjax.evaluate.asked import Asked, Context
 from kvjax.evaluate.footprint import measured
-from kvjax.evaluate.pace import Pace
-from kvjax.evaluate.tasks.task import Tokens
 from kvjax.evaluate.together import Together
-from kvjax.feeding import feed
+from kvjax.inference.forward import feed
+from kvjax.inference.record import Calls
+from kvjax.inference.sampling import CHUNK, prefill
+from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.sampling import CHUNK, prefill
-from kvjax.schedule import at_prompt_end
-from kvjax.stopwatch import Stopwatch
+from kvjax.tasks.context import Asked, Context
+from kvjax.tasks.task import Tokens
 
 
 @dataclass(frozen=True)

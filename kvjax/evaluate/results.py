@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.atomic import write_text
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Found
-from kvjax.evaluate.places import Place
-from kvjax.policies.admission.head_pattern import pattern_digest
+from kvjax.evaluate.workloads import Workload
+from kvjax.files import write_text
+from kvjax.policies.admission.pattern_folder import pattern_digest
 from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
@@ -72,11 +72,17 @@ class Cell:
         """The budget, or the λ of gates at their own τ."""
         return f"λ {self.budget:g}" if self.policy == FIXED_TAU else f"{self.budget:g}"
 
+    def __str__(self) -> str:
+        return (
+            f"{self.task} {self.context}, {self.policy} at {self.at}: {100 * self.score:.1f}%, "
+            f"{self.kv_ratio:.3f} of the entries, footprint {self.footprint:.3f}"
+        )
+
 
 def cell(
     policy: str,
     budget: float,
-    place: Place,
+    workload: Workload,
     found: Found,
     config: EvaluateConfig,
     gates: str | None = None,
@@ -91,10 +97,10 @@ def cell(
     return Cell(
         policy=policy,
         budget=budget,
-        task=place.task,
-        context=place.length,
-        metric=place.source.metric,
-        contexts=place.digest,
+        task=workload.task,
+        context=workload.length,
+        metric=workload.source.metric,
+        contexts=workload.digest,
         samples=found.answers,
         score=round(found.score, 6),
         perplexity=None if found.perplexity is None else round(found.perplexity, 6),
@@ -107,7 +113,7 @@ def cell(
         decode_tok_s=speed(found.decode),
         by_kind={kind: round(score, 6) for kind, score in found.by_kind.items()},
         question_aware=config.question_aware,
-        published=place.published,
+        published=workload.published,
         seed=config.seed,
         kept=found.kept.round(4).tolist(),
         gates=gates,
@@ -142,9 +148,9 @@ class Results:
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
-    def check_contexts(self, places: Sequence[Place]) -> None:
+    def check_contexts(self, workloads: Sequence[Workload]) -> None:
         """Raise UserError if a finished cell is of other contexts than those that are compared now."""
-        known = {(place.task, place.length): place.digest for place in places}
+        known = {(workload.task, workload.length): workload.digest for workload in workloads}
         for found in self.cells.values():
             if known.get((found.task, found.context), found.contexts) != found.contexts:
                 raise UserError(

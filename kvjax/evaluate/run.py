@@ -8,24 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvjax import cache as caches
+from kvjax.command.progress import Progress
+from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
-from kvjax.evaluate.asked import Context, agreeing
-from kvjax.evaluate.calibration import Calibration, nearest
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, contender, known_orders, sized
-from kvjax.evaluate.fixed import Rivals, narrowest
-from kvjax.evaluate.gates import above, by_lambda, own_tau
-from kvjax.evaluate.head_order import default_contexts, orders
+from kvjax.evaluate.gates import Calibration, above, by_lambda, nearest, own_tau
 from kvjax.evaluate.measuring import Found, Manner, groups, measure, measure_together, read
-from kvjax.evaluate.places import Place, for_rivals
-from kvjax.evaluate.progress import Progress
 from kvjax.evaluate.results import HEADS, Cell, Results, cell
+from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.workloads import Workload, for_rivals
+from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import load_gates
-from kvjax.sampling import BLOCK
-from kvjax.stopwatch import Stopwatch
+from kvjax.tasks.context import Context, agreeing
 
 CHOICES = 10
 """Contexts that static policies are chosen on."""
@@ -43,7 +41,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Choosing:
-    """What policies of a place are chosen by, none of it compared: contexts of `length` tokens that heads are
+    """What policies of a workload are chosen by, none of it compared: contexts of `length` tokens that heads are
     ordered on, contexts that order, sinks and windows are chosen on, and those that one of several gates is."""
 
     length: int
@@ -62,36 +60,39 @@ class Evaluation:
 
     config: EvaluateConfig
     model: Decoder
-    places: Sequence[Place]
+    workloads: Sequence[Workload]
     watch: Stopwatch = field(default_factory=Stopwatch)
     choosing: dict[tuple[str, int], Choosing] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         for gates in self.config.gates:
             load_gates(gates, self.model)
-        for place, (policy, budget) in itertools.product(self.places, pairs(self.config)):
-            self._possible(policy, self._sizing(place, policy, budget))
-        for place in self.places:
-            self.choosing[place.task, place.length] = self._choosing(place)
+        for workload, (policy, budget) in itertools.product(self.workloads, pairs(self.config)):
+            self._possible(policy, self._sizing(workload, policy, budget))
+        for workload in self.workloads:
+            self.choosing[workload.task, workload.length] = self._choosing(workload)
 
-    def _choosing(self, place: Place) -> Choosing:
+    def _choosing(self, workload: Workload) -> Choosing:
         config, shape = self.config, self.model.config
         chosen = [name for name in config.policies if contender(name).chosen is not None]
-        length = place.length if place.published else min(place.length, config.order_length)
+        length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
-        ordered = for_rivals(place, config, count, length) if any(map(self._orders, chosen)) else []
-        answered = for_rivals(place, config, CHOICES, place.length) if chosen else []
+        ordered = for_rivals(workload, config, count, length) if any(map(self._orders, chosen)) else []
+        answered = for_rivals(workload, config, CHOICES, workload.length) if chosen else []
         several = len(config.gates) > 1 and any(contender(name).calibrated for name in config.policies)
         # as many as a batch has, for which the programs are there
         return Choosing(
-            length, ordered, answered, for_rivals(place, config, place.batch, place.length) if several else []
+            length,
+            ordered,
+            answered,
+            for_rivals(workload, config, workload.batch, workload.length) if several else [],
         )
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
         return name == "head_pattern" and not self.config.pattern
 
-    def _sizing(self, place: Place, policy: str, budget: float) -> Sizing:
+    def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
         config = self.config
         assert config.chunk is not None
         assert config.observed is not None
@@ -99,9 +100,9 @@ class Evaluation:
         if contender(policy).own_tau:
             gates, budget = by_lambda(config.gates)[budget], 1.0
         elif contender(policy).reads == GATED:
-            gates = above(config.gates, budget, place.tokens)
+            gates = above(config.gates, budget, workload.tokens)
         return Sizing(
-            self.model, budget, place.tokens, place.shortest, config.chunk, config.observed, gates,
+            self.model, budget, workload.tokens, workload.shortest, config.chunk, config.observed, gates,
             config.pattern, config.seed,
         )  # fmt: skip
 
@@ -122,83 +123,85 @@ class Evaluation:
             raise errors[0]
         return found
 
-    def _manner(self, place: Place) -> Manner:
+    def _manner(self, workload: Workload) -> Manner:
         config = self.config
         assert config.chunk is not None
-        length = place.length + BLOCK
+        length = workload.length + BLOCK
         # by default everything fits, whatever the budget, so that pools and page tables have one size
         capacity = 2 * length if config.capacity is None else caches.parse_capacity(config.capacity)
-        return Manner(place.batch, config.chunk, length, capacity, config.page_size, self.watch)
+        return Manner(workload.batch, config.chunk, length, capacity, config.page_size, self.watch)
 
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""
-        for place in self.places:
+        for workload in self.workloads:
             todo: dict[str, list[float]] = {}
             for name, budget in pairs(self.config):
-                if (name, budget, place.task, place.length) not in results.cells:
+                if (name, budget, workload.task, workload.length) not in results.cells:
                     todo.setdefault(name, []).append(budget)
             if todo:
-                place = self._against_full(place)
-            for alike in self._reading_alike(todo, place):
-                for found in self._cells(alike, place):
+                workload = self._against_full(workload)
+            for alike in self._reading_alike(todo, workload):
+                for found in self._cells(alike, workload):
                     results.add(found)
-                    progress.done(found)
+                    progress.done(str(found))
 
     def _reading_alike(
-        self, todo: Mapping[str, Sequence[float]], place: Place
+        self, todo: Mapping[str, Sequence[float]], workload: Workload
     ) -> list[dict[str, list[float]]]:
-        """The cells of a place by policy, those together whose contexts are read once for all."""
+        """The cells of a workload by policy, those together whose contexts are read once for all."""
         groups: dict[tuple[str, str | Path | None], dict[str, list[float]]] = {}
         for name, budgets in todo.items():
             for budget in budgets:
                 word = contender(name).reads
-                gates = self._sizing(place, name, budget).gates if word == GATED else None
+                gates = self._sizing(workload, name, budget).gates if word == GATED else None
                 groups.setdefault((word or name, gates), {}).setdefault(name, []).append(budget)
         return list(groups.values())
 
-    def _against_full(self, place: Place) -> Place:
-        """The place, its texts scored by what the full cache says."""
-        if all(question.given is None for context in place.contexts for question in context.questions):
-            return place
+    def _against_full(self, workload: Workload) -> Workload:
+        """The workload, its texts scored by what the full cache says."""
+        if all(question.given is None for context in workload.contexts for question in context.questions):
+            return workload
         full = make_policy("full", model=self.model)
-        said = measure(self.model, full, place.contexts, self._manner(place)).said
-        return dataclasses.replace(place, contexts=agreeing(place.contexts, said))
+        said = measure(self.model, full, workload.contexts, self._manner(workload)).said
+        return dataclasses.replace(workload, contexts=agreeing(workload.contexts, said))
 
-    def _cells(self, todo: Mapping[str, Sequence[float]], place: Place) -> Iterator[Cell]:
-        """The cells of a place of a policy at some budgets, or of several that read alike."""
-        manner = self._manner(place)
-        made = {name: self._made(name, budgets, place, manner) for name, budgets in todo.items()}
+    def _cells(self, todo: Mapping[str, Sequence[float]], workload: Workload) -> Iterator[Cell]:
+        """The cells of a workload of a policy at some budgets, or of several that read alike."""
+        manner = self._manner(workload)
+        made = {name: self._made(name, budgets, workload, manner) for name, budgets in todo.items()}
         try:
             if contender(next(iter(todo))).reads:
                 fitted = {name: list(own) for name, own in made.items()}
                 policies = [[one.policy for one in own] for own in fitted.values()]
-                found = iter(measure_together(self.model, policies, place.contexts, manner))
+                found = iter(measure_together(self.model, policies, workload.contexts, manner))
                 for name, own in fitted.items():
                     for budget, one in zip(todo[name], own, strict=True):
-                        yield self._cell(name, budget, one, place, next(found))
+                        yield self._cell(name, budget, one, workload, next(found))
             else:
                 for name, own in made.items():
                     for budget, one in zip(todo[name], own, strict=True):
-                        found = measure(self.model, one.policy, place.contexts, manner)
-                        yield self._cell(name, budget, one, place, found)
+                        found = measure(self.model, one.policy, workload.contexts, manner)
+                        yield self._cell(name, budget, one, workload, found)
         except UserError as error:
-            raise UserError(f"{', '.join(todo)} on {place.task}: {error}") from None
+            raise UserError(f"{', '.join(todo)} on {workload.task}: {error}") from None
 
-    def _cell(self, name: str, budget: float, made: Made, place: Place, found: Found) -> Cell:
-        return cell(name, budget, place, found, self.config, made.gates, own_tau(made.policy), made.choice)
+    def _cell(self, name: str, budget: float, made: Made, workload: Workload, found: Found) -> Cell:
+        return cell(name, budget, workload, found, self.config, made.gates, own_tau(made.policy), made.choice)
 
-    def _made(self, name: str, budgets: Sequence[float], place: Place, manner: Manner) -> Iterator[Made]:
+    def _made(
+        self, name: str, budgets: Sequence[float], workload: Workload, manner: Manner
+    ) -> Iterator[Made]:
         """One policy at each budget, fitted on calibration contexts where it has something to fit."""
         entry = contender(name)
         searches: dict[str, Calibration] = {}
-        rivals = functools.cache(lambda: self._rivals(place, name))
-        gated = functools.cache(lambda: self._gated(place))
+        rivals = functools.cache(lambda: self._rivals(workload, name))
+        gated = functools.cache(lambda: self._gated(workload))
 
         def size(policy: Policy) -> float:
-            return self._size(policy, place, manner)
+            return self._size(policy, workload, manner)
 
         for budget in budgets:
-            possible = self._possible(name, sizing := self._sizing(place, name, budget))
+            possible = self._possible(name, sizing := self._sizing(workload, name, budget))
             (gates, policy), choice = next(iter(possible.items())), ""
             if entry.chosen is not None:
                 chosen = entry.chosen(rivals(), sizing.entries)
@@ -211,10 +214,10 @@ class Evaluation:
                 policy = found[gates]
             yield Made(policy, None if own_tau(policy) is None else gates, choice)
 
-    def _gated(self, place: Place) -> Sequence[Context]:
+    def _gated(self, workload: Workload) -> Sequence[Context]:
         """What one of several gates is chosen on, texts scored by what the full cache says."""
-        own = self.choosing[place.task, place.length].gated
-        return self._against_full(dataclasses.replace(place, contexts=own)).contexts
+        own = self.choosing[workload.task, workload.length].gated
+        return self._against_full(dataclasses.replace(workload, contexts=own)).contexts
 
     def _answering_best(
         self, policies: Mapping[str, Policy], contexts: Callable[[], Sequence[Context]], manner: Manner
@@ -230,22 +233,22 @@ class Evaluation:
         tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())
         return best, f"gates {best} (of {tried})"
 
-    def _rivals(self, place: Place, name: str) -> Rivals:
-        """What the static policies of a place are chosen by."""
-        sizing, own = self._sizing(place, name, 1.0), self.choosing[place.task, place.length]
+    def _rivals(self, workload: Workload, name: str) -> Rivals:
+        """What the static policies of a workload are chosen by."""
+        sizing, own = self._sizing(workload, name, 1.0), self.choosing[workload.task, workload.length]
         known, window = known_orders(sizing)
         if self._orders(name):
             narrow = min(window, narrowest(own.length))
-            folder = self.config.out / HEADS / f"{place.task}-{own.length}-window-{narrow}"
-            run = TeacherForced(self.model, own.ordered, place.batch)
+            folder = self.config.out / HEADS / f"{workload.task}-{own.length}-window-{narrow}"
+            run = TeacherForced(self.model, own.ordered, workload.batch)
             known = orders(run, sizing.shape, narrow, folder) | known
-        run = TeacherForced(self.model, own.answered, place.batch)
-        return Rivals(run, known, place.tokens, window, sizing.shape)
+        run = TeacherForced(self.model, own.answered, workload.batch)
+        return Rivals(run, known, workload.tokens, window, sizing.shape)
 
-    def _size(self, policy: Policy, place: Place, manner: Manner) -> float:
+    def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:
         """The share of the entries that a policy keeps of the contexts for calibration."""
         entries, whole = 0, 0
-        for group in groups(place.calibration, manner.batch):
+        for group in groups(workload.calibration, manner.batch):
             sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))
             entries += int(sizes.entries.sum())
             whole += int(sizes.tokens.sum()) * self.model.config.num_layers * self.model.config.num_kv_heads

@@ -16,10 +16,10 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.evaluate.asked import Context, held_against
 from kvjax.mesh import BATCH, P, batch_shards, on_cpu, put, use_mesh
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
 from kvjax.struct import static, struct
+from kvjax.tasks.context import Context, held_against
 from pallas_kernels.vertical_slash import vertical_slash
 
 FOREVER = jnp.iinfo(jnp.int32).max

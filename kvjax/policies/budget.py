@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
-from kvjax.policies.top import OVER
+from kvjax.top import OVER
 
 MOST = 2**62
 """No context has so many entries or bytes."""

@@ -5,8 +5,8 @@ import shlex
 from typing import TYPE_CHECKING
 
 from kvjax.builtin import BUILTIN
+from kvjax.command.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.launch import run_command
 from kvjax.train.config import TrainConfig, parse
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvjax.config import given, load_config, write_values
+from kvjax.command.launch import MeshShape, parse_command
+from kvjax.command.options import given, load_config, write_values
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.launch import MeshShape, parse_command
 
 RUNS = Path("runs")
 """Where runs without an --out go."""

@@ -5,8 +5,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvjax.checkpoint import export
 from kvjax.mesh import AXES, gather
+from kvjax.orbax_export import export
 from kvjax.policies.admission.wgkv import WriteGate, save_gates
 from kvjax.train.config import TrainConfig
 from kvjax.train.validation import Validation

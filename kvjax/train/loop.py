@@ -10,16 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from kvjax.checkpoint import Checkpoints, abstract, check_finite
-from kvjax.data import Rows, open_data, step_lengths, to_mesh
+from kvjax.command.launch import start
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.launch import start
-from kvjax.metrics import Metrics, check_tensorboard
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config
 from kvjax.models.folder import find_model, speaks_builtin
+from kvjax.orbax_export import abstract
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import TrainConfig, prepare_folder
+from kvjax.train.data import Rows, open_data, step_lengths, to_mesh
 from kvjax.train.exported import export_gates
+from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.step import TrainState, initial_state, make_update
 from kvjax.train.validation import Validate, Validation, make_validate
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import gated_attention
+from kvjax.inference.attention import gated_attention
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.interfaces import Trainable

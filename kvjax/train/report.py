@@ -15,17 +15,16 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
-from kvjax.evaluate.asked import Context, exact
 from kvjax.evaluate.config import default_chunk
-from kvjax.evaluate.fixed import Rivals
-from kvjax.evaluate.head_order import orders
 from kvjax.evaluate.measuring import Manner, measure
-from kvjax.evaluate.parts import CALIBRATION_SEED, FIRST_SEED
-from kvjax.evaluate.tasks import make_task
+from kvjax.evaluate.static_heads import Rivals, orders
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.tasks import make_task
+from kvjax.tasks.context import Context, exact
+from kvjax.tasks.splits import CALIBRATION_SEED, FIRST_SEED
 from kvjax.train.config import TrainConfig
 
 CONTEXT = 1024

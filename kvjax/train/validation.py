@@ -11,11 +11,11 @@ import numpy as np
 from jax.sharding import Mesh, reshard
 from jaxtyping import Array, Float, Int
 
-from kvjax.data import Rows, to_mesh
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.train.config import TrainConfig
+from kvjax.train.data import Rows, to_mesh
 from kvjax.train.objective import student_errors
 from kvjax.train.step import trained_method
 

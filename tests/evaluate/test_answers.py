@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.calls import Calls
+from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import answering
 from kvjax.evaluate.answering import answers
-from kvjax.evaluate.asked import Asked, Context, exact, question_aware
-from kvjax.evaluate.calibration import CLOSE, Calibration, nearest
+from kvjax.evaluate.gates import CLOSE, Calibration, nearest
 from kvjax.evaluate.measuring import Manner, measure
-from kvjax.evaluate.pace import Pace
-from kvjax.evaluate.tasks import make_task
+from kvjax.inference.record import Calls
+from kvjax.inference.sampling import logits, prefill
 from kvjax.policies import make_policy
-from kvjax.sampling import logits, prefill
-from kvjax.stopwatch import Stopwatch
+from kvjax.tasks import make_task
+from kvjax.tasks.context import Asked, Context, exact, question_aware
 from tests.tiny_models import tiny_gates, tiny_model
 
 LINE = 40

@@ -12,10 +12,10 @@ from kvjax.errors import UserError
 from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.head_order import write_pattern
 from kvjax.evaluate.report import report
 from kvjax.evaluate.results import Results
 from kvjax.models import load_model
+from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
 

@@ -15,13 +15,13 @@ from kvjax.errors import UserError
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.head_order import write_pattern
-from kvjax.evaluate.places import for_rivals, places
 from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.tasks import builtin_text, make_task
 from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.evaluate.workloads import for_rivals, workloads
 from kvjax.models import load_model, load_tokenizer
+from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
+from kvjax.tasks import builtin_text, make_task
 from tests.tiny_models import tiny_gates
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
@@ -153,16 +153,18 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
         "--gates", "builtin", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
     config = dataclasses.replace(config, question_aware=question_aware)
-    (place,) = places(config)
+    (workload,) = workloads(config)
     model = load_model(config.model, dtype="float32")
-    evaluation = Evaluation(dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [place])
+    evaluation = Evaluation(
+        dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [workload]
+    )
 
     def houses(contexts):
         decode = load_tokenizer(config.model).decode
         return [int(re.findall(r"house (\d+)", decode(c.tokens.tolist()))[0]) for c in contexts]
 
-    assert houses(place.contexts) == [0, 1, 2, 3]
-    assert houses(place.calibration) == [4, 5, 6, 7]
+    assert houses(workload.contexts) == [0, 1, 2, 3]
+    assert houses(workload.calibration) == [4, 5, 6, 7]
     (choosing,) = evaluation.choosing.values()
     assert (choosing.length, houses(choosing.ordered)) == (126, [4, 5])
     assert houses(choosing.answered) == list(range(4, 14))
@@ -172,11 +174,11 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
     args = ["--policies", "wgkv", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
-    (place,) = places(config)
+    (workload,) = workloads(config)
     for contexts, first in (
-        (place.contexts, 3_000_000),
-        (place.calibration, 3_500_000),
-        (for_rivals(place, config, 3, 126), 3_500_004),
+        (workload.contexts, 3_000_000),
+        (workload.calibration, 3_500_000),
+        (for_rivals(workload, config, 3, 126), 3_500_004),
     ):
         for index, context in enumerate(contexts):
             sample = make_task("recall").sample(first + index, 126)
@@ -213,9 +215,9 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
             seed,
         ]
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
-        (place,) = places(config)
-        others = (for_rivals(place, config, 10, length) for length in (126, 96))
-        return covered(place.contexts), covered([*place.calibration, *itertools.chain(*others)])
+        (workload,) = workloads(config)
+        others = (for_rivals(workload, config, 10, length) for length in (126, 96))
+        return covered(workload.contexts), covered([*workload.calibration, *itertools.chain(*others)])
 
     (compared, calibration), (others, _) = made("0"), made("1")
     assert compared.mean() > 0.05
@@ -230,7 +232,7 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
         *TEST_MODEL, "--policies", "head_pattern", "--tasks", "needle", "--context", "2048", "--order-length", "512",
         "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
-    evaluation, found = Evaluation(config, load_model(config.model), places(config)), []
+    evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
     monkeypatch.setattr(run, "TeacherForced", lambda *given: lambda *ran: Outcome(0.0, 0.0))
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax import sampling
-from kvjax.calls import Calls
 from kvjax.errors import UserError
 from kvjax.evaluate.footprint import Occupancy, critical, evicting, measured, mixed, streaming
+from kvjax.inference import sampling
+from kvjax.inference.record import Calls
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_model
 

@@ -15,7 +15,7 @@ from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
 from kvjax.evaluate.gates import above, by_lambda
 from kvjax.evaluate.measuring import measure
-from kvjax.evaluate.places import places
+from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates
@@ -92,8 +92,8 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     """On contexts that are neither compared nor what τ is searched on; of equals the nearer."""
     small, large = (str(folders / name) for name in ("small", "large"))
     asked = [*arguments, "--policies", "wgkv", "--budgets", "0.3", "--out", str(tmp_path / "run")]
-    (place,) = places(parse(asked))
-    others = {context.tokens.tobytes() for context in (*place.contexts, *place.calibration)}
+    (workload,) = workloads(parse(asked))
+    others = {context.tokens.tobytes() for context in (*workload.contexts, *workload.calibration)}
     given = iter(scores)
 
     def measured(model, policy, contexts, manner):

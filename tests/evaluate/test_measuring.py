@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from kvjax.evaluate.asked import exact
 from kvjax.evaluate.measuring import Manner, measure
-from kvjax.evaluate.tasks.task import Question, Sample
+from kvjax.inference.sampling import logits
 from kvjax.policies import make_policy
-from kvjax.sampling import logits
+from kvjax.tasks.context import exact
+from kvjax.tasks.task import Question, Sample
 from tests.tiny_models import tiny_model
 
 

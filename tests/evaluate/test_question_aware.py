@@ -2,11 +2,11 @@
 
 import pytest
 
-from kvjax.evaluate.asked import exact, one_question, question_aware
 from kvjax.evaluate.measuring import Manner, measure, measure_together
-from kvjax.evaluate.tasks import make_task
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.tasks import make_task
+from kvjax.tasks.context import exact, one_question, question_aware
 
 CONTEXT, RATIO = 512, 0.2
 MANNER = Manner(chunk=128, length=576, capacity=1152)

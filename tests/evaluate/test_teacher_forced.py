@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.evaluate.asked import Asked, Context, predicted
-from kvjax.evaluate.tasks.text import continued
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from tests.test_sampling import cached_logits
+from kvjax.tasks.context import Asked, Context, predicted
+from kvjax.tasks.text import continued
+from tests.inference.test_sampling import cached_logits
 from tests.tiny_models import tiny_model
 
 PATTERNS = ((0.3, 2, 5), (1.0, 0, 1), (0.0, 30, 3))

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.command.stopwatch import Stopwatch
 from kvjax.evaluate import measuring
-from kvjax.evaluate.asked import agreeing, predicted
 from kvjax.evaluate.measuring import Manner, measure, measure_together
-from kvjax.evaluate.tasks.text import continued
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
-from kvjax.stopwatch import Stopwatch
+from kvjax.tasks.context import agreeing, predicted
+from kvjax.tasks.text import continued
 from tests.tiny_models import tiny_model
 
 RATIO = 0.25

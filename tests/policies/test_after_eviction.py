@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.attention import cached_attention
+from kvjax.inference.attention import cached_attention
+from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
-from kvjax.sampling import prefill
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_model
 

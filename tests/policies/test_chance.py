@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax import sampling
+from kvjax.inference import sampling
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax import sampling
 from kvjax.errors import UserError
+from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published

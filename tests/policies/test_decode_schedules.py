@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax import sampling
-from kvjax.calls import Calls
 from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.inference.record import Calls
 from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.test_eviction import PAGE, captured_layers, entries, pages_are_whole

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax import compaction, sampling
-from kvjax.attention import cached_attention
 from kvjax.errors import UserError
-from kvjax.feeding import feed
+from kvjax.inference import eviction, sampling
+from kvjax.inference import quota as quotas
+from kvjax.inference.attention import cached_attention
+from kvjax.inference.forward import feed
+from kvjax.inference.room import new_cache
 from kvjax.mesh import AXES, BATCH, P, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies
@@ -53,14 +55,14 @@ def captured_layers(model, prompt) -> list[Captured]:
 def scored(model, policy, prompts):
     """A prefilled cache's scores `[l b k s]`, aligned with the right end."""
     with use_mesh(model):
-        cache = sampling._new_cache(model, policy, prompts, 0, PAGE, None)
-        quota = compaction.quota(policy, cache, [len(x) for x in prompts])
+        cache = new_cache(model, policy, prompts, 0, PAGE, None)
+        quota = quotas.quota(policy, cache, [len(x) for x in prompts])
         cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))
         output = gather(model.layers.o[...], "fsdp")
 
         def local(*arguments):
-            return compaction._scores(*arguments, max(LENGTHS), policy.window)
+            return eviction.scores(*arguments, max(LENGTHS), policy.window)
 
         arguments = policy.eviction, output, cache.pages, cache.layers, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))

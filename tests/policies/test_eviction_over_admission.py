@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from kvjax import sampling
 from kvjax.cache import CapacityError
+from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored

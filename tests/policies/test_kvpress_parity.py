@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.inference.sampling import extend, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Budget, whole
-from kvjax.sampling import extend, prefill
 from tests.models.cases import LLAMA, QWEN3, write_folder
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"

@@ -13,11 +13,12 @@ import pytest
 
 from kvjax.cache import stats
 from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill
 from kvjax.mesh import gather, use_mesh
 from kvjax.policies import make_policy
-from kvjax.policies.admission.head_pattern import choose_heads, read_pattern
+from kvjax.policies.admission.head_pattern import choose_heads
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining, load_gates, save_gates
-from kvjax.sampling import prefill
 from kvjax.step import Step
 from tests.tiny_models import tiny_gates, tiny_model
 

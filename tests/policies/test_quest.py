@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax import feeding, sampling
-from kvjax.attention import cached_attention
 from kvjax.errors import UserError
+from kvjax.inference import forward, sampling
+from kvjax.inference.attention import cached_attention
+from kvjax.inference.sampling import prefill
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
-from kvjax.sampling import prefill
 from tests.policies.published import softmax
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -125,7 +125,7 @@ def read(model, policy, prompts, page_size, decoding=None):
             before, token = cache, put(np.full(cache.seen.shape, 7 + index, np.int32), BATCH)
             cache, found = decoded(model, decoding or policy.continuing, cache, token)
             steps.append((before, [np.asarray(x, np.float64) for x in found]))
-    caches.check(cache, policy)
+    caches.check(cache, policy.name)
     return steps
 
 
@@ -213,7 +213,7 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
         used.append((tokens.shape[1], policy.selection))
         return cache, jnp.zeros((len(prompts), 61))
 
-    monkeypatch.setattr(feeding, "last_logits", last_logits)
+    monkeypatch.setattr(forward, "last_logits", last_logits)
     prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
     assert used == [(64, None), (1, None)]
 

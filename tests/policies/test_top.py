@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.policies.budget import Budget, Shares, pyramid, whole
-from kvjax.policies.top import top
+from kvjax.top import top
 
 LAYERS, SEQUENCES, HEADS, ENTRIES = 2, 2, 4, 7
 SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.evaluate.tasks import PromptEncoder
-from kvjax.evaluate.tasks.ruler import Files, make_ruler_task
+from kvjax.inference.sampling import logits, prefill, sample
 from kvjax.models import load_model, save_model
 from kvjax.policies import make_policy
-from kvjax.sampling import logits, prefill, sample
+from kvjax.tasks import PromptEncoder
+from kvjax.tasks.ruler import Files, make_ruler_task
 
 LENGTH = 2048
 

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from kvjax.config import packaged_configs
-from kvjax.data import step_lengths
+from kvjax.command.launch import MeshShape, run_command
+from kvjax.command.options import packaged_configs
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape, run_command
 from kvjax.train import config as module
 from kvjax.train.config import SAVED, TrainConfig, parse, prepare_folder
+from kvjax.train.data import step_lengths
 from kvjax.train.loop import plan, train
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))

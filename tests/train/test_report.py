@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.cache import stats
-from kvjax.evaluate.fixed import Rivals
+from kvjax.evaluate.static_heads import Rivals
 from kvjax.evaluate.teacher_forced import Outcome
-from kvjax.sampling import prefill
+from kvjax.inference.sampling import prefill
 from kvjax.train.report import EVICTIONS, Row, same_size, table, write
 from tests.tiny_models import tiny_model
 

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.checkpoint import Checkpoints
+from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
-from kvjax.launch import MeshShape
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.__main__ import summary
+from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.validation import Validation

@@ -9,10 +9,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny_models import tiny_model
 
-from kvjax.data import Rows, to_mesh
 from kvjax.mesh import make_mesh
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining
 from kvjax.train.config import TrainConfig
+from kvjax.train.data import Rows, to_mesh
 from kvjax.train.objective import distillation
 from kvjax.train.step import initial_state, make_update, optimizer, schedule
 

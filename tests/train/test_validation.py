@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tiny_models import tiny_gates, tiny_model
 
-from kvjax import cache as caches
-from kvjax.feeding import extend
-from kvjax.launch import MeshShape
+from kvjax.command.launch import MeshShape
+from kvjax.inference.forward import extend
+from kvjax.inference.room import empty_cache
 from kvjax.mesh import adopt, make_mesh
 from kvjax.policies import make_policy
 from kvjax.train.config import TrainConfig
@@ -51,7 +51,7 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
         policy = adopt(make_policy("wgkv", model=model, gates=gates, tau=TAU, window=WINDOW))
         run = jax.jit(extend)
         for tokens in sequences():
-            cache = caches.empty(
+            cache = empty_cache(
                 policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=tokens.size, dtype=jnp.float32
             )
             batch = jnp.asarray(tokens)[None]

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.evaluate.tasks import Mixture, Recall, builtin_text, builtin_vocabulary, make_task
-from kvjax.evaluate.tasks.builtin import encode_files, split_files
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.models.rope import cos_sin
+from kvjax.tasks import Mixture, Recall, builtin_text, builtin_vocabulary, make_task
+from kvjax.tasks.builtin import encode_files, split_files
 from train.builtin_margin import SMALLEST, margins, settle_margins
 from train.builtin_model import (
     Recipe,

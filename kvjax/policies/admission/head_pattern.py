@@ -3,8 +3,6 @@
 With no retrieval head at all this is StreamingLLM (arXiv:2309.17453); without sinks as well, plain local attention.
 """
 
-import hashlib
-import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.interfaces import Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
@@ -39,34 +38,6 @@ class HeadPattern:
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         sink = np.minimum(np.asarray(self.sink), tokens)[:, None]
         return np.where(np.asarray(self.retrieval), tokens, sink).astype(np.float64)
-
-
-def read_pattern(folder: str | Path) -> tuple[Float[np.ndarray, "l k"], int, int]:
-    """A DuoAttention pattern folder: (weight of each kv head in [0, 1], sink size, recent size).
-
-    `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`
-    and `recent_size` (format: mit-han-lab/duo-attention). Raises UserError naming the file and what is wrong with it.
-    """
-    folder = Path(folder)
-    table, config = folder / "full_attention_heads.tsv", folder / "config.json"
-    for file in (table, config):
-        if not file.is_file():
-            raise UserError(f"{folder} is no head pattern: it has no {file.name}")
-    try:
-        weights = np.loadtxt(table, delimiter="\t", ndmin=2)
-    except ValueError as error:
-        raise UserError(f"{table}: expected a table of numbers, layers × kv heads ({error})") from None
-    try:
-        sizes = json.loads(config.read_text())
-        sink, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{config}: expected whole numbers sink_size and recent_size ({error!r})") from None
-    return np.clip(weights, 0, 1), sink, recent
-
-
-def pattern_digest(folder: str | Path) -> str:
-    """What a pattern folder is known by: other weights in the same folder have another one."""
-    return hashlib.sha256(read_pattern(folder)[0].tobytes()).hexdigest()[:16]
 
 
 def choose_heads(weights: Float[np.ndarray, "l k"], ratio: float) -> Bool[np.ndarray, "l k"]:

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import real_number
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction, State
-from kvjax.policies.top import top
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
+from kvjax.top import top
 
 
 @struct

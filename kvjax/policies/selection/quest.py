@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.mesh import put
-from kvjax.policies.top import top
 from kvjax.struct import struct
+from kvjax.top import top
 
 EVERYTHING = 2**30
 """More tokens than any sequence has."""

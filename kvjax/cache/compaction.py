@@ -1,0 +1,108 @@
+"""Compaction: the entries of the global region that are worth least go, and their pages are free again.
+
+All rows of a cache are compacted at once, between two calls of the model. Each head, the heads of a layer or all heads
+together choose what stays by the entries' scores, and every row moves up to the front of its pages, in order.
+
+Local to one shard, inside `shard_map`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.pages import LayerCache, Pages, with_keys
+from kvjax.struct import struct
+from kvjax.top import top
+from pallas_kernels.bits import as_floats
+
+
+@struct
+class Quota:
+    """What a compaction keeps."""
+
+    due: Bool[Array, " b"]
+    """The sequences that are compacted."""
+    count: Int[Array, "l b #k"]
+    """Of the eligible entries, how many stay: of each row, or of each kv head on average."""
+    pinned: Int[Array, "l b #k"]
+    """How many of its own best each head keeps anyway."""
+    since: Int[Array, "l b k"]
+    """The place in each row where the eligible entries begin; those before stay."""
+    dropped: Int[Array, " b"]
+    """How many of a row's newest entries go: they were only read to look at the others."""
+    last: Int[Array, " b"]
+    """How many of the newest entries before those always stay. They take places of `count`."""
+    first: Int[Array, " b"]
+    """How many of a row's very first entries always stay. They take places of `count`, too."""
+    floor: Float[Array, ""]
+    """Entries with a lower score go in any case."""
+
+
+def places(length: Int[Array, "*r"], entries: int) -> Int[Array, "*r s"]:
+    """The places in their row of the last `entries` entries of each; negative where a row has fewer."""
+    return length[..., None] - entries + jnp.arange(entries)
+
+
+def addresses(
+    layer: LayerCache, place: Int[Array, "b k s"], page_size: int, ring: int
+) -> tuple[Int[Array, "b k s"], Int[Array, "b k s"]]:
+    """Page and offset of places in the global region."""
+    column = jnp.clip(ring + place // page_size, 0, layer.page_table.shape[-1] - 1)
+    return jnp.take_along_axis(layer.page_table, column, 2), place % page_size
+
+
+def forced_entries(length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota):
+    """Which of the eligible entries stay whatever their score."""
+    place = places(length, eligible.shape[-1])
+    age = length[..., None] - place - quota.dropped[:, None, None]
+    newest = (age > 0) & (age <= quota.last[:, None, None])
+    return eligible & (newest | (place < quota.first[:, None, None]))
+
+
+def kept(
+    scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str
+) -> Bool[Array, "l b k s"]:
+    place = places(length, scores.shape[-1])
+    exists = place >= 0
+    old = exists & (place < quota.since[..., None])
+    eligible = exists & ~old & (length[..., None] - place > quota.dropped[:, None, None])
+    forced = forced_entries(length, eligible, quota)
+    eligible &= forced | ~(scores < quota.floor)
+    scores = jnp.where(forced, jnp.inf, scores)
+    scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
+    chosen = top(scores, eligible, quota.count, over)
+    return jnp.where(quota.due[:, None, None], chosen | old, exists)
+
+
+def moved(
+    pages: Pages, layers: LayerCache, kept: Bool[Array, "l b k s"], ring: int
+) -> tuple[Pages, LayerCache]:
+    entries, (capacity, page_size, _) = kept.shape[-1], pages.pool.shape
+
+    def move(carry, xs):
+        (stored, bounds), (layer, kept) = carry, xs
+        place = places(layer.length, entries)
+        target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
+        page, offset = addresses(layer, target, page_size, ring)
+        source = addresses(layer, place, page_size, ring)
+        moved = as_floats(stored[0][source], pages.dtype)
+        bounds = with_keys(bounds, jnp.where(kept, page, capacity), moved)
+        page = jnp.where(kept & (target != place), page, capacity)
+        stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
+        return (stored, bounds), kept.sum(-1, dtype=jnp.int32)
+
+    unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
+    stored = pages.pool, pages.attended
+    ((pool, attended), bounds), length = lax.scan(move, (stored, unbounded), (layers, kept))
+    column = jnp.arange(layers.page_table.shape[-1]) - ring
+    begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
+    freed = (column >= begin) & (column < stop)
+    at = pages.free_count[0] + jnp.cumsum(freed, dtype=jnp.int32).reshape(freed.shape) - 1
+    free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
+    table = jnp.where(freed, capacity, layers.page_table)
+    count = pages.free_count + freed.sum(dtype=jnp.int32)
+    pages = Pages(pool, free, count, pages.dtype, bounds, attended)
+    return pages, dataclasses.replace(layers, page_table=table, length=length)

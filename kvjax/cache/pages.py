@@ -1,0 +1,104 @@
+"""The cache's storage: pages of entries, and what each row knows of its own.
+
+One pool of fixed-size pages per device shard serves all layers and heads; a row is one (layer, sequence, kv head) and
+has its page table and its length. The first columns of a row's table are its ring's pages, the others those of its
+global region (`kvjax.cache.ring`).
+
+`Pages` and `LayerCache` are local to one shard of batch and kv heads.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt16
+
+from kvjax.struct import static, struct
+from pallas_kernels.bits import as_bits, as_floats
+
+PAGE_SIZE = 16
+"""Default tokens per page, the papers' choice; 128 and more are faster on TPU."""
+
+
+@struct
+class Pages:
+    """The pool of one shard, its free list, and what stands beside its entries."""
+
+    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
+    """Keys after RoPE and, behind them, values."""
+    free: Int[Array, " p"]
+    """A stack: `free[:free_count]` are free."""
+    free_count: Int[Array, " shards"]
+    """A negative count is a debt: that many pages were needed and not there."""
+    dtype: Any = static()
+    """Of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
+    bounds: Float[Array, "p kv"] | None = None
+    """For policies that select pages: of the keys k in each page of a global region, the smallest components of k and,
+    beside them, of −k. Infinite where there are no keys; float32 where the pool holds integers."""
+    attended: Float[Array, "p page"] | None = None
+    """For policies that ask: the attention that each entry got so far, its group's mean."""
+
+    def entries(
+        self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]
+    ) -> Float[Array, "b k s kv"]:
+        """The entries at these places."""
+        return as_floats(self.pool[page, offset], self.dtype)
+
+    def with_entries(
+        self, page: Int[Array, "b k s"], offset: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
+    ) -> "Pages":
+        """These written; those whose page is past the pool's end are dropped."""
+        kv = kv.astype(self.dtype)
+        kv = as_bits(kv) if self.as_integers else kv
+        return dataclasses.replace(self, pool=self.pool.at[page, offset].set(kv, mode="drop"))
+
+    @property
+    def as_integers(self) -> bool:
+        """Whether the pool holds the bits of the entries."""
+        return self.pool.dtype != self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries and of what stands beside them."""
+        return sum(x.nbytes for x in (self.pool, self.bounds, self.attended) if x is not None)
+
+
+@struct
+class LayerCache:
+    """What a layer knows of its rows. Stacked over layers in `Cache`."""
+
+    page_table: Int[Array, "*l b k c"]
+    """The first `ring_pages` columns are the ring's pages, the rest the global region's in order. A column that holds
+    no page has an index past the pool's end."""
+    length: Int[Array, "*l b k"]
+    """Entries in the global region."""
+    priority: Float[Array, "*l b k r"]
+    """Of the ring's tokens, by slot."""
+    state: Any
+    """The methods' own."""
+
+
+@struct
+class Cache:
+    """Everything a model remembers of a batch of sequences. Made by `empty`, advanced by `kvjax.inference.sampling`."""
+
+    pages: Pages
+    layers: LayerCache
+    seen: Int[Array, " b"]
+    window: int = static()
+    bounded: bool = static()
+    """The user stated the capacity: the pool must not grow."""
+
+    @property
+    def page_size(self) -> int:
+        return self.pages.pool.shape[1]
+
+
+def with_keys(
+    bounds: Float[Array, "p kv"] | None, page: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
+) -> Float[Array, "p kv"] | None:
+    """The bounds of pages once these entries are in them; an entry whose page is past the pool's end is in none."""
+    if bounds is None:
+        return None
+    k = kv[..., : kv.shape[-1] // 2].astype(bounds.dtype)
+    return bounds.at[page].min(jnp.concatenate([k, -k], -1), mode="drop")

@@ -1,0 +1,129 @@
+"""A cache that has seen nothing, and copies of a cache with more pages or fewer."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.pages import Cache, LayerCache, Pages
+from kvjax.cache.ring import ring_pages
+from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shape of a cache, for the current mesh."""
+
+    batch: int
+    """Sequences, a multiple of the mesh's batch shards."""
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    """The last tokens that are always visible."""
+    tokens: int
+    """Of the longest sequence: the page table has columns for them."""
+    page_size: int
+    """Tokens per page."""
+    pages: int
+    """Pages of a shard's pool."""
+    dtype: Any
+    """Of keys and values."""
+    stored: Any
+    """Of the pool; an unsigned integer of the same width holds their bits."""
+    bounds: Any = None
+    """Of the bounds of each page's keys; None: there are none."""
+    attended: bool = False
+    """Whether the attention that each entry gets is counted."""
+    bounded: bool = False
+    """Whether the user stated the capacity."""
+
+
+def empty(layout: Layout, state: Any) -> Cache:
+    """A cache that has seen nothing, on the current mesh. To be jitted: eagerly it is a hundred small programs.
+
+    state: the methods' own states before the first token, `[l b …]`.
+    """
+    layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
+    pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
+    shards, slots = axis_size(*SHARDS), layout.window - 1
+    ring = ring_pages(layout.window, page_size)
+    local = layers, batch // batch_shards(), heads // axis_size("tensor")
+    n_rings = math.prod(local) * ring
+    columns = max(1, ring + min(-(-max(layout.tokens - slots, 0) // page_size), pages - ring))
+    rows = P(None, BATCH, "tensor", None)
+
+    # the rings' pages are the first ones of the pool; the rest are free
+    def tables():
+        ids = jnp.arange(n_rings, dtype=jnp.int32).reshape(*local, ring)
+        none = jnp.full((*local, columns - ring), pages, jnp.int32)
+        free = jnp.arange(pages, dtype=jnp.int32)[::-1]
+        return jnp.concatenate([ids, none], -1), free, jnp.full(1, pages - n_rings, jnp.int32)
+
+    table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
+    pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
+    bounds = attended = None
+    if layout.bounds is not None:
+        bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
+    if layout.attended:
+        attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
+    layer_cache = LayerCache(
+        page_table=table,
+        length=jnp.zeros((layers, batch, heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
+        priority=jnp.full((layers, batch, heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
+        state=state,
+    )
+    seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
+    pages_ = Pages(pool, free, count, layout.dtype, bounds, attended)
+    return Cache(pages_, layer_cache, seen, window=layout.window, bounded=layout.bounded)
+
+
+def grown(cache: Cache, pages: int, columns: int) -> Cache:
+    """A copy with `pages` more pages a shard and `columns` more columns in the page table."""
+
+    def more(pages_, layers):
+        had = pages_.pool.shape[0]
+        pool = jnp.pad(pages_.pool, ((0, pages), (0, 0), (0, 0)))
+        count = pages_.free_count
+        index = jnp.arange(had + pages)
+        new = had + index - count
+        free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
+        table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
+        table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
+        bounds, attended = pages_.bounds, pages_.attended
+        if bounds is not None:
+            bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
+        if attended is not None:
+            attended = jnp.pad(attended, ((0, pages), (0, 0)))
+        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, attended)
+        return new_pages, dataclasses.replace(layers, page_table=table)
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    new_pages, new_layers = jax.shard_map(more, out_specs=specs)(cache.pages, cache.layers)
+    return dataclasses.replace(cache, pages=new_pages, layers=new_layers)
+
+
+def trimmed(cache: Cache, pages: int) -> Cache:
+    """A copy whose pool has `pages` pages a shard, which must be at least those in use."""
+
+    def less(pages_, layers):
+        table = layers.page_table
+        used = table < pages_.pool.shape[0]
+        place = jnp.cumsum(used, dtype=jnp.int32).reshape(used.shape) - 1
+        source = jnp.zeros(pages, jnp.int32).at[jnp.where(used, place, pages)].set(table, mode="drop")
+        free = jnp.arange(pages, dtype=jnp.int32)[::-1]
+        count = pages - used.sum(dtype=jnp.int32)[None]
+        table = jnp.where(used, place, pages)
+        bounds, attended = pages_.bounds, pages_.attended
+        if bounds is not None:
+            bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
+        if attended is not None:
+            attended = attended[source]
+        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, attended)
+        return new_pages, dataclasses.replace(layers, page_table=table)
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)
+    return dataclasses.replace(cache, pages=new_pages, layers=new_layers)

@@ -1,0 +1,81 @@
+"""What a person asks of a cache: what it holds, and whether its pool ran out."""
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.cache.pages import Cache
+from kvjax.cache.ring import ring_pages
+from kvjax.cache.sizes import CapacityError
+
+SLACK = 1.05
+"""How much more than what was missed the capacity is that an error names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a cache holds. Entries count keys with their values, ring and global region together."""
+
+    entries: Int[np.ndarray, "l b k"]
+    tokens: Int[np.ndarray, " b"]
+    """Seen so far."""
+    pages: int
+    """In use by these sequences."""
+    pool_pages: int
+    """Allocated, on all devices."""
+    page_size: int
+    bytes: int
+    """Of the allocated pool with what stands beside it, on all devices."""
+    full_bytes: int
+    """Of a full cache of these tokens."""
+
+    @property
+    def kv_ratio(self) -> float:
+        """Entries over those of a full cache."""
+        layers, _, heads = self.entries.shape
+        return float(self.entries.sum() / max(1, layers * heads * self.tokens.sum()))
+
+
+def stats(cache: Cache, sequences: int | None = None) -> Stats:
+    """Sizes of a cache; of its first `sequences` sequences where the batch was padded with empty ones."""
+    seen = np.asarray(cache.seen)[:sequences]
+    length = np.asarray(cache.layers.length)[:, :sequences]
+    ring = np.minimum(seen, cache.window - 1)[None, :, None]
+    pool = cache.pages.pool
+    layers, _, heads = length.shape
+    entry_bytes = pool.shape[-1] * pool.dtype.itemsize
+    pages = -(-length // cache.page_size) + ring_pages(cache.window, cache.page_size)
+    return Stats(
+        entries=length + ring,
+        tokens=seen,
+        pages=int(pages.sum()),
+        pool_pages=pool.shape[0],
+        page_size=cache.page_size,
+        bytes=cache.pages.nbytes,
+        full_bytes=int(seen.sum()) * layers * heads * entry_bytes,
+    )
+
+
+def check(cache: Cache, policy: str, room: int = 0) -> None:
+    """Raise CapacityError if the pool ever ran out. Waits for the device.
+
+    policy: its name, for the error. room: tokens that are still to come in each sequence. The capacity that the error
+    names is enough for them, too.
+    """
+    count = np.asarray(cache.pages.free_count)
+    if (count >= 0).all():
+        return
+    pool = cache.pages.pool
+    have = pool.shape[0] // len(count)
+    need = have - int(count.min())
+    layers, batch, heads = cache.layers.length.shape
+    rows = layers * batch * heads // len(count)
+    # tokens that found no page were read without, and the next layers then admit others
+    wanted = math.ceil(need * SLACK) + rows * -(-room // cache.page_size)
+    raise CapacityError(
+        f"policy {policy} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "
+        f"the pool has {have} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
+        f"{-(-wanted * cache.page_size // rows)} entries per kv head, which is enough for {room} more tokens, too"
+    )

@@ -1,0 +1,5 @@
+"""What the commands share.
+
+launch: the command line, and starting JAX on a mesh. options: YAML files of the same options. stopwatch: time without
+compilation.
+"""

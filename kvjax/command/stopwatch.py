@@ -1,0 +1,58 @@
+"""How long the work took, and how fast it went, whatever there was to compile."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+
+
+class _Compiling:
+    """Seconds that JAX spent tracing and compiling in this process, from when it was first asked."""
+
+    seconds = 0.0
+
+    def __call__(self, event: str, duration_secs: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += duration_secs
+
+
+@functools.cache
+def _compiling() -> _Compiling:
+    counter = _Compiling()
+    jax.monitoring.register_event_duration_secs_listener(counter)
+    return counter
+
+
+class Stopwatch:
+    """Seconds of work between two looks, without those that JAX spent tracing and compiling.
+
+    compiled: whether anything was compiled before the last look; its seconds are then less certain.
+    """
+
+    def __init__(self):
+        self.last = time.perf_counter(), _compiling().seconds
+        self.compiled = False
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        before, self.last = self.last, (time.perf_counter(), _compiling().seconds)
+        self.compiled = self.last[1] > before[1]
+        return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))
+
+
+class Pace:
+    """Tokens per second over several laps. Those in which something was compiled count only where there is no other."""
+
+    def __init__(self):
+        self._laps: dict[bool, tuple[int, float]] = {False: (0, 0.0), True: (0, 0.0)}
+
+    def add(self, tokens: int, seconds: float, compiled: bool) -> None:
+        """A lap of so many tokens."""
+        had = self._laps[compiled]
+        self._laps[compiled] = had[0] + tokens, had[1] + seconds
+
+    @property
+    def per_second(self) -> float | None:
+        """None: there was no lap."""
+        return next((tokens / seconds for tokens, seconds in self._laps.values() if tokens), None)

@@ -1,0 +1,167 @@
+"""The one place where kvjax attends: the kernels inside `shard_map`, over the cache, and in training.
+
+Everything in here is split over batch and kv heads and nothing else, so the code inside is local and needs no
+collective.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax import cache as caches
+from kvjax.cache.attended import count_attention
+from kvjax.mesh import BATCH, P, gather
+from kvjax.policies.admission.full import stores_all
+from kvjax.policies.interfaces import Trainable
+from kvjax.policies.policy import Policy
+from kvjax.step import Step
+from pallas_kernels.ordering import after
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.softmax import merge
+from pallas_kernels.vertical_slash import ends, vertical_slash
+
+HEADS = P(BATCH, "tensor")
+
+
+def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
+    """Plain causal attention of a call's tokens among themselves."""
+
+    def local(q, k, v):
+        return vertical_slash(q, k, v, window=1, implementation=implementation)[0]
+
+    return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v)
+
+
+def gated_attention(
+    method: Trainable, step: Step, *, window: int, implementation: str | None = None
+) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
+    """Training's attention of one layer: the method's masks beyond the window, and its scalars of each sequence and kv
+    head (float32)."""
+
+    def local(method, step):
+        state, masks = method.masks((), step)
+        outputs = []
+        for weight, end, log_gate in masks:
+            o, lse = vertical_slash(
+                step.q, step.k, step.v, end, window=window, log_gate=log_gate, implementation=implementation
+            )
+            group = o.shape[1] // step.k.shape[1]
+            outputs.append(o if weight is None else o * jnp.repeat(weight, group)[None, :, None, None])
+        o = sum(outputs[1:], outputs[0])
+        return o, method.auxiliary(state, step, o, lse)
+
+    return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
+
+
+def cached_attention(
+    policy: Policy,
+    step: Step,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    *,
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    implementation: str | None = None,
+) -> tuple[Float[Array, "b n t h"], caches.Pages, caches.LayerCache]:
+    """Attention of one layer's new tokens over the cache and among themselves, and the cache with them written.
+
+    A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
+    that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
+    whose output means nothing and which leaves no trace.
+    """
+    window = policy.window
+
+    def local(policy, step, pages, layer, seen, valid):
+        admitting, observing = layer.state
+        admitting, priority, delay = policy.admission.score(admitting, step)
+        if policy.eviction is not None:
+            observing = policy.eviction.observe(observing, step, seen, valid)
+        layer = dataclasses.replace(layer, state=(admitting, observing))
+        priority = caches.ring_priority(layer, seen, priority, valid, delay)
+        kept = priority >= policy.admission.keep().threshold
+        chosen = None
+        if step.q.shape[2] == 1:
+            chosen = _chosen(policy.selection, step, pages, layer, seen, window)
+            o, lse = _decode(step, pages, layer, chosen, seen, window, implementation)
+        else:
+            o, lse = _prefill(policy, step, pages, layer, kept, seen, valid, implementation)
+        kv = jnp.concatenate([step.k, step.v], -1)
+        before = layer
+        # the pool is written after it was read: else XLA copies all of it, in every layer and step
+        pages, layer = caches.push(pages, layer, kv, priority, kept, after(seen, o), valid, window)
+        if policy.attended:
+            pages = count_attention(pages, before, layer, step, lse, valid, chosen)
+        return o, pages, layer
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
+    whole = gather(policy, "data", "fsdp")
+    return jax.shard_map(local, out_specs=(HEADS, *specs))(whole, step, pages, layer, seen, valid)
+
+
+def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:
+    """The pages of the global region that the policy's selection has one token read; None: all."""
+    if selection is None:
+        return None
+    page_size = pages.pool.shape[1]
+    table = layer.page_table[..., caches.ring_pages(window, page_size) :]
+    bounds = pages.bounds.at[table].get(mode="clip")
+    local = jnp.minimum(seen + 1, window)
+    return selection.select(step.q, bounds, layer.length, local=local, seen=seen + 1, page_size=page_size)
+
+
+def _decode(step, pages, layer, chosen, seen, window, implementation):
+    """One token: everything that is stored is visible to it, of which it reads the chosen pages."""
+    return paged_decode(
+        step.q,
+        pages.pool,
+        layer.page_table,
+        layer.length,
+        jnp.minimum(seen, window - 1),
+        ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
+        new=(step.k, step.v),
+        pages=chosen,
+        implementation=implementation,
+    )
+
+
+def _prefill(
+    policy: Policy,
+    step: Step,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    kept: Bool[Array, "b k rt"],
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    implementation: str | None,
+):
+    """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
+    alone = table.shape[-1] == 0  # nothing can have left the ring
+    # what is merged is rounded once, after that
+    options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
+    if stores_all(policy):
+        # nothing is masked: padding comes after every real token
+        near = vertical_slash(step.q, step.k, step.v, window=1, **options)
+    else:
+        near = _near(step, pages, layer, kept, seen, valid, policy.window, options)
+    if alone:
+        return near
+    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, **options))
+    return o.astype(step.q.dtype), lse
+
+
+def _near(step, pages, layer, kept, seen, valid, window, options):
+    """The ring's tokens and the new ones."""
+    ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
+    ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
+    real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
+    return vertical_slash(
+        step.q,
+        jnp.concatenate([ring_k, step.k], 2),
+        jnp.concatenate([ring_v, step.v], 2),
+        jnp.where(real, ends(kept, window), 0),
+        window=window,
+        **options,
+    )

@@ -1,0 +1,125 @@
+"""What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache import Cache
+from kvjax.errors import UserError, one_of, shown, whole_number
+from kvjax.inference.record import Calls
+from kvjax.mesh import batch_shards
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
+
+Prompts = Iterable[Any]
+"""Token ids, a sequence a prompt."""
+
+
+def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
+    """The prompts as arrays of token ids, checked."""
+    try:
+        prompts = list(prompts)
+    except TypeError:
+        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
+    if any(isinstance(prompt, str) for prompt in prompts):
+        raise UserError("prompts must be token ids, got text: encode it with the model's tokenizer")
+    if not prompts:
+        raise UserError("no prompt was given")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        try:
+            rows.append(row := np.asarray(prompt))
+        except ValueError:
+            raise UserError(
+                f"prompt {index} must be a list of whole token ids, got {shown(prompt)}"
+            ) from None
+        if row.size == 0:
+            raise UserError(f"prompt {index} is empty: it needs at least one token")
+        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+            raise UserError(
+                f"prompt {index} must be a list of whole token ids, got shape {row.shape} of {row.dtype}; "
+                f"prompts are a list of such lists"
+            )
+        if row.min() < 0 or row.max() >= model.config.vocab_size:
+            raise UserError(
+                f"prompt {index} has token id {row.max() if row.min() >= 0 else row.min()}, "
+                f"the model's vocabulary is 0 … {model.config.vocab_size - 1}"
+            )
+    return rows
+
+
+def check_made(where, model, policy=None, calls=None, cache=None, implementation=None):
+    """Refuse what was not made for its place, and a policy for another model."""
+    for name, given, kind, source in (
+        ("model", model, Decoder, "kvjax.load_model"),
+        ("policy", policy, Policy | None, "kvjax.make_policy"),
+        ("cache", cache, Cache | None, "kvjax.prefill"),
+        ("calls", calls, Calls | None, "kvjax.inference.record.Calls()"),
+    ):
+        if not isinstance(given, kind):
+            raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}")
+    if implementation is not None:
+        one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
+    if policy is not None:
+        layers, heads = model.config.num_layers, model.config.num_kv_heads
+        fits = all(leaf.shape[0] == layers for leaf in jax.tree.leaves(policy))
+        if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
+            raise UserError(
+                f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
+            )
+
+
+def check_key(key: Any) -> None:
+    """Refuse what is no single random key."""
+    if key is not None:
+        try:
+            jax.eval_shape(jax.random.fold_in, key, 0)
+        except (TypeError, ValueError):
+            raise UserError(f"sample: key must be one jax.random.key(seed), got {shown(key)}") from None
+
+
+def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
+    """The stop tokens that the user named."""
+    try:
+        tokens = tuple(eos)
+    except TypeError:
+        raise UserError(f"sample: eos must be a list of token ids, got {shown(eos)}") from None
+    return tuple(whole_number("sample", "a token id of eos", token, 0) for token in tokens)
+
+
+def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
+    if len(observers) != len(rows):
+        raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
+    if policy.plan is not None and policy.plan.schedule.while_decoding:
+        raise UserError(
+            f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
+        )
+
+
+def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
+    c, (layers, _, heads) = model.config, cache.layers.length.shape
+    made_for = (layers, heads, cache.pages.pool.shape[-1] // 2)
+    wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
+    if made_for != wanted:
+        raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
+    if cache.window != policy.window:
+        raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
+    later = policy.continuing
+    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0]))(jnp.arange(layers)))
+    held = cache.layers.state if later.eviction is not None else (cache.layers.state[0], ())
+    sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]
+    if sizes[0] != sizes[1] or (later.attended and cache.pages.attended is None):
+        raise UserError(
+            f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"
+        )
+    if policy.selection is not None and cache.pages.bounds is None:
+        raise UserError(
+            f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
+            f"policy that selects, too"
+        )
+    if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
+        raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")

@@ -1,0 +1,84 @@
+"""One compaction of a cache: a policy's eviction scores the stored entries layer by layer, then what stays moves up."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
+from kvjax.inference.forward import bucket
+from kvjax.mesh import P, gather
+from kvjax.models.decoder import Decoder
+from kvjax.policies.interfaces import Eviction
+from kvjax.policies.policy import Policy
+from kvjax.step import Stored
+
+
+@partial(jax.jit, donate_argnums=2, static_argnames=("entries", "over"))
+def compact(
+    model: Decoder, eviction: Eviction, cache: Cache, quota: Quota, *, entries: int, over: str
+) -> Cache:
+    """The cache (donated) after one compaction. No row may hold more than `entries` entries in its global region."""
+    ring = ring_pages(cache.window, cache.page_size)
+    heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
+
+    def local(eviction, output, pages, layers, seen, head, quota):
+        found = scores(eviction, output, pages, layers, seen, head, quota, entries, cache.window)
+        kept = compaction.kept(found, layers.length, quota, over)
+        return compaction.moved(pages, layers, kept, ring)
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    whole = gather(eviction, "data", "fsdp")
+    output = gather(model.layers.o[...], "fsdp")
+    arguments = whole, output, cache.pages, cache.layers, cache.seen, heads, quota
+    pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
+    seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen)
+
+
+def scores(
+    eviction: Eviction,
+    output: Float[Array, "l n h d"],
+    pages: Pages,
+    layers: LayerCache,
+    seen: Int[Array, " b"],
+    head: Int[Array, " k"],
+    quota: Quota,
+    entries: int,
+    window: int,
+) -> Float[Array, "l b k s"]:
+    """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard."""
+    ring = ring_pages(window, pages.pool.shape[1])
+
+    def one(index, xs):
+        method, layer, weight, count, since = xs
+        place = compaction.places(layer.length, entries)
+        at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
+        k, v = jnp.split(pages.entries(*at), 2, -1)
+        attended = None if pages.attended is None else pages.attended[at]
+        eligible = (place >= 0) & (place >= since[..., None])
+        forced = compaction.forced_entries(layer.length, eligible, quota)
+        stored = Stored(
+            k=k, v=v, place=place, eligible=eligible, forced=forced, count=count, seen=seen, output=weight,
+            layer=index, head=head, causal=window == 1, attended=attended,
+        )  # fmt: skip
+        return index + 1, method.score(layer.state[1], stored)
+
+    return lax.scan(one, jnp.int32(0), (eviction, layers, output, quota.count, quota.since))[1]
+
+
+def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cache:
+    """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
+    observed at least."""
+    assert policy.plan is not None
+    assert policy.eviction is not None
+    longest = int(np.asarray(cache.layers.length).max())
+    if longest == 0:
+        return cache
+    plan = policy.plan
+    entries = bucket(max(longest, plan.observed))
+    return compact(model, policy.eviction, cache, kept, entries=entries, over=plan.shares.over)

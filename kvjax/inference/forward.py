@@ -1,0 +1,118 @@
+"""Feeding tokens to a model over its cache: what prefill and decoding have in common."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache as caches
+from kvjax.cache import Cache
+from kvjax.inference.attention import cached_attention
+from kvjax.inference.record import Calls
+from kvjax.mesh import BATCH, P, batch_shards, put
+from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.policies.policy import Policy
+
+
+def extend(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    *,
+    implementation: str | None = None,
+) -> tuple[Cache, Float[Array, "b t d"]]:
+    """Run the first `valid` tokens of each sequence, writing them into the cache. To be jitted, the cache donated.
+
+    Returns the cache and the hidden states after the final norm (those of padding mean nothing).
+    """
+    tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
+    index = jnp.arange(tokens.shape[1])
+    position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
+
+    def attend(step, pages, xs):
+        layer, policy = xs
+        return cached_attention(
+            policy, step, pages, layer, seen=cache.seen, valid=valid, implementation=implementation
+        )
+
+    x = model.embed_tokens(tokens)
+    scanned = {"carry": cache.pages, "xs": (cache.layers, policy), "as_integers": cache.pages.as_integers}
+    x, pages, layers = scan_layers(model, x, position, attend, token=tokens, **scanned)
+    cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
+    return cache, model.norm(x)
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
+def last_logits(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    implementation: str | None = None,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """`extend`, and the logits that follow each sequence's last valid token."""
+    cache, hidden = extend(model, policy, cache, tokens, valid, implementation=implementation)
+    last = jnp.maximum(valid - 1, 0)[:, None, None]
+    return cache, model.logits(jnp.take_along_axis(hidden, last, 1))[:, 0]
+
+
+def bucket(tokens: int) -> int:
+    """The padded length that a call of `tokens` tokens is compiled for: 16 · 2ⁿ or 24 · 2ⁿ, below 16 as it is."""
+    if tokens <= 16:
+        return tokens
+    size = 16
+    while size < tokens:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
+    return size
+
+
+def padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
+    """Rows as one batch on the mesh, padded to `size` tokens and with empty rows to a multiple of the batch shards."""
+    shards = batch_shards()
+    batch = -(-len(rows) // shards) * shards
+    tokens, valid = np.zeros((batch, size), np.int32), np.zeros(batch, np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : row.size], valid[index] = row, row.size
+    return put(tokens, BATCH, None), put(valid, BATCH)
+
+
+def feed(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    rows: Sequence[Int[np.ndarray, " _"]],
+    chunk: int,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+    logits: Float[Array, "b v"] | None = None,
+    room: int = 0,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """All of `rows` through the model, `chunk` tokens a call.
+
+    Args:
+        cache: it is donated.
+        calls: a record to add to.
+        logits: of rows that are empty.
+        room: tokens that will follow, for the error of a pool that runs out.
+
+    Returns:
+        the cache, and the logits after each row's last token.
+    """
+    longest = max(row.size for row in rows)
+    for start in range(0, longest, chunk):
+        part = [row[start : start + chunk] for row in rows]
+        if calls is not None:
+            calls.feed(cache, np.array([row.size for row in part]))
+        tokens, valid = padded(part, bucket(min(chunk, longest - start)))
+        cache, new = last_logits(model, policy.reading, cache, tokens, valid, implementation=implementation)
+        logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
+    caches.check(cache, policy.name, room)
+    assert logits is not None
+    return cache, logits

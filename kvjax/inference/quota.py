@@ -1,0 +1,101 @@
+"""How much a compaction keeps of each row, worked out on the host by the policy's plan."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import Cache, Quota
+from kvjax.mesh import BATCH, put
+from kvjax.policies.policy import Policy
+
+
+def quota(
+    policy: Policy,
+    cache: Cache,
+    tokens: Sequence[int],
+    *,
+    due: Sequence[bool] | None = None,
+    since: Int[Array, "l b k"] | None = None,
+    dropped: Sequence[int] | None = None,
+) -> Quota:
+    """What stays, by the policy's plan, of contexts (or of chunks of them) of so many tokens, a number a sequence.
+
+    Args:
+        due: which sequences are compacted; None: all.
+        since: lengths of the rows before the chunk; None: everything is eligible.
+        dropped: how many more tokens behind these were only read to look at them; None: none. They are among the newest
+            that the method keeps.
+    """
+    plan = policy.plan
+    assert plan is not None
+    layers, slots = len(cache.layers.length), policy.window - 1
+    due = [True] * len(tokens) if due is None else list(due)
+    dropped = [0] * len(tokens) if dropped is None else dropped
+    kept = plan.kept(tokens, entry_bytes(cache))
+    newest = [max(0, plan.newest(share) - gone) for share, gone in zip(kept, dropped, strict=True)]
+    if plan.schedule.in_chunks:
+        counts = plan.chunk_counts(tokens, kept, newest, layers)
+    else:
+        counts = plan.counts(tokens, kept, slots, layers)
+    counts = np.maximum(counts - np.minimum(slots, tokens), 0)
+    # a budget below what always stays: the newest
+    least = counts.min(0)
+    last = np.minimum(_beyond(newest, slots), least)
+    first = np.minimum(plan.first, least - last)
+    return _on_devices(plan, cache, due, counts[..., None], last, first, dropped, since)
+
+
+def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
+    """What stays where every head loses a share of its own entries, once or as often as it takes until a sequence has
+    lost as many as it is `over` its budget (`when="overflow"`). Nothing for one that is not."""
+    plan = policy.plan
+    assert plan is not None
+    length = np.asarray(cache.layers.length)[:, : len(over)]
+    seen, slots = np.asarray(cache.seen)[: len(over)], policy.window - 1
+    last = _beyond([plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))], slots)
+    counts = length.copy()
+    while (low := (length - counts).sum((0, 2)) < over).any():
+        free = np.maximum(counts - (last + plan.first)[:, None], 0)
+        gone = np.floor(plan.schedule.lost * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
+        if not gone.any():
+            break
+        counts -= gone
+    first = np.full(len(over), plan.first)
+    return _on_devices(plan, cache, over > 0, counts, last, first, np.zeros_like(first), None)
+
+
+def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
+    """How many of each sequence's newest tokens are beyond the ring."""
+    return np.maximum(0, np.array(newest, np.int32) - slots)
+
+
+def entry_bytes(cache: Cache) -> int:
+    """Bytes of one token's key and value in all layers and kv heads."""
+    layers, _, heads = cache.layers.length.shape
+    return layers * heads * cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
+
+
+def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
+    layers, batch, heads = cache.layers.length.shape
+    empty = (0, batch - len(due))
+
+    def by_sequence(x):
+        return put(np.pad(np.asarray(x), empty), BATCH)
+
+    def by_row(x):
+        return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
+
+    zero = np.zeros((layers, len(due), heads), np.int32)
+    floor = -np.inf if plan.budget.threshold is None else plan.budget.threshold
+    return Quota(
+        due=by_sequence(due),
+        count=by_row(counts.astype(np.int32)),
+        pinned=by_row(plan.shares.pins(counts)),
+        since=by_row(zero) if since is None else since,
+        dropped=by_sequence(np.array(dropped, np.int32)),
+        last=by_sequence(last.astype(np.int32)),
+        first=by_sequence(first.astype(np.int32)),
+        floor=put(np.float32(floor)),
+    )

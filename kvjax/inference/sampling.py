@@ -1,0 +1,337 @@
+"""Running a model over the cache: prefill, logits, and generation in blocks of tokens.
+
+Text comes block by block: a block is one `lax.scan` over tokens with the cache as its carry, and the host looks at
+tokens, stop flags and the pool's free count between blocks only.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax import cache as caches
+from kvjax.cache import Cache, Stats
+from kvjax.errors import UserError, real_number, whole_number
+from kvjax.inference import schedule
+from kvjax.inference.checks import (
+    Prompts,
+    check_continues,
+    check_key,
+    check_made,
+    check_observers,
+    stop_tokens,
+    token_rows,
+)
+from kvjax.inference.forward import extend, feed, padded
+from kvjax.inference.record import Calls
+from kvjax.inference.room import new_cache, with_room
+from kvjax.mesh import BATCH, P, adopt, put, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import make_policy
+from kvjax.policies.policy import Policy
+
+CHUNK = 16384
+"""Prompt tokens in one call; longer prompts come in chunks of it."""
+COLDEST = 1e-6
+"""Logits divided by a smaller temperature may not be finite."""
+BLOCK = 16
+"""Tokens between two looks of the host at what was generated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What `sample` returns.
+
+    tokens: new tokens of each prompt, the stop token (if one came) not included.
+    stop_reasons: "eos" or "length", by prompt. stats: the cache at the end.
+    """
+
+    tokens: list[np.ndarray]
+    stop_reasons: list[Literal["eos", "length"]]
+    stats: Stats
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
+def decode_block(
+    model, policy, cache, token, running, draw, key, made, *, count, greedy, implementation=None
+):
+    """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing.
+
+    `made` is how many were drawn before: what is drawn does not depend on the blocks.
+
+    Returns the cache, the drawn tokens [count b], the last of them, which rows are still running, and what the cache
+    was before each token: lengths [count l b k], tokens seen [count b], rows running [count b].
+    """
+
+    def one(carry, index):
+        cache, token, running = carry
+        before = cache.layers.length, cache.seen, running
+        cache, hidden = extend(
+            model, policy, cache, token[:, None], running.astype(jnp.int32), implementation=implementation
+        )
+        new = _draw(model.logits(hidden)[:, 0], draw, jax.random.fold_in(key, made + index), greedy)
+        new = jnp.where(running, new, token)
+        return (cache, new, running & ~_is_stop(new, draw)), (new, before)
+
+    (cache, token, running), (drawn, before) = jax.lax.scan(one, (cache, token, running), jnp.arange(count))
+    return cache, drawn, token, running, before
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """How the next token is drawn (temperature 0: the most likely), and which tokens end a sequence."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    eos: tuple[int, ...] = ()
+
+    def arrays(self) -> dict[str, Any]:
+        eos = np.asarray(self.eos or (-1,), np.int32)
+        return {
+            "temperature": np.float32(self.temperature or 1),
+            "top_k": np.int32(self.top_k),
+            "top_p": np.float32(self.top_p),
+            "eos": eos,
+        }
+
+
+def _is_stop(token, draw):
+    return (token[:, None] == draw["eos"]).any(-1)
+
+
+def _draw(logits, draw, key, greedy):
+    logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
+    if greedy:
+        return jnp.argmax(logits, -1).astype(jnp.int32)
+    logits = logits / draw["temperature"]
+    ranked = -jnp.sort(-logits, axis=-1)
+    vocabulary = logits.shape[-1]
+    kth = jnp.where(draw["top_k"] > 0, jnp.minimum(draw["top_k"], vocabulary), vocabulary) - 1
+    floor_k = ranked[:, kth]
+    p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
+    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them
+    inside = jnp.cumsum(p, -1) - p < draw["top_p"]
+    floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
+    logits = jnp.where(logits >= jnp.maximum(floor_k, floor_p)[:, None], logits, -jnp.inf)
+    noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
+    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
+
+
+_first_draw = jax.jit(_draw, static_argnums=3)
+
+
+def _on_mesh(policy: Policy | None) -> Policy:
+    """The policy on the current mesh; the full cache where none is given."""
+    return adopt(make_policy("full") if policy is None else policy)
+
+
+def prefill(
+    model: Decoder,
+    tokens: Prompts,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 0,
+    capacity: int | str | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    observers: Prompts | None = None,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+) -> Cache:
+    """Run prompts and keep what the policy keeps of them.
+
+    Args:
+        tokens: token ids, one sequence a prompt, of any lengths.
+        policy: from `make_policy`; None is the full cache.
+        max_new_tokens: room for what will follow. With no stated capacity `sample` makes room itself.
+        capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
+            device's memory ("30%"). None: the policy's expected need with a margin.
+        page_size: tokens per page.
+        chunk: prompt tokens in one call; the result does not depend on it.
+        observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
+            the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
+        calls: a record to add to, of what was held at each call (the KV footprint is computed from it).
+
+    Returns:
+        The cache, to pass to `sample(…, cache=cache)` with a question, as often as wanted.
+
+    Raises:
+        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
+            that compacts while it decodes.
+        CapacityError: the pool ran out, naming policy, capacity and need.
+    """
+    check_made("prefill", model, policy, calls, implementation=implementation)
+    max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
+    page_size, chunk = (
+        whole_number("prefill", "page_size", page_size),
+        whole_number("prefill", "chunk", chunk),
+    )
+    with use_mesh(model):
+        policy = _on_mesh(policy)
+        rows, behind = token_rows(model, tokens), None
+        room = max_new_tokens
+        if observers is not None:
+            behind = token_rows(model, observers)
+            room = max(room, *(row.size for row in behind))
+            check_observers(policy, rows, behind)
+        cache = new_cache(model, policy, rows, room, page_size, capacity)
+        arguments = max_new_tokens, chunk, calls, implementation, behind
+        return schedule.read(model, policy, cache, rows, *arguments)[0]
+
+
+def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
+    """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    check_made("logits", model)
+    with use_mesh(model):
+        rows = token_rows(model, tokens)
+        if len({row.size for row in rows}) > 1:
+            raise UserError(
+                f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
+            )
+        batch, _ = padded(rows, rows[0].size)
+        return np.asarray(_all_logits(model, batch))[: len(rows)]
+
+
+@jax.jit
+def _all_logits(model, tokens):
+    return model.logits(model.hidden(tokens))
+
+
+def stream(
+    model: Decoder,
+    prompts: Prompts,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    key: jax.Array | None = None,
+    eos: Sequence[int] | None = None,
+    cache: Cache | None = None,
+    capacity: int | str | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+) -> Iterator[tuple[list[np.ndarray], Cache]]:
+    """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
+
+    The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
+    Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
+    """
+    check_made("sample", model, policy, calls, cache, implementation)
+    max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
+    page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
+    block = whole_number("sample", "block", block)
+    temperature = real_number("sample", "temperature", temperature, 0.0)
+    if temperature > 0:
+        real_number("sample", "temperature above 0", temperature, COLDEST)
+    top_k = whole_number("sample", "top_k", top_k, 0)
+    top_p = real_number("sample", "top_p", top_p, above=0.0, most=1.0)
+    if temperature > 0 and key is None:
+        raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
+    check_key(key)
+    stop = tuple(model.config.eos_ids if eos is None else stop_tokens(eos))
+    draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
+    key = jax.random.key(0) if key is None else key
+    # the caller's code runs between the blocks, so no mesh may stay set there
+    with use_mesh(model):
+        policy = _on_mesh(policy)
+        rows = token_rows(model, prompts)
+        if cache is None:
+            held = new_cache(model, policy, rows, max_new_tokens, page_size, capacity)
+            held, after = schedule.read(
+                model, policy, held, rows, max_new_tokens, chunk, calls, implementation
+            )
+        else:
+            if capacity is not None:
+                raise UserError(
+                    "capacity is stated where the cache is made (prefill), not where it is continued"
+                )
+            check_continues(cache, model, policy, rows)
+            longest = max(row.size for row in rows)
+            held = with_room(cache, policy, longest, max_new_tokens)
+            held, after = feed(
+                model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
+            )
+            held = schedule.at_end(model, policy, held, len(rows))
+        token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
+        live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
+        running = live & ~_is_stop(token, draw)
+    yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
+    made = 1
+    while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
+        with use_mesh(model):
+            left = min(block, max_new_tokens - made)
+            count, held = schedule.next_block(policy, held, before, made - 1, left)
+            held, drawn, token, running, fed = decode_block(
+                model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
+                count=count, greedy=greedy, implementation=implementation,
+            )  # fmt: skip
+        caches.check(held, policy.name, max_new_tokens - made - count)
+        if calls is not None:
+            lengths, seen, ran = map(np.asarray, fed)
+            calls.decoded(lengths, seen, ran, held.window, len(rows))
+        made += count
+        with use_mesh(model):
+            held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
+        yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
+
+
+def _tokens(drawn, running, draw, sequences):
+    """Each sequence's own part of a block [count b]: up to and with its stop token; nothing if it had stopped."""
+    parts = []
+    for row in range(sequences):
+        column = drawn[:, row] if running[row] else drawn[:0, row]
+        stops = np.flatnonzero(np.isin(column, draw["eos"]))
+        parts.append(column[: stops[0] + 1] if stops.size else column)
+    return parts
+
+
+def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
+    """Continue prompts.
+
+    Args:
+        prompts: token ids, one sequence a prompt, of any lengths.
+        policy: from `make_policy`; None is the full cache.
+        max_new_tokens: at most so many new tokens each.
+        temperature: 0 (the default) takes the most likely token; above 0, `key` is needed.
+        top_k, top_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches top_p.
+        key: a JAX random key; the same key gives the same tokens.
+        eos: stop tokens; by default every eos id of the model's generation_config.json.
+        cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
+            usable for the next question.
+        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and page
+            size.
+        block: tokens between two looks of the host.
+
+    Returns:
+        `Sampled`: tokens, stop reasons and the cache's sizes.
+
+    Raises:
+        UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
+    """
+    if arguments.get("eos") is not None:
+        arguments["eos"] = stop_tokens(arguments["eos"])
+    parts: list[list[np.ndarray]] = []
+    cache = None
+    for block, cache in stream(model, prompts, **arguments):
+        parts.append(block)
+        sizes = caches.stats(cache, len(block))
+    eos = arguments.get("eos")
+    stop = list(model.config.eos_ids if eos is None else eos)
+    tokens, reasons = [], []
+    for row in zip(*parts, strict=True):
+        line = np.concatenate(row)
+        stopped = line.size > 0 and bool(np.isin(line[-1], stop))
+        tokens.append(line[:-1] if stopped else line)
+        reasons.append("eos" if stopped else "length")
+    return Sampled(tokens, reasons, sizes)

@@ -1,0 +1,202 @@
+"""Evictions at their time: while prompts are read, at their end, and while answers are decoded.
+
+The host decides when, from the policy's plan and the cache's real lengths; between two compactions it only looks on.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Cache
+from kvjax.inference.eviction import compacted
+from kvjax.inference.forward import feed
+from kvjax.inference.quota import entry_bytes, overflow_quota, quota
+from kvjax.inference.record import Calls
+from kvjax.inference.room import fitted, grown, more_pages, pool_pages
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+
+Rows = Sequence[Int[np.ndarray, " _"]]
+"""Token ids, a row a sequence."""
+Run = Callable[[Cache, Rows], tuple[Cache, Any]]
+"""`feed` for a model and a policy."""
+
+
+def read(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    rows: Rows,
+    room: int,
+    chunk: int,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+    observers: Rows | None = None,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """Read `rows` into an empty cache and compact it as the policy plans.
+
+    Args:
+        cache: it is donated.
+        room: tokens that will follow.
+        chunk: tokens of a call.
+        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing.
+
+    Returns:
+        the cache, with space for `room` more tokens, and the logits after each row.
+    """
+    run = functools.partial(feed, model, policy, chunk=chunk, calls=calls, implementation=implementation)
+    plan = policy.plan
+    if plan is None:
+        return run(cache, rows, room=room)
+    # at once, and not when a prompt or an answer has grown to it
+    plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
+    plan.shares.check(model.config.num_layers)
+    observers = [row[:0] for row in rows] if observers is None else observers
+    logits = None
+    if plan.schedule.in_chunks:
+        for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
+            before = jnp.copy(cache.layers.length) if plan.by_chunk else None
+            cache, logits = run(
+                cache, [row[start : start + plan.schedule.chunk] for row in rows], logits=logits
+            )
+            cache = _after_chunk(model, policy, cache, rows, observers, start, before, run, calls)
+    elif plan.schedule.while_decoding:
+        cache, logits = run(cache, rows)
+        cache = at_end(model, policy, cache, len(rows))
+    else:
+        cache, logits = run(cache, rows)
+        cache = at_prompt_end(model, policy, cache, [row.size for row in rows], observers, run, calls)
+    return fitted(policy, cache, room), logits
+
+
+def at_prompt_end(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Sequence[int],
+    observers: Rows,
+    run: Run,
+    calls: Calls | None = None,
+) -> Cache:
+    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. run: `feed` for it.
+    observers: as in `read`."""
+    cache, dropped = _observed(cache, observers, run, calls)
+    return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
+
+
+def _observed(cache: Cache, observers: Rows, run: Run, calls: Calls | None) -> tuple[Cache, list[int]]:
+    """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
+    theirs. An admission's ring would push its oldest tokens out for them: there they are read over a copy, of which
+    only what the eviction saw stays."""
+    sizes = [row.size for row in observers]
+    if not any(sizes):
+        return cache, sizes
+    begun = 0 if calls is None else len(calls.passing)
+    looked, _ = run(cache if cache.window == 1 else jax.tree.map(jnp.copy, cache), observers)
+    if calls is not None:
+        calls.passing[begun:] = [True] * (len(calls.passing) - begun)
+    if cache.window == 1:
+        return looked, sizes
+    layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], looked.layers.state[1]))
+    return dataclasses.replace(cache, layers=layers), [0] * len(sizes)
+
+
+def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cache:
+    """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
+    if policy.plan is None or not policy.plan.schedule.while_decoding:
+        return cache
+    return _brought_down(model, policy, cache, np.ones(sequences, bool))
+
+
+def _brought_down(model: Decoder, policy: Policy, cache: Cache, asked: Bool[np.ndarray, " b"]) -> Cache:
+    """The cache with those of the sequences asked for brought down to their budgets that have more."""
+    plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
+    kept = plan.kept(seen.tolist(), entry_bytes(cache))
+    due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
+    if plan.schedule.when == "overflow":
+        over = np.maximum(_entries_over(policy, cache, len(asked)), 0) * due
+        return compacted(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
+    if not due.any():
+        return cache
+    return compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
+
+
+def _after_chunk(model, policy, cache, rows, observers, start, before, run, calls):
+    """The cache compacted once the chunk of `rows` that begins at `start` was read."""
+    plan = policy.plan
+    stop = start + plan.schedule.chunk
+
+    def looking(row, behind):
+        if start < row.size <= stop:
+            return behind
+        patched = plan.schedule.when == "patched" and row.size > stop
+        return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]
+
+    patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
+    looked = any(row.size for row in patch)
+    state = jax.tree.map(jnp.copy, cache.layers.state) if looked else ()
+    cache, dropped = _observed(cache, patch, run, calls)
+    seen = [min(row.size, stop) for row in rows]
+    kept = quota(
+        policy,
+        cache,
+        [max(0, count - start) if plan.by_chunk else count for count in seen],
+        due=[count > start for count in seen],
+        since=before,
+        dropped=dropped,
+    )
+    cache = compacted(model, policy, cache, kept)
+    return (
+        dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
+    )
+
+
+def next_block(
+    policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, block: int
+) -> tuple[int, Cache]:
+    """(count, cache): after `count` tokens, at most `block`, the next compaction may be due, and the cache has room for
+    them. A power of two where a plan decides, so that few programs are compiled.
+
+    running: the sequences that go on. fed: tokens decoded so far.
+    """
+    plan = policy.plan
+    if plan is None or not plan.schedule.while_decoding:
+        return block, cache
+    if plan.schedule.when == "every":
+        left = plan.schedule.every - fed % plan.schedule.every
+    else:
+        layers, _, heads = cache.layers.length.shape
+        over = _entries_over(policy, cache, len(running))[running]
+        # a token adds at most one entry to a row
+        left = max(1, int(-over.max()) // (layers * heads))
+    count = 1 << (min(left, block).bit_length() - 1)
+    short = 0 if cache.bounded else more_pages(cache, count) - int(np.asarray(cache.pages.free_count).min())
+    # what was planned for may not have come: a prompt too short to be compacted, a budget that is not met yet
+    return count, cache if short <= 0 else grown(cache, max(short, pool_pages(cache) // 4), 0)
+
+
+def after_block(
+    model: Decoder, policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
+) -> Cache:
+    """The cache, compacted if that is due for any of the sequences that are still `running`."""
+    plan = policy.plan
+    if plan is None or not plan.schedule.while_decoding or not running.any():
+        return cache
+    if plan.schedule.when == "every" and fed % plan.schedule.every:
+        return cache
+    return _brought_down(model, policy, cache, running)
+
+
+def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
+    """By how many entries of the global region each sequence is over its budget."""
+    layers, _, heads = cache.layers.length.shape
+    seen = np.asarray(cache.seen)[:sequences]
+    allowed = policy.plan.kept(seen.tolist(), entry_bytes(cache)) - np.minimum(seen, cache.window - 1)
+    stored = np.asarray(cache.layers.length)[:, :sequences].sum((0, 2))
+    return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

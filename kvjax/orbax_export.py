@@ -1,0 +1,85 @@
+"""A pytree of arrays as one Orbax checkpoint, written whole and restored onto any mesh."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.errors import UserError
+from kvjax.mesh import P
+
+
+def export(folder: Path, tree: Any) -> None:
+    """Write a pytree as one Orbax checkpoint, a mapping from its arrays' names; replaces what was there.
+
+    Raises:
+        UserError: the disk has not enough room for it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    check_room(folder.parent, tree)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), named(tree), force=True)
+
+
+def restore_export(folder: Path, like: Any) -> Any:
+    """The pytree that `export` wrote.
+
+    Args:
+        like: a tree of `jax.ShapeDtypeStruct` with the dtypes and shardings wanted (`abstract`).
+
+    Raises:
+        UserError: no such export, or one that holds other arrays than `like`.
+    """
+    names = named(like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder.absolute()).item_metadata
+        if saved is None:
+            raise UserError(f"{folder}: not a whole Orbax export, it has no metadata")
+        wrong = wrong_shape(saved.tree, names)
+        if wrong:
+            raise UserError(f"{folder}: the export is another model's: {wrong}")
+        try:
+            restored = checkpointer.restore(folder.absolute(), names)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{folder}: not a whole Orbax export ({str(error).splitlines()[0]})") from None
+    return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
+
+
+def abstract(make: Any, mesh: Mesh) -> Any:
+    """The shapes and shardings on `mesh` of what `make()` returns, without making it."""
+
+    def concrete(leaf):
+        spec = P() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        return jax.tree.map(concrete, jax.eval_shape(make))
+
+
+def check_room(folder: Path, tree: Any) -> None:
+    """UserError if the disk that `folder` is on has no room for the arrays of `tree`: found out while writing, it takes
+    Orbax's threads down one after another."""
+    needed = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"{folder}: the disk is full: {needed / 2**20:.1f} MiB to write, {free / 2**20:.1f} MiB left"
+        )
+
+
+def wrong_shape(saved: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """The first array whose saved shape is not the wanted one, and both, if there is one."""
+    found, needed = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (saved, wanted))
+    for name in sorted(found | needed):
+        if found.get(name) != needed.get(name):
+            return f"{name} has shape {found.get(name)}, this run needs {needed.get(name)}"
+    return None
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by their path in it: what is on disk does not depend on the classes that hold it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

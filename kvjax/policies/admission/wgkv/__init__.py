@@ -1,0 +1,25 @@
+"""WG-KV: a learned write gate decides which tokens outlive the local window (Huang et al., "KV Admission").
+
+The gate of a kv head looks at a token's key before and after RoPE and says how much it will be needed once it has left
+the window. In training the gate is soft: a query at distance ≥ window adds log g to the logit. Afterwards it is hard:
+a token is written to the global region iff g ≥ τ.
+
+gate: the network. policy: the admission. soft: what is trained. files: exported gates.
+"""
+
+from kvjax.policies.admission.wgkv.files import describe_gates, gates_digest, load_gates, save_gates
+from kvjax.policies.admission.wgkv.gate import WriteGate
+from kvjax.policies.admission.wgkv.policy import WGKV, wgkv
+from kvjax.policies.admission.wgkv.soft import GATE_FLOOR, WriteGateTraining
+
+__all__ = [
+    "GATE_FLOOR",
+    "WGKV",
+    "WriteGate",
+    "WriteGateTraining",
+    "describe_gates",
+    "gates_digest",
+    "load_gates",
+    "save_gates",
+    "wgkv",
+]

@@ -1,0 +1,61 @@
+"""The gates as they are trained: soft, as a bias of the logits, with the sparsity term."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from kvjax.policies.admission.wgkv.gate import WriteGate
+from kvjax.step import Step
+from kvjax.struct import static, struct
+from pallas_kernels.vertical_slash import ends
+
+GATE_FLOOR = 1e-3
+"""The smallest soft gate; below it the gradient stops (WG-KV's code, `g_epsilon`)."""
+
+
+@struct
+class WriteGateTraining:
+    """What training asks of write gates: the soft gate as a logit bias, and the sparsity term.
+
+    `sparsity` "lifetime" is the code's form, R = mean[o_s + (1 − o_s)(1 − (1 − g)²)] with o_s = min(1, W/(N − s)) the
+    share of the remaining steps that token s spends in the ring anyway; "paper" is mean[g + g(1 − g)].
+    `hard`: the mask is the one of use, binarised at τ, and has no gradient.
+    """
+
+    gates: WriteGate
+    tau: Float[Array, "*l"]
+    window: int = static()
+    sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
+    hard: bool = static(default=False)
+
+    def sample(self, key: jax.Array) -> "WriteGateTraining":
+        return self
+
+    def masks(self, state: Any, step: Step):
+        gate = self.gates(step.k_pre, step.k)
+        if self.hard:
+            return gate, [(None, ends(gate >= self.tau, self.window), None)]
+        return gate, [(None, None, jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
+
+    def auxiliary(
+        self, state: Float[Array, "b k t"], step: Step, o: Any, lse: Any
+    ) -> dict[str, Float[Array, "..."]]:
+        """Per sequence and kv head `[b k]`: the sparsity term, the mean gate, the share of tokens that the hard gate
+        admits, and the share of the sequence's entries that it would leave in the cache at the end, ring included."""
+        admitted, tokens = state >= self.tau, state.shape[-1]
+        # the loss sees the floor everywhere, and no gradient comes from below it (WG-KV's code)
+        gate = jnp.maximum(state, GATE_FLOOR)
+        used = gate * (2 - gate)
+        left = jnp.arange(tokens, 0, -1, dtype=jnp.float32)
+        if self.sparsity == "lifetime":
+            ring = jnp.minimum(1.0, self.window / left)
+            used = ring + (1 - ring) * used
+        kept = admitted | (left <= self.window)
+        return {
+            "sparsity": used.mean(-1),
+            "gate": gate.mean(-1),
+            "admitted": admitted.astype(jnp.float32).mean(-1),
+            "kv_size": kept.astype(jnp.float32).mean(-1),
+        }

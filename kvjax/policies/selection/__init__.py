@@ -1,0 +1,1 @@
+"""Which pages a query reads: a file a method."""

@@ -1,0 +1,79 @@
+"""Tasks to score a model's memory of its context with: numpy only, deterministic from a seed and a length.
+
+Adding one is a file with a class that has a `name` and a `sample(seed, length)`, and a line in `TASKS`.
+Those are tasks of token ids. Tasks of text, for real models, give a `TextSample`: RULER's are in `ruler`.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+from kvjax.errors import UserError
+from kvjax.tasks.builtin import builtin_text, builtin_vocabulary, heldout_files
+from kvjax.tasks.copy import Copy
+from kvjax.tasks.mixture import Mixture
+from kvjax.tasks.needle import Needle
+from kvjax.tasks.recall import Recall
+from kvjax.tasks.task import Question, Sample, Task, Tokens, packed
+from kvjax.tasks.text import Text
+from kvjax.tasks.text_prompt import Prompt, PromptEncoder
+from kvjax.tasks.text_sample import TextQuestion, TextSample, mean_score
+from kvjax.tasks.vocabulary import SPECIAL_TOKENS, Vocabulary
+
+TASKS: dict[str, Callable[[Vocabulary, Tokens], Task]] = {
+    "recall": Recall,
+    "needle": Needle,
+    "copy": Copy,
+    "text": Text,
+}
+
+
+def make_task(name: str, vocabulary: Vocabulary | None = None, text: Tokens | None = None) -> Task:
+    """The task called `name`, by default in the built-in vocabulary and on the packaged text for evaluation.
+
+    Raises `UserError` naming the known tasks if there is none of that name.
+    """
+    if name not in TASKS:
+        raise UserError(f"no task is called {name!r}; known are {', '.join(TASKS)}")
+    if vocabulary is None:
+        vocabulary = builtin_vocabulary()
+    return TASKS[name](vocabulary, builtin_text("evaluate") if text is None else text)
+
+
+@cache
+def _builtin_mixture() -> Mixture:
+    return Mixture(builtin_vocabulary(), builtin_text("train"))
+
+
+def mixture(seed: int, index: int, length: int) -> Tokens:
+    """Sequence `index` of stream `seed` for training gates on the built-in model: int32 [length].
+
+    Its text is kept apart from the text of evaluation.
+    """
+    return _builtin_mixture()(seed, index, length)[0]
+
+
+__all__ = [
+    "SPECIAL_TOKENS",
+    "TASKS",
+    "Copy",
+    "Mixture",
+    "Needle",
+    "Prompt",
+    "PromptEncoder",
+    "Question",
+    "Recall",
+    "Sample",
+    "Task",
+    "Text",
+    "TextQuestion",
+    "TextSample",
+    "Tokens",
+    "Vocabulary",
+    "builtin_text",
+    "builtin_vocabulary",
+    "heldout_files",
+    "make_task",
+    "mean_score",
+    "mixture",
+    "packed",
+]

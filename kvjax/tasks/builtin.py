@@ -1,0 +1,60 @@
+"""The packaged tokenizer and text as the tasks need them."""
+
+from collections.abc import Iterable
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from kvjax.tasks.task import Tokens, as_tokens
+from kvjax.tasks.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+FILE_HEADING = "#### "
+"""Starts the line before each file of the packaged text; the file's path in the standard library follows."""
+
+
+@cache
+def _tokenizer() -> "Tokenizer":
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(
+        (resources.files("kvjax.builtin") / "model" / "tokenizer.json").read_text(encoding="utf-8")
+    )
+
+
+@cache
+def builtin_vocabulary() -> Vocabulary:
+    """The built-in model's vocabulary."""
+    return Vocabulary.from_tokenizer(_tokenizer())
+
+
+def split_files(packaged: str) -> dict[str, str]:
+    """Path -> source of each file in a text as `heldout.txt` is written."""
+    files = {}
+    for part in packaged.split(f"\n{FILE_HEADING}")[1:]:
+        path, _, source = part.partition("\n")
+        files[path] = source
+    return files
+
+
+def encode_files(tokenizer: "Tokenizer", sources: Iterable[str]) -> Tokens:
+    """Token ids of the sources, one after another, each ended by `<|end|>`."""
+    end = as_tokens([tokenizer.get_vocab()["<|end|>"]])
+    encodings = tokenizer.encode_batch(list(sources), add_special_tokens=False)
+    return np.concatenate([piece for e in encodings for piece in (as_tokens(e.ids), end)])
+
+
+def heldout_files() -> dict[str, str]:
+    """Path in the standard library -> source of each packaged file. The built-in model has seen none."""
+    return split_files((resources.files("kvjax.builtin") / "heldout.txt").read_text(encoding="utf-8"))
+
+
+@cache
+def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
+    """Token ids of the packaged text: every other file for training gates, the others for evaluation."""
+    sources = list(heldout_files().values())
+    return encode_files(_tokenizer(), sources[["train", "evaluate"].index(split) :: 2])

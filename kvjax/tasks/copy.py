@@ -1,0 +1,47 @@
+"""Copying a passage from a random distance, when others are made of the same tokens in another order.
+
+The eleven tokens of a family stand in a circle; passage number s of the family walks round it in steps of s.
+The circle's length is prime, so a passage visits every token once, a single token has another successor in
+each passage of the family, and two consecutive tokens belong to one passage only: what comes next takes the
+last two tokens to tell, hence more than one matching head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.tasks.haystack import hide
+from kvjax.tasks.task import Question, Sample, Tokens, as_tokens
+from kvjax.tasks.vocabulary import Vocabulary
+
+PASSAGE = 11
+GIVEN = 2
+
+
+@dataclass(frozen=True)
+class Copy:
+    """`families` of `passages` each (2 to 10), hidden in text, and one question a family.
+
+    It gives a mark and the first two tokens of a passage and wants the other nine.
+    """
+
+    vocabulary: Vocabulary
+    text: Tokens
+    families: int = 2
+    passages: int = 4
+    name: str = "copy"
+
+    def sample(self, seed: int, length: int) -> Sample:
+        v, rng = self.vocabulary, np.random.default_rng((seed, length))
+        circles = rng.choice(v.ordinary, size=(self.families, PASSAGE), replace=False)
+        segments, asked = [], []
+        for circle in circles:
+            steps = 1 + rng.permutation(PASSAGE - 1)[: self.passages]
+            starts = rng.integers(PASSAGE, size=self.passages)
+            walks = as_tokens(circle[(starts[:, None] + steps[:, None] * np.arange(PASSAGE)) % PASSAGE])
+            segments += [np.concatenate([as_tokens([v.copy]), walk]) for walk in walks]
+            wanted = walks[0]
+            asked.append(Question(as_tokens([v.question, v.copy, *wanted[:GIVEN]]), wanted[GIVEN:], "copy"))
+        body = length - len(asked[0]) - 2
+        hidden = hide(rng, self.text, body, segments)
+        return Sample(np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])]), tuple(asked))

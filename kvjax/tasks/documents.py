@@ -1,0 +1,103 @@
+"""Natural documents: text files, cut into passages of whole paragraphs."""
+
+import itertools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.files import read_text
+
+PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
+LEAST = 0.9
+"""Of the room, a passage fills at least so much."""
+CALIBRATION = 0.25
+"""Of the documents' tokens, at least so many are kept to calibrate on."""
+
+Item = TypeVar("Item")
+Count = Callable[[Sequence[str]], list[int]]
+"""Tokens of each of some texts."""
+
+
+def read_documents(path: Path) -> list[str]:
+    """The text of a file, or of each .txt file in a folder and those below it, in the order of their names.
+
+    Raises:
+        UserError: no such file, one that is not UTF-8, or a folder without any.
+    """
+    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"--documents {path}: the folder has no .txt file")
+    return [read_text(file, "--documents") for file in files]
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """Its text, with the white space after it, and how many tokens that has."""
+
+    text: str
+    tokens: int
+
+
+Document = Sequence[Paragraph]
+
+
+def paragraphs(text: str, count: Count) -> list[Paragraph]:
+    """A document's paragraphs: joined they are its text."""
+    ends = [0, *(match.end() for match in PARAGRAPH_END.finditer(text)), len(text)]
+    texts = [text[a:b] for a, b in itertools.pairwise(ends) if a < b]
+    return list(map(Paragraph, texts, count(texts)))
+
+
+def apart(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION` of all tokens, the last
+    one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths."""
+    left = CALIBRATION * sum(paragraph.tokens for document in documents for paragraph in document)
+    compared, calibration = [], []
+    for index in np.random.default_rng(0).permutation(len(documents)):
+        document = documents[index]
+        cut = len(document)
+        while cut and left > 0:
+            cut -= 1
+            left -= document[cut].tokens
+        compared.append(document[:cut])
+        calibration.append(document[cut:])
+    return compared, calibration
+
+
+def passages(documents: Sequence[Document], room: int) -> list[str]:
+    """Runs of whole paragraphs that fill `room` tokens, or at least nine tenths of it; no two share a paragraph.
+
+    They come in an order that mixes the documents.
+    """
+    found = [passage for document in documents for passage in _passages(document, room)]
+    return [found[i] for i in np.random.default_rng(0).permutation(len(found))]
+
+
+def _passages(document: Document, room: int) -> list[str]:
+    found, start = [], 0
+    while start < len(document):
+        stop, tokens = start, 0
+        while stop < len(document) and tokens + document[stop].tokens <= room:
+            tokens, stop = tokens + document[stop].tokens, stop + 1
+        if stop > start and tokens >= LEAST * room:
+            found.append("".join(paragraph.text for paragraph in document[start:stop]).strip())
+            start = stop
+        else:
+            # the document ends here, or a paragraph follows that is too long for what is left
+            start += 1
+    return found
+
+
+def chosen(items: Sequence[Item], seed: int, count: int, made_of: str) -> list[Item]:
+    """`count` different items, drawn by the seed.
+
+    Raises UserError if there are not so many. `made_of`: what they are and come from.
+    """
+    if count > len(items):
+        raise UserError(f"{made_of}: found {len(items)}, needed {count}; give more text or shorter contexts")
+    return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[:count]]

@@ -1,0 +1,39 @@
+"""A single record at a chosen depth of the text, asked for in the three ways of `recall`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.tasks.haystack import text_slice
+from kvjax.tasks.recall import QUESTION_TOKENS, TYPES, marked, question
+from kvjax.tasks.task import Sample, Tokens, as_tokens
+from kvjax.tasks.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Needle:
+    """The needle of seed i is at depth `depths[i % len(depths)]`, 0 being the context's start and 1 its end.
+
+    A question's kind is its depth.
+    """
+
+    vocabulary: Vocabulary
+    text: Tokens
+    depths: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8)
+    name: str = "needle"
+
+    def sample(self, seed: int, length: int) -> Sample:
+        v, rng = self.vocabulary, np.random.default_rng((seed, length))
+        depth = self.depths[seed % len(self.depths)]
+        record = as_tokens(rng.choice(v.ordinary, size=3, replace=False))
+        needle = marked(v, record)
+        n_filler = length - QUESTION_TOKENS - 2 - len(needle)
+        if n_filler < 0:
+            raise UserError(f"{length} tokens are too few for a needle and its question")
+        filler = text_slice(rng, self.text, n_filler)
+        at = round(depth * n_filler)
+        context = np.concatenate(
+            [as_tokens([v.begin]), filler[:at], needle, filler[at:], as_tokens([v.separator])]
+        )
+        return Sample(context, tuple(question(v, record, i, f"{depth:g}") for i in range(len(TYPES))))

@@ -1,0 +1,173 @@
+"""RULER's thirteen tasks (Hsieh et al., COLM 2024, arXiv:2404.06654), generated locally in our own wording, and its
+published data through an adapter.
+
+`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `TextSample`; `ruler_samples` gives a
+list of them, and `published_samples` reads RULER's own data. `mean_score` scores. Local and published results are not
+comparable: the wording, the words and by default the essays differ.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+from kvjax.tasks.ruler import frequent, needles, questions, variables
+from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
+from kvjax.tasks.ruler.haystack import Lines, read_essays
+from kvjax.tasks.ruler.needle_by_depth import needle_by_depth
+from kvjax.tasks.ruler.needles import Needles
+from kvjax.tasks.ruler.published import published_sample
+from kvjax.tasks.ruler.published_files import published_rows
+from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
+from kvjax.tasks.ruler.recipe import Recipe
+from kvjax.tasks.ruler.task import RulerTask
+from kvjax.tasks.ruler.variables import VariableTracking
+from kvjax.tasks.text_prompt import PromptEncoder
+from kvjax.tasks.text_sample import TextSample, mean_score
+
+RecipeOf = Callable[[int, int], Recipe]
+"""For a length, and the tokens of the chat template."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """What the tasks read. essays: the needles' haystack, by default the packaged text. squad and hotpotqa: the data
+    sets' JSON files, which qa_1 and qa_2 need."""
+
+    essays: Path | None = None
+    squad: Path | None = None
+    hotpotqa: Path | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Reserved answer tokens, and what makes the task's recipe of its name and its files."""
+
+    reserved: int
+    open: Callable[[str, Files], RecipeOf]
+
+
+def _lines(name: str, files: Files) -> RecipeOf:
+    return _any_length(Needles(name, Lines()))
+
+
+def _essays(**arguments: Any) -> Entry:
+    return Entry(
+        needles.RESERVED,
+        lambda name, files: _any_length(Needles(name, read_essays(files.essays), **arguments)),
+    )
+
+
+def _among_needles(**arguments: Any) -> Entry:
+    return Entry(needles.RESERVED, lambda name, files: _any_length(Needles(name, None, **arguments)))
+
+
+def _squad(name: str, files: Files) -> RecipeOf:
+    if files.squad is None:
+        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as --squad FILE")
+    return _any_length(read_squad(files.squad, name))
+
+
+def _hotpotqa(name: str, files: Files) -> RecipeOf:
+    if files.hotpotqa is None:
+        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as --hotpotqa FILE")
+    return _any_length(read_hotpotqa(files.hotpotqa, name))
+
+
+def _any_length(recipe: Recipe) -> RecipeOf:
+    return lambda length, template: recipe
+
+
+def _common_words(name: str, files: Files) -> RecipeOf:
+    return lambda length, template: CommonWords(length, name)
+
+
+def _coded_words(name: str, files: Files) -> RecipeOf:
+    return lambda length, template: CodedWords(length - frequent.CODED_RESERVED - template, name)
+
+
+RULER_TASKS = {
+    "niah_single_1": Entry(needles.RESERVED, _lines),
+    "niah_single_2": _essays(),
+    "niah_single_3": _essays(value_kind="UUID"),
+    "niah_multikey_1": _essays(keys=4),
+    "niah_multikey_2": _among_needles(),
+    "niah_multikey_3": _among_needles(key_kind="UUID", value_kind="UUID"),
+    "niah_multivalue": _essays(values=4),
+    "niah_multiquery": _essays(keys=4, asked=4),
+    "vt": Entry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
+    "cwe": Entry(frequent.LIST_RESERVED, _common_words),
+    "fwe": Entry(frequent.CODED_RESERVED, _coded_words),
+    "qa_1": Entry(questions.RESERVED, _squad),
+    "qa_2": Entry(questions.RESERVED, _hotpotqa),
+}
+
+
+def make_ruler_task(name: str, tokenizer: Any, files: Files = Files(), *, chat: bool = True) -> RulerTask:
+    """The task called `name`, sized by a tokenizer of transformers or of tokenizers.
+
+    Args:
+        chat: whether lengths count the tokenizer's chat template, if it has one.
+
+    Raises:
+        UserError: a name that is none of the thirteen, or a file that is missing or not as it should be.
+    """
+    return RulerTask(name, _entry(name).open(name, files), PromptEncoder(tokenizer, chat))
+
+
+def make_needle_task(tokenizer: Any, files: Files = Files(), *, chat: bool = True) -> RulerTask:
+    """A needle by depth in essays, beside the thirteen, as `make_ruler_task`."""
+    recipe = needle_by_depth(read_essays(files.essays))
+    return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
+
+
+def ruler_samples(
+    name: str,
+    tokenizer: Any,
+    *,
+    length: int,
+    samples: int,
+    seed: int = 0,
+    files: Files = Files(),
+    chat: bool = True,
+) -> list[TextSample]:
+    """`samples` samples of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
+
+    Raises:
+        UserError: as `make_ruler_task`; a length too short for the task, or too long for its words.
+    """
+    task = make_ruler_task(name, tokenizer, files, chat=chat)
+    return [task.sample(seed + index, length) for index in range(samples)]
+
+
+def published_samples(data: Path, name: str, length: int) -> list[TextSample]:
+    """RULER's own samples of the task called `name`, of a folder or a hub data set; see `published` for their form and
+    `published_files` for where they are looked for.
+
+    Raises:
+        UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
+    """
+    reserved = _entry(name).reserved
+    return [published_sample(row, name, reserved, at) for at, row in published_rows(data, name, length)]
+
+
+def _entry(name: str) -> Entry:
+    if name not in RULER_TASKS:
+        near = difflib.get_close_matches(name, RULER_TASKS) or list(RULER_TASKS)
+        raise UserError(f"RULER has no task called {name!r}; did you mean {', '.join(near)}?")
+    return RULER_TASKS[name]
+
+
+__all__ = [
+    "RULER_TASKS",
+    "Files",
+    "RulerTask",
+    "make_needle_task",
+    "make_ruler_task",
+    "mean_score",
+    "published_sample",
+    "published_samples",
+    "ruler_samples",
+]

@@ -1,0 +1,101 @@
+"""The two counting tasks: which words of a list, or of a coded text, are the most common?"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.tasks.ruler.draw import distinct, letters, single_words
+from kvjax.tasks.ruler.recipe import Supply, generator
+from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
+from kvjax.tasks.text_sample import TextQuestion, TextSample
+
+LIST_RESERVED = 120
+LIST_OPENING = "Below is a numbered list of words. Some occur more often than others: remember which.\n\n"
+LIST_QUESTION = "Which {count} words are the most common in the list above?"
+LIST_PREFIX = "\nThe {count} most common words are:"
+
+CODED_RESERVED = 50
+CODED_OPENING = "Below is a coded text. Keep count of how often each coded word occurs.\n\n"
+CODED_QUESTION = 'Which three coded words occur most often in the text above? The dots "..." do not count.'
+CODED_PREFIX = "\nThe three most frequent coded words are:"
+NOISE = "..."
+ZETA_2 = np.pi**2 / 6
+
+
+@dataclass(frozen=True)
+class CommonWords:
+    """Ten words occur often in a numbered list, the others (the units) seldom; a short worked example comes first.
+
+    Below 4096 tokens words occur less often, so that there is room for the others. All words are single ones: English,
+    and beyond those (from 16K to 32K tokens on) invented ones among them, common and seldom alike.
+    """
+
+    length: int
+    name: str = "cwe"
+    common: int = 10
+    fewest: int = 1
+
+    @property
+    def repeats(self) -> tuple[int, int]:
+        """How often a common word occurs, and another one."""
+        return (6, 1) if self.length < 4096 else (30, 3)
+
+    @property
+    def example(self) -> tuple[int, int, int]:
+        """The worked example's words, and how often a common one of them occurs, and another one."""
+        return (20, 3, 1) if self.length < 4096 else (40, 10, 3)
+
+    @property
+    def supply(self) -> Supply:
+        words = len(ADJECTIVES) + len(NOUNS) + len(invented_words())
+        return Supply(words - self.common - self.example[0], "words")
+
+    def write(self, seed: int, units: int) -> TextSample:
+        rng = generator(self, seed)
+        n_example, *example_repeats = self.example
+        words = single_words(rng, n_example + self.common + units)
+        shown, wanted = words[: self.common], words[n_example : n_example + self.common]
+        example = self._listed(rng, words[:n_example], *example_repeats)
+        asked = self._listed(rng, words[n_example:], *self.repeats)
+        question, prefix = (part.format(count=self.common) for part in (LIST_QUESTION, LIST_PREFIX))
+        context = f"{example}{question}{prefix} {numbered(shown)}\n\n{asked}"
+        return TextSample(
+            context, (TextQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
+        )
+
+    def _listed(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
+        items = words[: self.common] * often + words[self.common :] * seldom
+        return f"{LIST_OPENING}{numbered([items[i] for i in rng.permutation(len(items))])}\n"
+
+
+def numbered(words: Sequence[str]) -> str:
+    """`1. a 2. b 3. c`."""
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
+
+
+@dataclass(frozen=True)
+class CodedWords:
+    """Random words of six letters, the k-th occurring ⌊units · k⁻² / ζ(2)⌋ times, shuffled; the first is noise, dots.
+
+    There are `tokens` / 50 of them, less those that would not occur. tokens: the length, less those reserved for the
+    answer and those of the chat template.
+    """
+
+    tokens: int
+    name: str = "fwe"
+    fewest: int = 73
+    """From here on the fourth word occurs more often than the fifth."""
+    supply: None = None
+
+    def write(self, seed: int, units: int) -> TextSample:
+        rng = generator(self, seed)
+        ranks = np.arange(1, max(5, self.tokens // 50) + 1)
+        counts = np.floor(units / ZETA_2 / ranks**2).astype(int)
+        wording = CODED_OPENING + CODED_QUESTION + CODED_PREFIX
+        coded = distinct(rng, letters(string.ascii_lowercase, 6), len(ranks) - 1, avoid=wording)
+        text = np.repeat([NOISE, *coded], counts)
+        context = f"{CODED_OPENING}{' '.join(rng.permutation(text))}\n"
+        asked = TextQuestion(CODED_QUESTION, CODED_PREFIX, tuple(coded[:3]), "all", CODED_RESERVED, self.name)
+        return TextSample(context, (asked,))

@@ -1,0 +1,39 @@
+"""A needle in a haystack by depth (Kamradt's test), in the words of RULER's niah_single_2."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from kvjax.tasks.ruler.haystack import Essays
+from kvjax.tasks.ruler.needles import Needles
+from kvjax.tasks.text_sample import TextSample
+
+DEPTHS = tuple(range(0, 101, 10))
+"""Percent of the characters."""
+
+
+@dataclass(frozen=True)
+class NeedleByDepth:
+    """The needle of seed i is at depth `DEPTHS[i % 11]` of the haystack, 0 being its start and 100 its end.
+
+    A question's kind is its depth as a share.
+    """
+
+    haystacks: tuple[Essays, ...]
+    name: str = "needle"
+    fewest: int = 1
+    supply: None = None
+
+    def write(self, seed: int, units: int) -> TextSample:
+        index = seed % len(DEPTHS)
+        sample = Needles(self.name, self.haystacks[index]).write(seed, units)
+        (question,) = sample.questions
+        return dataclasses.replace(
+            sample, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
+        )
+
+
+def needle_by_depth(essays: Essays) -> NeedleByDepth:
+    """With the needle in such a text."""
+    return NeedleByDepth(
+        tuple(dataclasses.replace(essays, depths=(depth,), depth_of="characters") for depth in DEPTHS)
+    )

@@ -1,0 +1,69 @@
+"""The eight needle tasks: sentences that name a value of a key, hidden in text or among others of their kind."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
+from kvjax.tasks.ruler.haystack import Haystack
+from kvjax.tasks.ruler.recipe import Supply, generator
+from kvjax.tasks.text_sample import TextQuestion, TextSample
+
+RESERVED = 128
+NEEDLE = "A secret {kind} of {key} is {value}."
+ONE = (
+    "The text below tells a secret {kind}. Remember it, you will be asked for it afterwards.\n\n",
+    "What is the secret {kind} of {keys} in the text above?",
+    "\nThe secret {kind} of {keys} in the text is",
+)
+SEVERAL = (
+    "The text below tells secret {kind}s. Remember them, you will be asked for them afterwards.\n\n",
+    "What are all the secret {kind}s of {keys} in the text above?",
+    "\nThe secret {kind}s of {keys} in the text are",
+)
+
+
+@dataclass(frozen=True)
+class Needles:
+    """`keys` keys with `values` values each; all values of `asked` of the keys are asked for.
+
+    Without a haystack there are as many keys as units, one needle a line. Keys and values are word pairs and 7-digit
+    numbers, or UUIDs.
+    """
+
+    name: str
+    haystack: Haystack | None
+    keys: int = 1
+    values: int = 1
+    asked: int = 1
+    key_kind: Literal["words", "UUID"] = "words"
+    value_kind: Literal["number", "UUID"] = "number"
+    fewest: int = 1
+
+    @property
+    def supply(self) -> Supply | None:
+        endless = self.haystack or self.key_kind == "UUID"
+        return None if endless else Supply(WORD_PAIRS, "pairs of words")
+
+    def write(self, seed: int, units: int) -> TextSample:
+        rng = generator(self, seed)
+        avoid = self.haystack.text if self.haystack else ""
+        n_keys = self.keys if self.haystack else units
+        keys = word_pairs(rng, n_keys) if self.key_kind == "words" else distinct(rng, random_uuid, n_keys)
+        make = number(7) if self.value_kind == "number" else random_uuid
+        values = distinct(rng, make, n_keys * self.values, avoid)
+        pairs = [(keys[i // self.values], value) for i, value in enumerate(values)]
+        needles = [NEEDLE.format(kind=self.value_kind, key=key, value=value) for key, value in pairs]
+        shuffled = [needles[i] for i in rng.permutation(len(needles))]
+        hidden = self.haystack.hide(rng, units, shuffled) if self.haystack else "\n".join(shuffled)
+        expected = tuple(values[: self.asked * self.values])
+        opening, question, prefix = (
+            part.format(kind=self.value_kind, keys=listed(keys[: self.asked]))
+            for part in (ONE if len(expected) == 1 else SEVERAL)
+        )
+        asked = TextQuestion(question, prefix, expected, "all", RESERVED, self.name)
+        return TextSample(f"{opening}{hidden}\n", (asked,))
+
+
+def listed(words: list[str]) -> str:
+    """`a`, or `a, b, and c`."""
+    return ", and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

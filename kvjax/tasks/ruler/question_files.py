@@ -1,0 +1,89 @@
+"""SQuAD's and HotpotQA's files, as they are published, for the two question tasks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+from kvjax.files import read_text
+from kvjax.tasks.ruler.questions import Asked, QuestionAnswering
+
+
+def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
+    """SQuAD 1.1 or 2.0 (JSON): a paragraph is a document, its article's other paragraphs are near. Questions without
+    an answer are left out.
+
+    Raises:
+        UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
+    """
+    documents: dict[str, int] = {}
+    questions = []
+    for i, article in enumerate(_field(_load(file, "--squad"), "data", list, f"--squad {file}:")):
+        at = f"--squad {file}: data[{i}]"
+        places = []
+        paragraphs = _field(article, "paragraphs", list, at)
+        for j, paragraph in enumerate(paragraphs):
+            text = _field(paragraph, "context", str, f"{at}.paragraphs[{j}]").strip()
+            places.append(documents.setdefault(text, len(documents)))
+        for j, paragraph in enumerate(paragraphs):
+            for k, entry in enumerate(_field(paragraph, "qas", list, f"{at}.paragraphs[{j}]")):
+                where = f"{at}.paragraphs[{j}].qas[{k}]"
+                question = _field(entry, "question", str, where)
+                given = _field(entry, "answers", list, where)
+                answers = [_field(a, "text", str, f"{where}.answers[{n}]") for n, a in enumerate(given)]
+                if answers:
+                    near = tuple(place for place in dict.fromkeys(places) if place != places[j])
+                    questions.append(
+                        Asked(question.strip(), tuple(dict.fromkeys(answers)), (places[j],), near)
+                    )
+    return _task(name, f"--squad {file}", documents, questions)
+
+
+def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
+    """HotpotQA (JSON): a document is a title and its paragraph. All of a question's documents (ten) are its own.
+
+    Raises:
+        UserError: no such file, no JSON, a field that is missing or of another kind, or no question in it.
+    """
+    documents: dict[str, int] = {}
+    questions = []
+    entries = _load(file, "--hotpotqa")
+    if not isinstance(entries, list):
+        raise UserError(f"--hotpotqa {file}: expected a JSON list of questions")
+    for i, entry in enumerate(entries):
+        at = f"--hotpotqa {file}: [{i}]"
+        question, answer = _field(entry, "question", str, at), _field(entry, "answer", str, at)
+        context = _field(entry, "context", list, at)
+        try:
+            texts = [f"{title}\n{''.join(lines).strip()}" for title, lines in context]
+        except (TypeError, ValueError):
+            raise UserError(f"{at}: expected `context` to be a list of [title, [sentences]]") from None
+        if not texts:
+            raise UserError(f"{at}: `context` has no document")
+        given = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
+        questions.append(Asked(question.strip(), (answer,), tuple(given)))
+    return _task(name, f"--hotpotqa {file}", documents, questions)
+
+
+def _load(file: Path, option: str) -> Any:
+    try:
+        return json.loads(read_text(file, option))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{option} {file}: is not JSON ({error})") from None
+
+
+def _field(record: Any, name: str, kind: type, at: str) -> Any:
+    """A field of a record that stands at `at` in its file."""
+    if not isinstance(record, dict) or name not in record:
+        raise UserError(f"{at} has no field `{name}`")
+    if not isinstance(record[name], kind):
+        raise UserError(
+            f"{at}: expected `{name}` to be a {kind.__name__}, got a {type(record[name]).__name__}"
+        )
+    return record[name]
+
+
+def _task(name: str, where: str, documents: dict[str, int], questions: list[Asked]) -> QuestionAnswering:
+    if not questions:
+        raise UserError(f"{where}: there is no question with an answer in it")
+    return QuestionAnswering(name, tuple(documents), tuple(questions))

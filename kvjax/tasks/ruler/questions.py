@@ -1,0 +1,78 @@
+"""Question answering among documents: a question's own are shuffled with others of the same data set."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.tasks.ruler.recipe import generator
+from kvjax.tasks.text_sample import TextQuestion, TextSample
+
+RESERVED = 32
+OPENING = "Below are numbered documents. You will be asked a question that some of them answer.\n\n"
+QUESTION = "Question: {question}\nGive only the answer, in as few words as the documents above allow."
+PREFIX = "\nAnswer:"
+HEADING = "Document {number}:\n"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question of a data set with its reference answers, and indices of documents: those that come with it and always
+    stand in its context, and others that are close to them (of the same article)."""
+
+    question: str
+    answers: tuple[str, ...]
+    given: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuestionAnswering:
+    """The units are words of documents: the question's own, then near ones, then any others, each whole and once.
+
+    A document that is too long for the room that is left is passed over, so that little room is left. Where all are in
+    the context, those that are not the question's own come again.
+
+    Consecutive seeds ask different questions.
+    """
+
+    name: str
+    documents: tuple[str, ...]
+    questions: tuple[Asked, ...]
+    fewest: int = 1
+    supply: None = None
+    _words: Int[np.ndarray, " documents"] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        words = [len(HEADING.split()) + len(document.split()) for document in self.documents]
+        object.__setattr__(self, "_words", np.array(words))
+
+    def write(self, seed: int, units: int) -> TextSample:
+        rng = generator(self, seed)
+        order = np.random.default_rng(0).permutation(len(self.questions))
+        asked = self.questions[order[seed % len(order)]]
+        given, near = np.array(asked.given), rng.permutation(np.array(asked.near, int))
+        anywhere = rng.permutation(len(self.documents))
+        anywhere = anywhere[~np.isin(anywhere, np.concatenate([given, near]))]
+        others = self._fitting(np.concatenate([near, anywhere]), units - int(self._words[given].sum()))
+        question = TextQuestion(
+            QUESTION.format(question=asked.question), PREFIX, asked.answers, "any", RESERVED, self.name
+        )
+        return TextSample(OPENING + self._numbered(rng.permutation([*given, *others])), (question,))
+
+    def _fitting(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
+        """Documents of at most `room` words in all: each in its order that fits, after all of them while all do."""
+        words = self._words[order]
+        times, room = divmod(max(room, 0), max(words.sum(), 1))
+        chosen, at = order.tolist() * times, 0
+        while (fits := words[at:] <= room).any():
+            at += int(fits.argmax())
+            chosen.append(int(order[at]))
+            room -= words[at]
+            at += 1
+        return chosen
+
+    def _numbered(self, chosen: Sequence[int] | np.ndarray) -> str:
+        parts = (HEADING.format(number=i) + self.documents[j] for i, j in enumerate(chosen, 1))
+        return "\n\n".join(parts) + "\n"

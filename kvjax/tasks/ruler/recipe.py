@@ -1,0 +1,42 @@
+"""What one of RULER's tasks is before a tokenizer and a length are known: how to write a sample of so many units."""
+
+import zlib
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from kvjax.tasks.text_sample import TextSample
+
+
+@dataclass(frozen=True)
+class Supply:
+    """How many units there are at most, and what they are: "sentences in …"."""
+
+    most: int
+    of: str
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """A task's text, deterministic from a seed and a number of haystack units (lines, sentences, words, documents)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fewest(self) -> int:
+        """Units below which a sample would not be one."""
+        ...
+
+    @property
+    def supply(self) -> Supply | None:
+        """None if there is no end of units."""
+        ...
+
+    def write(self, seed: int, units: int) -> TextSample: ...
+
+
+def generator(recipe: Recipe, seed: int) -> np.random.Generator:
+    """A task's randomness of a seed; two tasks share none."""
+    return np.random.default_rng((seed, zlib.crc32(recipe.name.encode())))

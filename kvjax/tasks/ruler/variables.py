@@ -1,0 +1,63 @@
+"""Variable tracking: a chain of assignments hidden in filler; which variables hold the first one's value?"""
+
+import string
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.tasks.ruler.draw import distinct, letters, number
+from kvjax.tasks.ruler.haystack import PASSAGE, Lines
+from kvjax.tasks.ruler.recipe import generator
+from kvjax.tasks.text_sample import TextQuestion, TextSample
+
+RESERVED = 30
+EXAMPLE_LINES = 14
+"""Of filler in the worked example, which then takes about 500 tokens."""
+OPENING = (
+    "The text below sets variables. Keep track of what each of them holds, you will be asked afterwards.\n\n"
+)
+QUESTION = (
+    "Which variables in the text above hold the value {value}, directly or through others? Name all of them."
+)
+PREFIX = "\nThe {count} variables that hold {value} are"
+
+
+@dataclass(frozen=True)
+class VariableTracking:
+    """One chain: a variable of five capital letters gets a 5-digit number, and `hops` others get it one from another.
+
+    The lines stand in the chain's order at random places of the filler. A worked example comes first: a short chain of
+    its own with other variables (of three letters) and another value, its question and the answer.
+    """
+
+    name: str = "vt"
+    hops: int = 4
+    supply: None = None
+
+    @property
+    def fewest(self) -> int:
+        """A line of filler after each of the chain's."""
+        return self.hops + 1
+
+    def write(self, seed: int, units: int) -> TextSample:
+        rng = generator(self, seed)
+        words = PASSAGE + OPENING + QUESTION + PREFIX
+        shown, names = (
+            distinct(rng, letters(string.ascii_uppercase, count), self.hops + 1, avoid=words)
+            for count in (3, 5)
+        )
+        shown_value, value = distinct(rng, number(5), 2)
+        example = self._told(rng, EXAMPLE_LINES, shown, shown_value)
+        question, prefix = self._asked(value)
+        solved = "".join([example, *self._asked(shown_value), " ", " ".join(shown)])
+        context = f"{solved}\n\n{self._told(rng, units, names, value)}"
+        return TextSample(
+            context, (TextQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),)
+        )
+
+    def _told(self, rng: np.random.Generator, units: int, names: list[str], value: str) -> str:
+        lines = [f"Set {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
+        return f"{OPENING}{Lines().hide(rng, units, lines)}\n"
+
+    def _asked(self, value: str) -> tuple[str, str]:
+        return QUESTION.format(value=value), PREFIX.format(count=self.hops + 1, value=value)

@@ -1,0 +1,29 @@
+"""Which of a task's contexts are compared, and which others are calibrated on."""
+
+from dataclasses import dataclass
+
+FIRST_SEED = 1_000_000
+"""Seeds of the contexts start here, those of run seed 1 a million further, and so on."""
+CALIBRATION_SEED = 500_000
+"""So much further start the contexts that are calibrated on."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A part of a task's contexts. No context is both compared and calibrated on, nor is any text that is predicted;
+    the haystacks around records and needles may share text.
+
+    seed: the run's. compared: how many contexts the run compares. calibration: whether these are the others. skipped:
+    contexts that are made from seeds start so much further.
+    """
+
+    seed: int
+    compared: int
+    calibration: bool = False
+    skipped: int = 0
+
+    @property
+    def first(self) -> int:
+        """The seed of its first context, where contexts are made from seeds."""
+        further = CALIBRATION_SEED if self.calibration else 0
+        return FIRST_SEED * (1 + self.seed) + further + self.skipped

@@ -1,0 +1,42 @@
+"""Plain text: what follows a context."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvjax.tasks.documents import CALIBRATION
+from kvjax.tasks.haystack import text_slice
+from kvjax.tasks.task import Question, Sample, Tokens, as_tokens
+from kvjax.tasks.vocabulary import Vocabulary
+
+SHARE = 8
+"""The last of so many parts is predicted, token by token, which takes much longer than reading."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A slice of the text, continued."""
+
+    vocabulary: Vocabulary
+    text: Tokens
+    name: str = "text"
+
+    def sample(self, seed: int, length: int) -> Sample:
+        rng = np.random.default_rng((seed, length))
+        tokens = np.concatenate([as_tokens([self.vocabulary.begin]), text_slice(rng, self.text, length - 1)])
+        return continued(tokens)
+
+
+def cut_apart(text: Tokens) -> tuple[Tokens, Tokens]:
+    """The text to compare on, and its last quarter, to calibrate on: slices of the one share nothing with slices of the
+    other."""
+    cut = len(text) - round(CALIBRATION * len(text))
+    return text[:cut], text[cut:]
+
+
+def continued(tokens: Tokens) -> Sample:
+    """A text whose last eighth is the answer, the one token before it the prompt, and the rest the context."""
+    n_context = len(tokens) - len(tokens) // SHARE - 1
+    return Sample(
+        tokens[:n_context], (Question(tokens[n_context : n_context + 1], tokens[n_context + 1 :], "text"),)
+    )

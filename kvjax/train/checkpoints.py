@@ -1,0 +1,97 @@
+"""Checkpoints of a run (Orbax): written beside the computation, whole or not at all, restored onto any mesh."""
+
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from kvjax.errors import UserError
+from kvjax.orbax_export import check_room, named, wrong_shape
+
+STATE, NOTES = "state", "notes"
+
+
+class Checkpoints:
+    """The last `keep` checkpoints of a run, in numbered folders. A context, which ends when all is on disk.
+
+    A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
+    latest.
+    """
+
+    def __init__(self, folder: Path, keep: int):
+        # what fails in its threads Orbax raises here again, after logging it in every one of them
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=True
+        )
+        self._folder = folder
+        handlers = {STATE: ocp.StandardCheckpointHandler(), NOTES: ocp.JsonCheckpointHandler()}
+        self._manager = ocp.CheckpointManager(folder.absolute(), options=options, item_handlers=handlers)
+
+    def save(self, step: int, state: Any, notes: dict[str, Any]) -> None:
+        """Start to save a pytree of arrays and a JSON value. Returns once the arrays have left the device; an error of
+        the save before is raised here.
+
+        Raises:
+            UserError: the disk has not enough room for it.
+        """
+        check_room(self._folder, state)
+        items = {STATE: ocp.args.StandardSave(named(state)), NOTES: ocp.args.JsonSave(notes)}
+        self._manager.save(step, args=ocp.args.Composite(**items))
+
+    def latest(self) -> int | None:
+        """The step of the newest complete checkpoint, if there is one."""
+        return self._manager.latest_step()
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """The pytree and the notes saved at `step`.
+
+        Args:
+            like: a tree of `jax.ShapeDtypeStruct` with the shardings wanted (`abstract`); the mesh may be another
+                than the one that saved.
+
+        Raises:
+            UserError: the checkpoint holds other arrays than `like`.
+        """
+        names = named(like)
+        wrong = wrong_shape(self._manager.item_metadata(step)[STATE].tree, names)
+        if wrong:
+            raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {wrong}")
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                **{STATE: ocp.args.StandardRestore(names), NOTES: ocp.args.JsonRestore()}
+            ),
+        )
+        leaves = [restored[STATE][name] for name in names]
+        return jax.tree.unflatten(jax.tree.structure(like), leaves), restored[NOTES]
+
+    def close(self) -> None:
+        """Wait until what was saved is on disk."""
+        self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let the save under way end, also when the run has failed; then the run's own error matters more than its."""
+        with contextlib.suppress(Exception) if any(error) else contextlib.nullcontext():
+            self.close()
+
+
+def check_finite(what: str, tree: Any) -> None:
+    """UserError if an array of `tree` holds a number that is not finite: such a state must not replace a good one."""
+    if not all(jax.tree.leaves(jax.device_get(_finite(tree)))):
+        raise UserError(
+            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. "
+            "A smaller --lr may help"
+        )
+
+
+@jax.jit
+def _finite(tree):
+    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)

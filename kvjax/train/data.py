@@ -1,0 +1,391 @@
+"""Training sequences: every step's equal-length rows, from the built-in tasks, text files or a streamed hub data set.
+
+Deterministic from the seed, and an iterator's position is a small JSON value that goes into checkpoints. Documents are
+cut as in WG-KV's recipe (App. C): one user turn, instruction + document, truncated on the right to exactly the step's
+length, which is the largest that it fills. Some are held out for validation.
+"""
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, P
+from kvjax.train.documents import Documents
+
+Tokens = Int[np.ndarray, "b t"]
+SHORTEST_BUILTIN = 64
+"""Tokens that a sequence of built-in tasks needs for its questions."""
+FIRST_HELD_OUT = 2**31
+"""Index of the first held-out sequence of built-in tasks."""
+TURN = 256
+"""Tokens that the instruction and a chat template's own may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
+        """The rows on this process's devices. Processes that share their rows over `tensor` read the same ones."""
+        parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
+        bounds = [part[0].indices(total) for part in parts if part is not None]
+        return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def group(self) -> int:
+        """Which of the `groups` equal parts of a step this is."""
+        return self.start // self.count
+
+    @property
+    def groups(self) -> int:
+        return self.total // self.count
+
+
+def to_mesh(mesh: Mesh, rows: Rows, tokens: Tokens) -> Int[Array, "B t"]:
+    """A step's tokens on the mesh, its batch split over (data, fsdp), from each process's own rows."""
+
+    def part(index):
+        start, stop, _ = index[0].indices(rows.total)
+        return tokens[start - rows.start : stop - rows.start]
+
+    return jax.make_array_from_callback(
+        (rows.total, tokens.shape[1]), NamedSharding(mesh, P(BATCH, None)), part, dtype=np.int32
+    )
+
+
+def step_lengths(
+    steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
+) -> Int[np.ndarray, " steps"]:
+    """The length of every step: as many of each as `shares` say (largest remainders), in an order drawn from `seed`."""
+    exact = np.asarray(shares, np.float64) / np.sum(shares) * steps
+    counts = np.floor(exact).astype(int)
+    counts[np.argsort(counts - exact, kind="stable")[: steps - counts.sum()]] += 1
+    return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
+
+
+def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
+    """Sequences of the built-in tasks on the packaged text for evaluation."""
+    from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
+
+    mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    return [mixture(seed, FIRST_HELD_OUT + index, int(length))[0] for index, length in enumerate(lengths)]
+
+
+def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int) -> grain.DatasetIterator:
+    """The built-in tasks and text, in the built-in model's tokens. Sequence i of the run is `mixture(seed, i, …)`,
+    whatever the processes."""
+    from kvjax.tasks import mixture
+
+    if schedule.min() < SHORTEST_BUILTIN:
+        raise UserError(
+            f"--lengths {schedule.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
+        )
+
+    def step(index: int) -> Tokens:
+        first = index * rows.total
+        return np.stack(
+            [mixture(seed, first + row, int(schedule[index])) for row in range(rows.start, rows.stop)]
+        )
+
+    dataset = grain.MapDataset.range(len(schedule)).map(step)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """One pass after another over documents; `next` gives None between two passes."""
+
+    def next(self) -> str | None: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class FileReader:
+    """Documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
+
+    def __init__(self, documents: Documents, first: int, stride: int):
+        self._documents, self._first, self._stride = documents, first % len(documents), stride
+        self._next = self._first
+
+    def next(self) -> str | None:
+        if self._next >= len(self._documents):
+            self._next = self._first
+            return None
+        self._next += self._stride
+        return self._documents[self._next - self._stride]
+
+    def get_state(self) -> int:
+        return self._next
+
+    def set_state(self, state: int) -> None:
+        self._next = state
+
+
+class HubReader:
+    """A streamed hub data set's `text` column, every `groups`-th document."""
+
+    def __init__(self, dataset: Any, group: int, groups: int):
+        from datasets.distributed import split_dataset_by_node
+
+        self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
+        self._start = self._dataset.state_dict()
+        self._rows: Iterator[Any] = iter(self._dataset)
+
+    def next(self) -> str | None:
+        row = next(self._rows, None)
+        if row is None:
+            self.set_state(self._start)
+            return None
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
+        return row["text"]
+
+    def get_state(self) -> Any:
+        return self._dataset.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        self._dataset.load_state_dict(state)
+        self._rows = iter(self._dataset)
+
+
+def open_hub(name: str) -> Any:
+    """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        return datasets.load_dataset(path, config or None, split="train", streaming=True)
+    except Exception as error:  # the hub's client raises dozens of kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--data {name}: no such file or folder, and as a hub data set it cannot be had ({type(error).__name__}: "
+            f"{reason})"
+        ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template."""
+
+    tokenizer: Any
+    instruction: str
+    longest: int
+
+    def __call__(self, text: str) -> Int[np.ndarray, " t"]:
+        # no tokenizer makes so few tokens of so many characters that the cut would show
+        text = text[: 64 * self.longest]
+        if getattr(self.tokenizer, "chat_template", None):
+            turn = [{"role": "user", "content": f"{self.instruction}\n\n{text}"}]
+            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
+        else:
+            ids = self.tokenizer(text, verbose=False)["input_ids"]
+        return np.asarray(ids, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bins:
+    """The lengths that documents are cut to, rising. Each document belongs to the largest length that it fills."""
+
+    lengths: tuple[int, ...]
+    encode: Callable[[str], Int[np.ndarray, " t"]]
+
+    def tokens(self, text: str, shortest: int = 0) -> Int[np.ndarray, " t"]:
+        """The document's tokens. One that is surely shorter than `shortest` and than every length needs no tokenizer
+        and comes as zeros."""
+        size, shortest = len(text.encode()), max(shortest, self.lengths[0])
+        if size < shortest - TURN:  # a token has at least one byte
+            return np.zeros(min(size, shortest - 1), np.int32)
+        return self.encode(text)
+
+    def of(self, tokens: int) -> int | None:
+        """The length that a document of so many tokens is cut to; None: it is too short for all of them."""
+        return max((length for length in self.lengths if length <= tokens), default=None)
+
+    def range(self, length: int) -> str:
+        """The sizes that belong to a length, in words."""
+        above = [longer for longer in self.lengths if longer > length]
+        return f"{length} to {above[0] - 1} tokens" if above else f"{length} or more tokens"
+
+
+def digest(text: str) -> bytes:
+    """What a document is known by, so that no copy of a held-out one is trained on."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+
+def hold_out(
+    reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
+) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
+    """Held-out sequences: of each length's documents the second, fourth, … in the reader's order, as many as `wanted`
+    lists it, or as there are. Independent of the mesh, the processes, and where a run stands.
+
+    Returns:
+        the sequences, cut to their lengths, and the digests of their documents.
+
+    Raises:
+        UserError: no text at all, no document for one of the lengths that are `trained` on, or none to hold out.
+    """
+    left, missing = Counter(wanted), set(trained)
+    found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
+    held, others, longest = set[bytes](), set[bytes](), 0
+    passed: Counter[int] = Counter()
+    while (missing or +left) and (text := reader.next()) is not None:
+        if not text:
+            continue
+        tokens = bins.tokens(text)
+        longest, length, name = max(longest, len(tokens)), bins.of(len(tokens)), digest(text)
+        if length is None or name in held or name in others:
+            continue
+        passed[length] += 1
+        missing.discard(length)
+        if passed[length] % 2 == 0 and left[length]:
+            left[length] -= 1
+            found[length].append(tokens[:length])
+            held.add(name)
+        else:
+            others.add(name)
+    if missing:
+        raise _no_document(source, bins, min(missing), longest)
+    if wanted and not held:
+        raise UserError(
+            f"--data {source}: there is but one document for each of --lengths {list(found)}: validation needs another"
+        )
+    return [tokens for length in sorted(found) for tokens in found[length]], frozenset(held)
+
+
+def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserError:
+    if not longest:
+        return UserError(f"--data {source}: there is no text in it")
+    return UserError(
+        f"--data {source}: no document has {bins.range(length)}; the longest of the others has about {longest}, and "
+        "each goes to the largest length that it fills: change --lengths"
+    )
+
+
+class DocumentSequences(grain.IterDataset[Tokens]):
+    """Steps made of documents: row by row the next document of the step's length; each length reads on its own.
+
+    Documents whose digests are in `held_out` are passed over.
+    """
+
+    def __init__(
+        self,
+        readers: Callable[[], Reader],
+        bins: Bins,
+        rows: int,
+        schedule: Int[np.ndarray, " steps"],
+        source: str,
+        held_out: frozenset[bytes] = frozenset(),
+    ):
+        super().__init__()
+        self.readers, self.bins, self.rows, self.schedule = readers, bins, rows, schedule
+        self.source, self.held_out = source, held_out
+        self.lengths = sorted({int(length) for length in schedule})
+
+    def __iter__(self) -> "DocumentIterator":
+        return DocumentIterator(self)
+
+
+class DocumentIterator(grain.DatasetIterator[Tokens]):
+    """`DocumentSequences`, running."""
+
+    def __init__(self, dataset: DocumentSequences):
+        super().__init__()
+        self._data = dataset
+        self._readers = {length: dataset.readers() for length in dataset.lengths}
+        self._step = 0
+
+    def __next__(self) -> Tokens:
+        if self._step >= len(self._data.schedule):
+            raise StopIteration
+        length = int(self._data.schedule[self._step])
+        self._step += 1
+        return np.stack([self._one(length) for _ in range(self._data.rows)])
+
+    def _one(self, length: int) -> Int[np.ndarray, " t"]:
+        bins, reader, longest, passes = self._data.bins, self._readers[length], 0, 0
+        while passes < 2:  # the first may have begun anywhere
+            text = reader.next()
+            if text is None:
+                passes += 1
+            elif text:
+                tokens = bins.tokens(text, length)
+                longest = max(longest, len(tokens))
+                if bins.of(len(tokens)) == length and digest(text) not in self._data.held_out:
+                    return tokens[:length]
+        raise _no_document(self._data.source, bins, length, longest)
+
+    def get_state(self) -> dict[str, Any]:
+        positions = {str(length): reader.get_state() for length, reader in self._readers.items()}
+        return {"step": self._step, "positions": positions}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        for length, reader in self._readers.items():
+            reader.set_state(state["positions"][str(length)])
+
+
+def open_data(
+    source: str,
+    *,
+    rows: Rows,
+    schedule: Int[np.ndarray, " steps"],
+    lengths: Sequence[int],
+    validation: Int[np.ndarray, " s"],
+    seed: int,
+    tokenizer: Any = None,
+    instruction: str = "",
+) -> tuple[grain.DatasetIterator, list[Int[np.ndarray, " _"]]]:
+    """The run's data.
+
+    Args:
+        source: `builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed).
+        schedule: the length of every step.
+        lengths: those that documents are cut to, rising.
+        validation: the length of every held-out sequence.
+
+    Returns:
+        an iterator over the steps, each int32 [rows of this process, length of that step], and the held-out sequences,
+        the same in every process.
+
+    Raises:
+        UserError: nothing there, no text in it, or no document long enough for one of the lengths.
+    """
+    if source == "builtin":
+        return builtin_sequences(rows, schedule, seed), builtin_held_out(validation, seed)
+    bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
+    if Path(source).exists():
+        documents = Documents(Path(source), seed, piece=16 * max(lengths))
+
+        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
+            return FileReader(documents, group, groups)
+    else:
+        hub = open_hub(source)
+
+        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
+            return HubReader(hub, group, groups)
+
+    wanted = [int(length) for length in validation]
+    sequences, held_out = hold_out(readers(0, 1), bins, wanted, sorted(set(schedule.tolist())), source)
+    dataset = DocumentSequences(readers, bins, rows.count, schedule, source, held_out)
+    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)), sequences

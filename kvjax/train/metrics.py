@@ -1,0 +1,210 @@
+"""What a run shows and keeps: a live bar on a terminal, plain lines elsewhere, `metrics.jsonl`, TensorBoard.
+
+Values are looked at one step late, when the next step is already queued, so that the device never waits for them.
+"""
+
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.text import Text
+
+from kvjax.errors import UserError
+from kvjax.files import write_text
+
+LINE_SECONDS = 10.0
+"""Seconds between two plain lines."""
+RECENT_STEPS = 33
+"""Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
+
+
+class Metrics:
+    """A run's record, as a context: `step` with each step's values, `note` for what is measured now and then, `say` for
+    anything else.
+
+    Lines of `metrics.jsonl` are {"step": …, "seconds": …, values…}, or {"step": …, "seconds": …, name: {values…}} for
+    a note; those of steps from `first` on, left by a run that was killed, are dropped.
+
+    Args:
+        total, first: steps of the run, and the one it starts at.
+        shown: the names to show, in order, with their formats.
+        tensorboard: also write its events (see `check_tensorboard`).
+        quiet: write nothing at all (processes other than the first).
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        total: int,
+        first: int,
+        shown: dict[str, str],
+        tensorboard: bool = False,
+        quiet: bool = False,
+    ):
+        self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
+        self._events = None if quiet or not tensorboard else _event_writer(out)
+        self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
+        self._bar: _Bar | None = None
+        self._started = self._said = time.monotonic()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
+        self._held: tuple[int, Any, int] | None = None
+
+    def __enter__(self) -> "Metrics":
+        if not self._quiet and sys.stderr.isatty():
+            self._bar = _Bar(self._total, self._first)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._write_held()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._events is not None:
+            self._events.close()
+        if self._file is not None:
+            self._file.close()
+
+    def step(self, step: int, values: dict[str, jax.Array], *, tokens: int) -> None:
+        """Take the device values of step `step` (counted from 0), which runs `tokens` tokens, and record those of the
+        step before.
+
+        Raises:
+            UserError: one of those is not finite.
+        """
+        self._write_held()
+        self._held = (step, values, tokens)
+
+    def flush(self) -> None:
+        """Record what is held. All that was recorded is on disk when this returns: a checkpoint of step n comes after
+        the values of step n. Raises UserError as `step`."""
+        self._write_held()
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def note(self, step: int, name: str, values: dict[str, float]) -> None:
+        """Record what was measured after step `step`, under its own name, after that step's own values."""
+        self._write_held()
+        self._write({"step": step, "seconds": round(time.monotonic() - self._started, 3), name: values})
+        if self._events is not None:
+            for key, value in values.items():
+                self._events.add_scalar(f"{name}/{key}", value, step)
+
+    def _write_held(self) -> None:
+        if self._held is None:
+            return
+        step, on_device, tokens = self._held
+        self._held = None
+        values = {name: float(value) for name, value in jax.device_get(on_device).items()}
+        for name, value in values.items():
+            if not math.isfinite(value):
+                raise UserError(
+                    f"step {step + 1}: {name} is {value}: the run is stopped, checkpoints of earlier steps are kept. A "
+                    "smaller --lr may help, if the weights are right"
+                )
+        if self._quiet:
+            return
+        now = time.monotonic()
+        self._recent.append((now, tokens))
+        elapsed = now - self._recent[0][0]
+        speed = sum(count for _, count in list(self._recent)[1:]) / elapsed if elapsed else 0.0
+        seconds = round(now - self._started, 3)
+        self._write({"step": step, "seconds": seconds, "tokens_per_second": round(speed, 1), **values})
+        if self._events is not None:
+            for name, value in (values | {"tokens_per_second": speed}).items():
+                self._events.add_scalar(name, value, step)
+        self._show(step, values, speed, now)
+
+    def _write(self, line: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+    def say(self, text: str) -> None:
+        """A line of text, above the bar where there is one."""
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _show(self, step: int, values: dict[str, float], speed: float, now: float) -> None:
+        shown = [f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values]
+        done = len(self._recent) - 1
+        left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
+        pace = [f"{speed:.0f} tokens/s", f"{_clock(left)} left"] if done else []
+        if self._bar is not None:
+            self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
+        elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
+            self._said = now
+            self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *pace]))
+
+
+class _Bar(Progress):
+    """A progress bar with a line of numbers below it, so that both fit a narrow terminal."""
+
+    def __init__(self, total: int, first: int):
+        self._numbers = "compiling"
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[pace]}"),
+        )
+        super().__init__(*columns, console=Console(stderr=True))
+        self._task = self.add_task("training", total=total, completed=first, pace="")
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self._numbers)
+
+    def show(self, completed: int, numbers: str, pace: str) -> None:
+        self._numbers = numbers
+        self.update(self._task, completed=completed, pace=pace)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _open_log(file: Path, first: int) -> Any:
+    lines = file.read_text().splitlines() if first and file.is_file() else []
+    kept = [line for line in lines if _step_of(line) < first]
+    write_text(file, "".join(line + "\n" for line in kept))
+    return file.open("a")
+
+
+def _step_of(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError):  # the line that the killed run was writing
+        return float("inf")
+
+
+def check_tensorboard() -> None:
+    """UserError if tensorboardX is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'")
+
+
+def _event_writer(out: Path) -> Any:
+    from tensorboardX import SummaryWriter
+
+    return SummaryWriter(str(out / "tensorboard"))

@@ -1,0 +1,62 @@
+"""Compaction's bookkeeping: pages and rows against lists, after any sequence of writes and evictions."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import cache as caches
+from kvjax.cache import compaction
+from tests.cache.test_cache import (
+    BATCH,
+    CALLS,
+    HEADS,
+    PAGE,
+    TOKENS,
+    Lists,
+    advance,
+    assert_bounds_are_those_of_the_keys,
+    holds_exactly,
+    started,
+)
+
+ENTRIES = CALLS * TOKENS
+
+
+@partial(jax.jit, static_argnames="ring")
+def moved(cache, kept, ring):
+    pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], ring)
+    return caches.Cache(pages, layers, cache.seen, cache.window, cache.bounded)
+
+
+wanted = st.lists(st.booleans(), min_size=BATCH * HEADS * TOKENS, max_size=BATCH * HEADS * TOKENS)
+valid = st.lists(st.integers(0, TOKENS), min_size=BATCH, max_size=BATCH)
+kept = st.lists(st.booleans(), min_size=BATCH * HEADS * ENTRIES, max_size=BATCH * HEADS * ENTRIES)
+rounds = st.lists(st.tuples(valid, wanted, st.none() | kept), min_size=1, max_size=CALLS)
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@settings(max_examples=60, deadline=None)
+@given(rounds=rounds)
+def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
+    (_, cache), lists = started(window, CALLS * TOKENS + window), Lists(window)
+    ring = caches.ring_pages(window, PAGE)
+    for valid, wanted, kept in rounds:
+        wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
+        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
+        lists.push(valid, wanted)
+        if kept is not None:
+            # the newest entry is the last
+            kept = np.array(kept).reshape(BATCH, HEADS, ENTRIES)
+            exists = compaction.places(cache.layers.length[0], ENTRIES) >= 0
+            cache = moved(cache, jnp.asarray(kept & exists), ring)
+            for b, k in np.ndindex(BATCH, HEADS):
+                row = lists.kept[b][k]
+                mask = kept[b, k, ENTRIES - len(row) :]
+                lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
+        assert_bounds_are_those_of_the_keys(cache)
+        holds_exactly(cache, lists, window)

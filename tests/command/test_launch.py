@@ -1,0 +1,184 @@
+import dataclasses
+import errno
+import signal
+from typing import Annotated, Literal
+
+import pytest
+import tyro
+
+from kvjax.command import launch
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """For these tests."""
+
+    mesh: MeshShape = MeshShape()
+    steps: int = 3
+    kind: Literal["one", "two"] = "one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Needed:
+    """For these tests."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """A thing whose description takes more than one line of a terminal, which is about eighty characters wide."""
+    steps: int
+    """How many."""
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("1", (1, 1, 1)),
+        ("8", (1, 8, 1)),
+        ("4x2", (1, 4, 2)),
+        ("1x8", (1, 1, 8)),
+        ("tensor=4", (1, 1, 4)),
+        ("fsdp=4,tensor=2", (1, 4, 2)),
+        ("data=2, fsdp=2,tensor=2", (2, 2, 2)),
+    ],
+)
+def test_mesh_shape_is_read_and_written(text, shape):
+    parsed = MeshShape.parse(text)
+    assert dataclasses.astuple(parsed) == shape
+    assert MeshShape.parse(str(parsed)) == parsed
+
+
+@pytest.mark.parametrize(
+    "text", ["0", "-1", "4x0", "4x2x1", "x", "", "fsdp=0", "fsdp=2,fsdp=2", "pods=2", "1.5"]
+)
+def test_a_wrong_mesh_is_named_with_what_is_expected(text):
+    with pytest.raises(UserError, match="expected 8 .*4x2 .*at least 1") as error:
+        MeshShape.parse(text)
+    assert repr(text) in str(error.value)
+
+
+def test_command_line_over_default():
+    options = parse_command(Options, ["--mesh", "4x2"], default=Options(steps=7))
+    assert options == Options(MeshShape(1, 4, 2), 7)
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--mesh", "0"], ["--mesh", "'0'", "at least 1"]),
+        (["--stepz", "3"], ["--stepz", "nearest known", "--steps"]),
+        (["--steps", "many"], ["--steps", "many"]),
+        (["--kind", "three"], ["three", "one", "two"]),
+        (["--steps"], ["--steps"]),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(args, parts, capsys):
+    with pytest.raises(UserError) as error:
+        parse_command(Options, args)
+    line = str(error.value)
+    assert "\n" not in line
+    assert all(part in line for part in parts), line
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "missing: SOURCE, --steps INT; --help says more"),
+        (["it"], "missing: --steps INT; --help says more"),
+    ],
+)
+def test_what_is_missing_is_named(args, line):
+    with pytest.raises(UserError) as error:
+        parse_command(Needed, args)
+    assert str(error.value) == line
+
+
+def test_help_leaves_quietly_with_the_defaults(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parse_command(Options, ["--help"], default=Options(steps=7))
+    assert not leaving.value.code
+    assert "(default: 7)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "line"),
+    [
+        (UserError("no such\nfolder"), 2, "error: no such folder\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/x"),
+            2,
+            "error: out/x: No space left on device\n",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "error: out: Permission denied\n"),
+        (ValueError("write failed [No space left on device]"), 2, "error: the disk is full"),
+        (KeyboardInterrupt(), 130, "stopped by the keyboard\n"),
+    ],
+)
+def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
+    def main():
+        raise raised
+
+    with pytest.raises(SystemExit) as leaving:
+        run_command(main)
+    assert leaving.value.code == code
+    shown = capsys.readouterr().err
+    assert shown.startswith(line)
+    assert shown.count("\n") == 1
+
+
+def test_sigterm_is_one_line_after_what_must_be_put_in_order(capsys):
+    before, order = signal.getsignal(signal.SIGTERM), []
+
+    def main():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            order.append(1)
+
+    # were it not caught, it would end the tests
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            run_command(main)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leaving.value.code == 143
+    assert capsys.readouterr().err == "stopped by SIGTERM\n"
+    assert order == [1]
+
+
+def test_a_full_disk_is_found_behind_another_error(capsys):
+    def main():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device", "state")
+        except OSError as error:
+            raise RuntimeError("the checkpoint failed") from error
+
+    with pytest.raises(SystemExit):
+        run_command(main)
+    assert capsys.readouterr().err == "error: state: No space left on device\n"
+
+
+def test_our_own_mistakes_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+def test_start_makes_the_mesh_and_says_that_its_devices_are_virtual(capsys):
+    mesh = start(MeshShape(data=2, fsdp=2, tensor=2))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 2, "tensor": 2}
+    assert capsys.readouterr().err.splitlines() == ["No accelerator is used: 8 virtual CPU devices."]
+
+
+def test_start_says_how_many_devices_there_are():
+    with pytest.raises(UserError, match="--mesh 4x4 needs 16 devices, this machine has 8"):
+        start(MeshShape(fsdp=4, tensor=4))
+
+
+def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "ACCELERATOR_NODES", (str(tmp_path / "accel*"),))
+    assert not launch.has_accelerator()
+    (tmp_path / "accel0").touch()
+    assert launch.has_accelerator()

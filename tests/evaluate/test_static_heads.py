@@ -1,0 +1,171 @@
+"""Static rivals: what heads are worth, and what is chosen on calibration contexts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.contenders import Sizing, known_orders
+from kvjax.evaluate.static_heads import (
+    SINK,
+    SINKS,
+    Rivals,
+    default_contexts,
+    measured,
+    one_whole,
+    orders,
+    sink_and_window,
+    whole_heads,
+)
+from kvjax.evaluate.teacher_forced import Outcome, TeacherForced
+from kvjax.models import load_model
+from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.policies.admission.wgkv import load_gates
+from kvjax.tasks import make_task
+from kvjax.tasks.context import exact
+
+SHAPE = (2, 3)
+WORTH = np.array([[3.0, -1.0, 0.5], [2.0, 0.0, 9.0]])
+
+
+class Additive:
+    """A model whose heads each take their worth off the loss when they are whole."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, whole, sink, window):
+        self.asked.append((whole.sum(), sink, window))
+        return Outcome(0.0, float(-WORTH[whole].sum()))
+
+
+def test_both_measures_find_what_heads_are_worth():
+    run = Additive()
+    for weights in orders(run, SHAPE, 16).values():
+        np.testing.assert_allclose(weights, (WORTH + 1) / 10)
+    assert run.asked == [(5, SINK, 16)] * 6 + [(1, SINK, 16)] * 6
+
+
+def test_an_order_is_kept_as_a_pattern_folder_and_measured_once(tmp_path):
+    first = orders(Additive(), SHAPE, 16, tmp_path)
+    weights, sink, window = read_pattern(tmp_path / "one_whole")
+    np.testing.assert_array_equal(weights, first["one whole"])
+    assert (sink, window) == (SINK, 16)
+    (tmp_path / "one_streaming" / "config.json").unlink()  # as a run leaves it that was killed there
+    run = Additive()
+    again = orders(run, SHAPE, 16, tmp_path)
+    assert len(run.asked) == 6
+    for name, weights in first.items():
+        np.testing.assert_array_equal(again[name], weights)
+
+
+def test_more_heads_are_measured_on_fewer_contexts():
+    """The built-in model's 12, SmolLM2-135M's 90 and Llama-3.1-8B's 256."""
+    assert [default_contexts(heads, 1024) for heads in (12, 90, 256)] == [10, 2, 2]
+
+
+@pytest.mark.parametrize("entries", [40.0, 150.0, 400.0])
+def test_sizes_are_met(entries):
+    """Entries of a context of 1000 tokens: whole heads, and sinks with a ring of window − 1 in the others."""
+    for sink in (x for x in SINKS if x < entries):
+        streaming = sink_and_window(SHAPE, entries=entries, sink=sink)
+        assert streaming.sink + streaming.window - 1 == entries
+        found = whole_heads(WORTH, entries=entries, context=1000, window=16, sink=sink)
+        held = np.where(found.whole, 1000, found.sink + found.window - 1)
+        assert held.mean() == pytest.approx(entries, abs=1)
+        if found.whole.any():
+            assert WORTH[found.whole].min() > WORTH[~found.whole].max()
+
+
+def test_a_narrow_window_leaves_room_for_a_whole_head():
+    """Of 12 heads one whole takes (1024 + 11 × 7) / 12 = 91.75 entries of each at 4 sinks and a window of 4; at a
+    window of 16 it would take 102.75."""
+    weights = np.arange(12.0).reshape(3, 4)
+
+    def whole(entries, window):
+        return whole_heads(weights, entries=entries, context=1024, window=window, sink=4).whole.sum()
+
+    assert [whole(entries, 4) for entries in (91.5, 92.0)] == [0, 1]
+    assert [whole(entries, 16) for entries in (102.5, 103.0)] == [0, 1]
+    rivals = Rivals(
+        lambda whole, sink, window: Outcome(float(whole.sum()), 0.0), {"own": weights}, 1024, 16, (3, 4)
+    )
+    choice = rivals.head_pattern(102.4)
+    assert (choice.fixed.whole.sum(), choice.fixed.window) == (1, 16)
+    assert choice.said.startswith("1 of 12 heads whole, window 16; ")
+    assert rivals.head_pattern(50.0).said.startswith("0 of 12 heads whole, ")
+
+
+def test_the_order_is_chosen_once_more_at_the_end():
+    """One that is worse where two heads are whole, as at the narrowest window, and better where one is."""
+
+    def run(whole, sink, window):
+        alone = whole.sum() == 1
+        return Outcome(float(alone) + 0.5 * (bool(whole[1, 2]) == alone), 0.0)
+
+    choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 100, SHAPE).head_pattern(400.0)
+    assert choice.fixed.whole[1, 2]
+    assert "order good (of bad 100%, good 150%)" in choice.said
+
+
+def test_the_best_order_then_sinks_then_window_are_chosen():
+    """Right answers decide, the loss where they are equal."""
+    best = whole_heads(WORTH, entries=400.0, context=1000, window=64, sink=64)
+
+    def run(whole, sink, window):
+        right = 0.5 * bool(whole[1, 2]) + 0.25 * (sink == 64)
+        return Outcome(right, float(window != best.window))
+
+    rivals = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE)
+    choice = rivals.head_pattern(400.0)
+    assert (choice.fixed.sink, choice.fixed.window) == (best.sink, best.window)
+    np.testing.assert_array_equal(choice.fixed.whole, best.whole)
+    for said in (
+        "order good (of bad 25%, good 75%)",
+        "sinks 64 (of 4 50%, 16 50%, 64 75%, 128 50%)",
+        "window 64",
+    ):
+        assert said in choice.said
+    few = rivals.sink_and_window(100.0)
+    assert (few.fixed.sink, few.fixed.window) == (64, 37)
+    assert "128" not in few.said
+
+
+def test_on_recall_the_measured_order_is_far_better_than_the_gates():
+    """At .141 the gates' rates answer a twentieth, record heads first a third."""
+    model, task = load_model("builtin"), make_task("recall")
+    rates = np.array(load_gates("builtin", model)[1]["rate"])
+    seen, others = ([exact(task.sample(first + i, 512)) for i in range(4)] for first in (100, 200))
+    run, shape = TeacherForced(model, seen), rates.shape
+    order = measured(one_whole, run, shape, 16)
+    rivals = Rivals(run, {"one whole": order, "gates": rates}, 508, 16, shape)
+    entries = 0.141 * 508
+    chosen = rivals.head_pattern(entries).fixed
+    by_rates = whole_heads(rates, entries=entries, context=508, window=16, sink=4)
+    scores = [
+        TeacherForced(model, others)(pattern.whole, pattern.sink, pattern.window).score
+        for pattern in (by_rates, chosen)
+    ]
+    assert scores[0] < 0.15
+    assert scores[1] > 0.28
+
+
+def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back(tmp_path):
+    """Without gates: sinks, windows and the order come from calibration alone."""
+    model, folder = builtin_model("test_model"), tmp_path / "run"
+    sizes = ["--context", "126", "--chunk", "32", "--samples", "12", "--batch", "4", "--order-contexts", "2"]
+    asked = ["--policies", "head_pattern", "--budgets", "0.5", "--tasks", "needle"]
+    main(["--model", str(model), "--dtype", "float32", *sizes, *asked, "--out", str(folder)])
+    (cell,) = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    assert cell["kv_ratio"] == pytest.approx(0.5, abs=0.01)
+    assert "one streaming" in cell["choice"]
+    assert "the gates" not in cell["choice"]
+    assert cell["choice"] in (folder / "report.md").read_text()
+    own = folder / "heads" / "needle-126-window-16" / "one_whole"
+    sizing = Sizing(load_model(model), 0.5, tokens=126, shortest=126, chunk=32, observed=4, patterns=(own,))
+    ((name, weights),) = known_orders(sizing)[0].items()
+    assert name == str(own)
+    assert sorted(weights.flat)[0] == 0
+    assert (weights.shape, weights.max()) == ((2, 4), 1)

@@ -1,0 +1,146 @@
+"""Text samples: scoring, and token ids with the context's apart from the question's."""
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.tasks import PromptEncoder, TextQuestion, TextSample, mean_score
+from kvjax.tasks.ruler import make_ruler_task
+from kvjax.tasks.text_prompt import prompt_size
+
+
+def question(text="What is x?", prefix="\nIt is", expected=("Abc", "12"), scoring="all", reserved=7):
+    return TextQuestion(text, prefix, expected, scoring, reserved, "test")
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return Tokenizer.from_file(str(builtin_model() / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def chat(plain):
+    """The same tokenizer as transformers wraps it, with a template that trims and can think."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain,
+        bos_token="<|begin|>",
+        eos_token="<|end|>",
+        chat_template=(
+            "{{ bos_token }}{% for m in messages %}<|question|>{{ m['content'] | trim }}<|end|>\n{% endfor %}"
+            "<|separator|>\n{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "scoring", "score"),
+    [
+        ("it is ABC and 123", "all", 1.0),
+        ("abc", "all", 0.5),
+        ("ab c", "all", 0.0),
+        ("", "all", 0.0),
+        ("abc", "any", 1.0),
+        ("the 12th", "any", 1.0),
+        ("none", "any", 0.0),
+    ],
+)
+def test_an_answer_is_scored_by_the_strings_in_it(answer, scoring, score):
+    assert question(scoring=scoring).score(answer) == score
+
+
+def test_the_mean_is_in_percent():
+    both = [question(), question(scoring="any"), question()]
+    assert mean_score(both, ["abc", "abc", ""]) == pytest.approx(50)
+    for answers in ([], ["abc"]):
+        with pytest.raises(UserError, match=f"got {len(answers)} for 3"):
+            mean_score(both, answers)
+    with pytest.raises(UserError, match="got 0 for 0"):
+        mean_score([], [])
+
+
+def test_a_prompt_is_the_text_from_its_opening_token_to_its_answer_prefix(plain):
+    sample = TextSample("Some text.\n", (question(), question("Why?", "")))
+    prompt = PromptEncoder(plain)(sample)
+    whole = plain.encode("Some text.\nWhat is x?\nIt is").ids
+    assert [*prompt.context, *prompt.questions[0]] == whole
+    assert whole[0] == plain.token_to_id("<|begin|>")
+    assert prompt.context.dtype == prompt.questions[0].dtype == np.int32
+    assert plain.decode(prompt.questions[1].tolist()) == "Why?"
+    assert prompt_size(sample, PromptEncoder(plain)) == len(whole) + 7
+
+
+def test_a_chat_template_stands_around_the_user_s_text_and_the_prefix_begins_the_answer(plain, chat):
+    sample = TextSample("Some text.\n", (question(),))
+    encode = PromptEncoder(chat)
+    assert encode.chat
+    prompt = encode(sample)
+    turn = chat.apply_chat_template(
+        [{"role": "user", "content": "Some text.\nWhat is x?"}],
+        add_generation_prompt=True,
+        enable_thinking=False,
+        return_dict=False,
+    )
+    prefix = plain.encode("It is", add_special_tokens=False).ids
+    assert [*prompt.context, *prompt.questions[0]] == [*turn, *prefix]
+    # without the template it is the same as from the tokenizer alone
+    assert not PromptEncoder(chat, chat=False).chat
+    one, other = PromptEncoder(chat, chat=False)(sample), PromptEncoder(plain)(sample)
+    np.testing.assert_array_equal(one.context, other.context)
+    np.testing.assert_array_equal(one.questions[0], other.questions[0])
+
+
+def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain, chat):
+    text = "<|begin|><|question|>Some text.\nWhat is x?<|end|>\n<|separator|>\n It is"
+    cut = text.index("What is x?")
+    asked = question(text[cut : -len(" It is")], " It is")
+    for encode in (PromptEncoder(chat), PromptEncoder(chat, chat=False), PromptEncoder(plain)):
+        prompt = encode(TextSample(text[:cut], (asked,), templated=True))
+        ids = [*prompt.context, *prompt.questions[0]]
+        assert ids == plain.encode(text, add_special_tokens=False).ids
+        # the opening token comes where the text does not spell it
+        bare = encode(TextSample(text[len("<|begin|>") : cut], (asked,), templated=True))
+        assert [*bare.context, *bare.questions[0]] == ids
+
+
+def test_a_template_s_size_is_counted_without_the_user_s_text(plain, chat):
+    around = plain.encode("<|begin|><|question|><|end|>\n<|separator|>\n", add_special_tokens=False).ids
+    assert PromptEncoder(chat).template_size == len(around)
+    assert PromptEncoder(chat, chat=False).template_size == PromptEncoder(plain).template_size == 0
+
+
+def test_a_right_answer_follows_the_prompt(plain):
+    """All strings that are asked for, or the first where one will do."""
+    questions = question(), question(scoring="any"), question("Why?\n", "", ("7",))
+    prompt = PromptEncoder(plain)(TextSample("Some text.\n", questions))
+    assert [plain.decode(answer.tolist()) for answer in prompt.answers] == [" Abc, 12", " Abc", "7"]
+    whole = plain.encode("Some text.\nWhat is x?\nIt is Abc, 12").ids
+    assert [*prompt.context, *prompt.questions[0], *prompt.answers[0]] == whole
+
+
+def test_the_context_s_tokens_know_no_question(plain, chat):
+    """Also where a token of the whole text would reach over the cut."""
+    for tokenizer in (plain, chat):
+        encode = PromptEncoder(tokenizer)
+        alone = encode(TextSample("self.retur", (question(""),)))
+        joined = encode(TextSample("self.retur", (question("n None"), question("ning"))))
+        np.testing.assert_array_equal(alone.context, joined.context)
+        assert plain.decode(joined.questions[0].tolist()).startswith("n None")
+    assert plain.encode("return").ids != [*plain.encode("retur").ids, *plain.encode("n").ids[1:]]
+
+
+def test_the_tasks_cut_between_two_tokens_of_the_whole_text(plain):
+    encode = PromptEncoder(plain)
+    for name in ("niah_single_1", "niah_multivalue", "cwe", "fwe", "vt"):
+        sample = make_ruler_task(name, plain).sample(0, 1500)
+        prompt, asked = encode(sample), sample.questions[0]
+        whole = plain.encode(sample.context + asked.text + asked.answer_prefix).ids
+        assert [*prompt.context, *prompt.questions[0]] == whole
+
+
+def test_a_template_without_the_user_s_text_is_refused(plain):
+    silent = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="hello")
+    with pytest.raises(UserError, match="does not show the user's text exactly once"):
+        PromptEncoder(silent)

@@ -1,0 +1,122 @@
+import shutil
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.orbax_export import abstract, export
+from kvjax.struct import struct
+from kvjax.train.checkpoints import Checkpoints
+
+
+@struct
+class State:
+    weights: jax.Array
+    moments: dict
+    count: jax.Array
+
+
+def make(size=16, seed=0.0):
+    weights = jnp.arange(size * 8, dtype=jnp.float32, out_sharding=P()).reshape(size, 8) + seed
+    weights = jax.sharding.reshard(weights, P("tensor", "fsdp"))
+    return State(weights, {"mu": weights * 2, "nu": weights.astype(jnp.bfloat16)}, jnp.int32(3))
+
+
+def made(mesh, **changes):
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda: make(**changes))()
+
+
+def same(a, b):
+    return all(
+        np.array_equal(np.asarray(x), np.asarray(y))
+        for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)
+    )
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {}])
+def test_restores_onto_another_mesh(tmp_path, shape):
+    state = made(make_mesh(fsdp=4, tensor=2))
+    saving = Checkpoints(tmp_path / "checkpoints", keep=2)
+    saving.save(5, state, {"data": [{"next": 7}], "told": "a: 1"})
+    saving.close()
+    mesh = make_mesh(**shape)
+    with jax.set_mesh(mesh):
+        loading = Checkpoints(tmp_path / "checkpoints", keep=2)
+        assert loading.latest() == 5
+        restored, notes = loading.restore(5, abstract(make, mesh))
+        loading.close()
+    assert notes == {"data": [{"next": 7}], "told": "a: 1"}
+    assert isinstance(restored, State)
+    assert same(restored, state)
+    assert restored.weights.sharding.mesh == mesh
+    assert restored.weights.sharding.spec == P("tensor", "fsdp")
+
+
+def test_keeps_the_last_and_saves_what_the_state_was(tmp_path):
+    """The next update takes over the state's memory while the save before it is still being written."""
+    mesh = make_mesh(fsdp=8)
+    with jax.set_mesh(mesh):
+        advance = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+        state, wanted = made(mesh, size=2048), {}
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        for step in range(1, 6):
+            wanted[step] = jax.tree.map(np.array, state)
+            checkpoints.save(step, state, {})
+            state = advance(state)
+        checkpoints.close()
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+        for step in (4, 5):
+            restored, _ = checkpoints.restore(step, abstract(lambda: make(2048), mesh))
+            assert same(restored, wanted[step])
+        checkpoints.close()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_another_runs_checkpoint_is_refused_with_both_shapes(tmp_path):
+    mesh = make_mesh(fsdp=8)
+    with jax.set_mesh(mesh):
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+        checkpoints.save(1, made(mesh), {})
+        checkpoints.close()
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+        with pytest.raises(
+            UserError, match=r"step 1 .*moments.mu has shape \(16, 8\), this run needs \(32, 8\)"
+        ):
+            checkpoints.restore(1, abstract(lambda: make(32), mesh))
+        checkpoints.close()
+
+
+def test_nothing_saved_is_nothing_to_restore(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    assert checkpoints.latest() is None
+    checkpoints.close()
+
+
+def test_an_export_is_a_mapping_of_names(tmp_path):
+    import orbax.checkpoint as ocp
+
+    state = made(make_mesh(fsdp=8))
+    for _ in range(2):  # the second replaces the first
+        export(tmp_path / "exported", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        names = checkpointer.metadata(tmp_path / "exported").item_metadata.tree.keys()
+    assert set(names) == {"weights", "moments.mu", "moments.nu", "count"}
+
+
+def test_a_full_disk_is_one_line_and_leaves_what_was_saved(tmp_path, monkeypatch):
+    state = made(make_mesh(fsdp=8))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.save(1, state, {})
+    nearly_full = namedtuple("Usage", "free")(100)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: nearly_full)
+    for write in (lambda: checkpoints.save(2, state, {}), lambda: export(tmp_path / "exported", state)):
+        with pytest.raises(UserError, match=r"the disk is full: 0\.0 MiB to write, 0\.0 MiB left"):
+            write()
+    checkpoints.close()
+    assert Checkpoints(tmp_path / "checkpoints", keep=2).latest() == 1

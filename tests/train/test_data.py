@@ -1,0 +1,294 @@
+import json
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
+from kvjax.train import data as module
+from kvjax.train.data import (
+    FIRST_HELD_OUT,
+    Bins,
+    DocumentSequences,
+    Encoder,
+    FileReader,
+    HubReader,
+    Rows,
+    open_data,
+    open_hub,
+    step_lengths,
+    to_mesh,
+)
+from kvjax.train.documents import Documents
+
+ALL = Rows(0, 4, 4)
+
+
+class Letters:
+    """A tokenizer with one token a character."""
+
+    chat_template = None
+
+    def __call__(self, text, verbose):
+        return {"input_ids": [ord(c) for c in text]}
+
+
+class Chat(Letters):
+    chat_template = "yes"
+
+    def apply_chat_template(self, turn, add_generation_prompt, return_dict):
+        assert add_generation_prompt
+        assert not return_dict
+        ((_, role), (_, content)) = turn[0].items()
+        return [ord(c) for c in f"<{role}>{content}<model>"]
+
+
+def texts(tmp_path, documents):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return str(file)
+
+
+def opened_with(source, schedule, validation, rows=ALL, seed=0, tokenizer=None):
+    """The iterator and the held-out sequences."""
+    return open_data(
+        source,
+        rows=rows,
+        schedule=np.asarray(schedule),
+        lengths=sorted(set(schedule)),
+        validation=np.asarray(validation, int),
+        seed=seed,
+        tokenizer=tokenizer or Letters(),
+        instruction="Read:",
+    )
+
+
+def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
+    return opened_with(source, schedule, [], rows, seed, tokenizer)[0]
+
+
+def written(tokens):
+    """The text of a sequence of `Letters`."""
+    return "".join(map(chr, tokens.tolist()))
+
+
+def test_every_length_gets_its_share_of_the_steps():
+    lengths = step_lengths(7500, (4096, 8192, 16384, 32768), (4000.0, 2000.0, 1000.0, 500.0), seed=3)
+    assert Counter(lengths.tolist()) == {4096: 4000, 8192: 2000, 16384: 1000, 32768: 500}
+    assert int(lengths.sum()) == 65_536_000  # the paper's 62.5 Mi tokens
+    assert (lengths[:100] != 4096).any(), "shuffled, not sorted"
+    assert Counter(step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
+    np.testing.assert_array_equal(
+        step_lengths(50, (1, 2), (1.0, 1.0), 5), step_lengths(50, (1, 2), (1.0, 1.0), 5)
+    )
+
+
+def test_builtin_sequences_are_the_mixture_whatever_the_processes():
+    schedule = [128, 256, 128]
+    whole = list(opened("builtin", schedule, seed=9))
+    halves = [list(opened("builtin", schedule, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
+    for step, length in enumerate(schedule):
+        assert whole[step].shape == (4, length)
+        np.testing.assert_array_equal(whole[step][1], mixture(9, 4 * step + 1, length))
+        np.testing.assert_array_equal(whole[step], np.concatenate([half[step] for half in halves]))
+
+
+@pytest.mark.parametrize("kind", ["builtin", "files"])
+def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
+    rng = np.random.default_rng(0)
+    documents = ["".join(rng.choice(list("abcdef"), size)) for size in rng.integers(16, 80, 60)]
+    source = "builtin" if kind == "builtin" else texts(tmp_path, documents)
+    schedule = [length * (8 if kind == "builtin" else 1) for length in (16, 32, 16, 16, 32, 16, 32, 16)]
+    whole = list(opened(source, schedule))
+    half = opened(source, schedule)
+    for _ in range(3):
+        next(half)
+    position = json.loads(json.dumps(half.get_state()))
+    rest = opened(source, schedule)
+    next(rest)  # wherever it stands
+    rest.set_state(position)
+    rest = list(rest)
+    assert len(rest) == 5
+    for mine, theirs in zip(rest, whole[3:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "found"),
+    [((8, 16), {8: "bc", 16: "defgh"}), ((8, 64), {8: "bcdef", 64: "gh"}), ((7,), {7: "abcdefgh"})],
+)
+def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp_path, lengths, found):
+    sizes = {"a": 7, "b": 8, "c": 15, "d": 16, "e": 31, "f": 32, "g": 64, "h": 500}
+    source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
+    for length, letters in found.items():
+        # a pass over them: each once
+        schedule = [length] * len(letters) + [other for other in lengths if other != length]
+        own = [written(t[0]) for t in opened(source, schedule, Rows(0, 1, 1)) if t.shape[1] == length]
+        assert sorted(own) == [letter * length for letter in letters]
+
+
+def held_out_of(source, schedule, validation, **changes):
+    """Held-out texts, and those trained on."""
+    sequences, held_out = opened_with(source, schedule, validation, **changes)
+    return [written(t) for t in held_out], {written(row) for tokens in sequences for row in tokens}
+
+
+@pytest.fixture
+def numbered(tmp_path):
+    """Twenty documents of 8 tokens and twenty of 16, each with a number of its own, and a copy of each."""
+    short, long = ([f"{i:02}" * (length // 2) for i in range(20)] for length in (8, 16))
+    return texts(tmp_path, 2 * (short + long))
+
+
+def test_held_out_documents_are_never_trained_on(numbered):
+    schedule = [8] * 40 + [16] * 40
+    held, trained = held_out_of(numbered, schedule, [8, 8, 8, 16, 16])
+    assert [len(text) for text in held] == [8, 8, 8, 16, 16]
+    assert len(set(held)) == 5
+    assert not set(held) & trained
+    everything = {f"{i:02}" * (length // 2) for i in range(20) for length in (8, 16)}
+    assert set(held) | trained == everything
+
+
+def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered):
+    schedule, validation = [8, 16] * 20, [8, 8, 16]
+    held, _ = held_out_of(numbered, schedule, validation)
+    for group in (0, 1):
+        rows = Rows(2 * group, 2 * group + 2, 4)
+        others, trained = held_out_of(numbered, schedule * 3, validation, rows=rows)
+        assert others == held
+        assert not set(held) & trained
+    assert held_out_of(numbered, schedule, validation, seed=1)[0] != held
+
+
+def test_half_of_a_length_at_most_is_held_out(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(5)] + ["x" * 16])
+    held, trained = held_out_of(source, [8, 16] * 6, [8] * 10 + [16] * 3)
+    assert len(held) == 2
+    assert len(trained) == 4
+    assert "x" * 16 in trained
+    alone = texts(tmp_path, ["y" * 8, "y" * 8])
+    with pytest.raises(UserError, match=r"but one document for each of --lengths \[8\]: validation needs"):
+        held_out_of(alone, [8], [8])
+
+
+def test_the_built_in_tasks_are_held_out_on_the_text_of_evaluation():
+    held_out = opened_with("builtin", [128] * 3, [128, 256], seed=4)[1]
+    assert [len(tokens) for tokens in held_out] == [128, 256]
+    again = opened_with("builtin", [64], [128, 256], seed=4)[1]
+    for mine, theirs in zip(held_out, again, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    held_mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    np.testing.assert_array_equal(held_out[1], held_mixture(4, FIRST_HELD_OUT + 1, 256)[0])
+
+
+def test_processes_share_the_documents_out(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(8)])
+    seen = [{bytes(t[0].tolist()) for t in opened(source, [8] * 8, Rows(g, g + 1, 2))} for g in (0, 1)]
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert not seen[0] & seen[1]
+
+
+def test_the_seed_orders_the_documents(tmp_path):
+    source = texts(tmp_path, [f"{i:02}" * 4 for i in range(20)])
+    orders = [
+        [bytes(t[0].tolist()) for t in opened(source, [8] * 20, Rows(0, 1, 1), seed)] for seed in (0, 0, 1)
+    ]
+    assert orders[0] == orders[1] != orders[2]
+    assert set(orders[0]) == set(orders[2])
+    assert len(set(orders[0])) == 20
+
+
+def test_a_chat_model_reads_a_users_turn():
+    assert "".join(map(chr, Encoder(Chat(), "Read:", 8)("abc"))) == "<user>Read:\n\nabc<model>"
+    assert "".join(map(chr, Encoder(Letters(), "Read:", 8)("abc"))) == "abc"
+
+
+@pytest.mark.parametrize(
+    ("documents", "parts"),
+    [
+        (["", " \n"], ["there is no text in it"]),
+        ([], ["there is no text in it"]),
+        (["abc", "abcdefg"], ["no document has 16 to 31 tokens", "about 7", "--lengths"]),
+        (["x" * 16], ["no document has 32 or more tokens", "about 16"]),
+    ],
+)
+def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, documents, parts):
+    source = texts(tmp_path, documents)
+    with pytest.raises(UserError) as error:
+        opened(source, [16, 32])
+    assert all(part in str(error.value) for part in [source, *parts]), error.value
+
+
+def test_an_unknown_source_is_taken_for_a_hub_data_set():
+    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
+        open_hub("no/such-set")
+
+
+def hub(tmp_path, count):
+    datasets = pytest.importorskip("datasets")
+    file = texts(tmp_path, [f"{i:02}" * 4 for i in range(count)])
+    return datasets.load_dataset(
+        "json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
+    )
+
+
+def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
+    def sequences():
+        bins = Bins((8,), Encoder(Letters(), "", 8))
+        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, schedule, "x"))
+
+    schedule = np.full(10, 8)  # more than one pass
+    whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
+    assert whole == [f"{i % 6:02}" * 4 for i in range(10)]
+    first = sequences()
+    for _ in range(4):
+        next(first)
+    rest = sequences()
+    rest.set_state(json.loads(json.dumps(first.get_state())))
+    assert [bytes(tokens[0].tolist()).decode() for tokens in rest] == whole[4:]
+
+
+def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "open_hub", lambda name: hub(tmp_path, 8))
+    held, trained = held_out_of("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
+    assert held == ["01" * 4, "03" * 4]
+    assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
+
+
+def test_readers_tell_when_a_pass_is_over(tmp_path):
+    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
+    reader = FileReader(documents, 0, 1)
+    pass_ = [reader.next() for _ in range(4)]
+    assert pass_[3] is None
+    assert pass_[:3] == [reader.next() for _ in range(3)]
+    split = HubReader(hub(tmp_path, 4), 1, 2)
+    assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
+
+
+def tmp_path_of(folder, count):
+    for i in range(count):
+        (folder / f"{i}.txt").write_text(f"text {i}")
+    return folder
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
+def test_tokens_lie_on_the_mesh_row_by_row(shape):
+    mesh = make_mesh(**shape)
+    rows = Rows.of_this_process(mesh, 8)
+    assert rows == Rows(0, 8, 8)
+    assert (rows.group, rows.groups) == (0, 1)
+    tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
+    placed = to_mesh(mesh, rows, tokens)
+    np.testing.assert_array_equal(np.asarray(placed), tokens)
+    assert placed.sharding.spec == P(("data", "fsdp"), None)
+    assert placed.addressable_shards[0].data.shape[0] == 8 // (mesh.shape["data"] * mesh.shape["fsdp"])
+    assert isinstance(placed, jax.Array)
+
+
+def test_a_part_of_the_rows_knows_its_group():
+    assert (Rows(4, 6, 8).group, Rows(4, 6, 8).groups, Rows(4, 6, 8).count) == (2, 4, 2)
