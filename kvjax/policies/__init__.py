@@ -1,6 +1,7 @@
 """Policies by name: `make_policy("wgkv", gates=…, tau=0.1)`, `make_policy("snapkv", model=model, ratio=0.25)`.
 
-One file a method; a method is added by a line below.
+admission, eviction, selection: the methods, one file each; a method is added by a line below. interfaces: what a method
+defines. policy: their composition. budget, plan: how much stays, and when. chance: randomness that repeats.
 """
 
 import dataclasses

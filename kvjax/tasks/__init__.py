@@ -1,7 +1,12 @@
-"""Tasks to score a model's memory of its context with: numpy only, deterministic from a seed and a length.
+"""Tasks to score a model's memory of its context with, deterministic from a seed and a length.
 
-Adding one is a file with a class that has a `name` and a `sample(seed, length)`, and a line in `TASKS`.
-Those are tasks of token ids. Tasks of text, for real models, give a `TextSample`: RULER's are in `ruler`.
+task, vocabulary, builtin: tasks of token ids in the built-in model's vocabulary, which are recall, needle, copy, text
+and mixture (of all, to train on); haystack: what they hide things in. text_sample, text_prompt: tasks of text for real
+models, which are ruler's and document_questions (of documents). context: the form in which a model sees any of them.
+sources: contexts by the task's name. splits: which are compared, and which calibrated on.
+
+A task of token ids is a class with a `name` and a `sample(seed, length)`, and a line in `TASKS`; a task of text gives a
+`TextSample`.
 """
 
 from collections.abc import Callable

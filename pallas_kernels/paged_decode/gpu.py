@@ -1,4 +1,4 @@
-"""`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`shares.py`): a row's
+"""`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
 entries are those of the ring and then the global ones, cut into tiles of keys."""
 
 import functools
@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.interpret import gpu_interpret
-from pallas_kernels.paged_decode.many import TOKENS, attend_many
-from pallas_kernels.paged_decode.shares import (
+from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
+from pallas_kernels.paged_decode.stream_k import (
     Shares,
     listed,
     merge,

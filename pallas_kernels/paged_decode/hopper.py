@@ -1,6 +1,6 @@
 """`paged_decode` for Hopper, in Mosaic GPU: the pages come by TMA, many at a time, and wait for the tensor cores.
 
-A multiprocessor has one program, which takes an equal share of all rows' tiles (`shares.py`). One of its two
+A multiprocessor has one program, which takes an equal share of all rows' tiles (`stream_k.py`). One of its two
 warpgroups only moves pages into shared memory, as far ahead as there is room; the other computes. A tile lies in one
 prefix, the ring's or the global one, and of it only pages that hold entries are fetched. Decoding is bound by the
 memory: of the 64 rows that a tensor core takes, a group of 4 query heads uses 4, and still waits for keys.
@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.choose import target
-from pallas_kernels.paged_decode.many import TOKENS, attend_many
-from pallas_kernels.paged_decode.shares import Shares, listed, merge, multiprocessors, share
+from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
+from pallas_kernels.paged_decode.stream_k import Shares, listed, merge, multiprocessors, share
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.paged_decode.many import TOKENS, attend_many
+from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require

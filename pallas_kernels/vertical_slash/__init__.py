@@ -1,4 +1,9 @@
-"""Attention over a local window plus, for each kv head, the keys that were kept. See `api.py`."""
+"""Attention over a local window plus, for each kv head, the keys that were kept.
+
+api: the op. key_lists: what its kernels read. xla (with xla_walk), tpu, gpu (Triton), hopper (Mosaic GPU): forward;
+tpu_gather: the far list; tpu_walk, gpu_walk: how tiles are walked; tpu_backward, gpu_backward, vjp: the gradient.
+reference: what the op means.
+"""
 
 from pallas_kernels.vertical_slash.api import ends, vertical_slash
 from pallas_kernels.vertical_slash.vjp import SAVED

@@ -10,13 +10,13 @@ from pallas_kernels.interpret import gpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.gpu_walk import FORWARD, LN2, LOG2E, Walk, blocks_of, dot, part, put
 
 
 def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "gpu", q, k=k, v=v)
-    band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window)
     return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 

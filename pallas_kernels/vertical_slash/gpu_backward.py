@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plt
 from pallas_kernels.interpret import gpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.gpu_walk import LOG2E, Blocks, Walk, blocks_of, dot, part, put
 
 BACKWARD = {
@@ -33,11 +33,11 @@ def gpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     # an infinite log-sum-exp makes p = 0: of queries that saw nothing
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     queries = [x.reshape(b * n, *x.shape[2:]) for x in (q, do, lse, delta)]
-    keys = lists.by_row(k, v, end, log_gate)
-    band, far = lists.gathered(*keys, window=window)
+    keys = key_lists.by_row(k, v, end, log_gate)
+    band, far = key_lists.gathered(*keys, window=window)
     walk = Walk(far, band, blocks_of(BACKWARD, t, h, k.dtype), s - t, window)
     dq = _gradient_of_queries(walk, queries, n // heads, interpret)
-    walk = walk._replace(far=lists.in_place(*keys, window=window)[1])
+    walk = walk._replace(far=key_lists.in_place(*keys, window=window)[1])
     dk, dv, *dgate = _gradient_of_keys(walk, queries, n // heads, interpret)
     return (
         dq.reshape(q.shape),
@@ -113,7 +113,7 @@ def _blocks_of_tiles(walk, t):
     all of it, and the one from which on none sees any."""
     bq, bk, _ = walk.blocks
     n = pl.cdiv(t, bq)
-    ready, full_until, gone = (x - walk.first for x in lists.tiles(lists.padded(walk.far, bk), bk))
+    ready, full_until, gone = (x - walk.first for x in key_lists.tiles(key_lists.padded(walk.far, bk), bk))
     begin = jnp.broadcast_to(bk * jnp.arange(ready.shape[1]) - walk.first, ready.shape)
     stop = -(-gone // bq)
     full = jnp.minimum(-(-jnp.minimum(ready, t) // bq), stop), full_until // bq

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.softmax import MASKED
-from pallas_kernels.vertical_slash.lists import Keys, padded, spans
+from pallas_kernels.vertical_slash.key_lists import Keys, padded, spans
 
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 

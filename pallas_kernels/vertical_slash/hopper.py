@@ -20,9 +20,9 @@ from pallas_kernels.choose import target
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.gpu_walk import LN2, LOG2E
-from pallas_kernels.vertical_slash.lists import Keys
+from pallas_kernels.vertical_slash.key_lists import Keys
 
 QUERIES = 64
 """Of a warpgroup: the rows of a wgmma. Beside 64 × h outputs twice as many would leave no registers for logits."""
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
 
 def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     # rounded to bfloat16 in shared memory, where there is no room for more
-    band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window)
     o, lse = attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
     return o.astype(dtype), lse
 
@@ -113,9 +113,9 @@ def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
     plan = Plan(band is not None, far.log_gate is not None, keys, stages, group, heads, first, window)
     blocks = pl.cdiv(t, plan.queries)
     begin = first + plan.queries * jnp.arange(blocks)
-    far = lists.padded(far, keys)
-    arrays = [jnp.stack(lists.spans(far, keys, begin, begin + plan.queries - 1), -1)]
-    for part in (far,) if band is None else (far, lists.padded(band, keys)):
+    far = key_lists.padded(far, keys)
+    arrays = [jnp.stack(key_lists.spans(far, keys, begin, begin + plan.queries - 1), -1)]
+    for part in (far,) if band is None else (far, key_lists.padded(band, keys)):
         arrays += [part.k, part.v, _marks(part)]
     q = jnp.pad(q.reshape(b * n, t, h), ((0, 0), (0, blocks * plan.queries - t), (0, 0)))
     swizzled = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)

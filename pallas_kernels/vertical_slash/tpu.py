@@ -10,7 +10,7 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LN2, LOG2E, Walk, blocks_of, dot, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
@@ -21,7 +21,7 @@ def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     t, s = q.shape[2], k.shape[2]
     blocks = blocks_of(q.shape[1] // k.shape[1], t, s, q.dtype)
     gather = functools.partial(seen, block=blocks.keys, interpret=interpret)
-    band, far = lists.gathered(*lists.by_row(k, v, end, log_gate), window=window, gather=gather)
+    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window, gather=gather)
     return attend(q, band, far, dtype, blocks=blocks, first=s - t, window=window, interpret=interpret)
 
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Walk, blocks_of, dot, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
@@ -40,13 +40,13 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     q_rows, do_rows = by_row(q), by_row(do)
     stats = jnp.stack([by_row(lse, jnp.inf), by_row(delta)], 2)
-    keys = lists.by_row(k, v, end, log_gate)
+    keys = key_lists.by_row(k, v, end, log_gate)
     gather = functools.partial(seen, block=blocks.keys, interpret=interpret)
-    band, far = lists.gathered(*keys, window=window, gather=gather)
+    band, far = key_lists.gathered(*keys, window=window, gather=gather)
     walk = Walk(far, band, blocks, q_rows.shape[2] // blocks.queries, s - t, window)
     arguments = q_rows, do_rows, stats, interpret
     dq = _gradient_of_queries(walk, *arguments)[:, :, :t].reshape(q.shape)
-    walk = dataclasses.replace(walk, far=lists.in_place(*keys, window=window)[1])
+    walk = dataclasses.replace(walk, far=key_lists.in_place(*keys, window=window)[1])
     dk, dv, dgate = _gradient_of_keys(walk, *arguments)
     dgate = None if dgate is None else dgate[:, :s].reshape(b, heads, s)
     return dq, dk[:, :s].reshape(k.shape), dv[:, :s].reshape(v.shape), dgate
@@ -100,11 +100,11 @@ def _queries_kernel(walk, *refs):
 def _gradient_of_keys(walk, q, do, stats, interpret):
     r, group, _, h = q.shape
     bq, bk = walk.blocks
-    keys = lists.padded(walk.far, bk)
+    keys = key_lists.padded(walk.far, bk)
     # the far list's start is the key's place, or the first place beyond the window
     begins = keys.start - (walk.window if walk.gated else 0)
     gate = None if keys.log_gate is None else (keys.log_gate * LOG2E)[:, None]
-    tables = jnp.stack(lists.tiles(keys, bk), 1)
+    tables = jnp.stack(key_lists.tiles(keys, bk), 1)
     rows, n_keys = group * bq, keys.k.shape[1]
     stats = stats.reshape(r, group, 2, walk.n, bq).transpose(0, 3, 2, 1, 4).reshape(r, walk.n, 2, rows)
 

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash.lists import FOREVER, Keys, padded
+from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, padded
 from pallas_kernels.vertical_slash.tpu_walk import LANES, dot
 
 ROWS = 16

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.softmax import MASKED
-from pallas_kernels.vertical_slash.lists import Keys, padded, spans
+from pallas_kernels.vertical_slash.key_lists import Keys, padded, spans
 
 LANES = 128
 LOG2E, LN2 = math.log2(math.e), math.log(2)

@@ -1,4 +1,4 @@
-"""`vertical_slash` in XLA: compacts, does not mask. What a CPU runs, and today every accelerator.
+"""`vertical_slash` in XLA: compacts, does not mask. What a CPU runs.
 
 A block of queries walks the local band of the original keys, then the visible prefix of the head's kept keys, which are
 gathered in order so that causality is a count. Nothing of size t × s exists, and the work is what is visible.
@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_kernels import softmax
 from pallas_kernels.blocks import Blocks, even
-from pallas_kernels.vertical_slash.lists import compact
+from pallas_kernels.vertical_slash.key_lists import compact
 from pallas_kernels.vertical_slash.xla_walk import causal
 
 

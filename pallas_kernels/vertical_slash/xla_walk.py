@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels import softmax
 from pallas_kernels.blocks import Blocks
-from pallas_kernels.vertical_slash.lists import shown
+from pallas_kernels.vertical_slash.key_lists import shown
 
 _dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.bits import as_bits
 from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import api, many, paged_decode
+from pallas_kernels.paged_decode import api, chunked, paged_decode
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
@@ -281,7 +281,7 @@ def test_without_queries_there_is_no_output(implementation):
 def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
     """128 copies of 64 entries, as half a million entries are of 4096: an output that is rounded to bfloat16 after each
     is off by 1%, and by 10% where the second half's share is always less than half a unit of the last place."""
-    monkeypatch.setattr(many, "ENTRIES", 64)
+    monkeypatch.setattr(chunked, "ENTRIES", 64)
     t, h, page, columns = 16, 32, 16, 512
     rng = np.random.default_rng(0)
     q, key, value = (rng.normal(size=x) for x in ((1, 1, t, h), (columns, page, h), (columns, page, h)))

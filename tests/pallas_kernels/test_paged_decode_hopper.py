@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.ordering import after
-from pallas_kernels.paged_decode import hopper, paged_decode, shares
+from pallas_kernels.paged_decode import hopper, paged_decode, stream_k
 from tests.pallas_kernels.closeness import assert_attention_close
 from tests.pallas_kernels.test_paged_decode import cache, compiled
 from tests.pallas_kernels.test_vertical_slash_hopper import INTERPRETED
@@ -31,7 +31,7 @@ CASES = {
 def check(monkeypatch, shape, ring_length, length, programs, outside=False):
     """In unused entries and in what was never written is NaN; unused columns lie beyond the pool. If `outside`, used
     ones do too, whose nearest pages then hold numbers. No lengths of rings: no new keys either."""
-    monkeypatch.setattr(shares, "MULTIPROCESSORS", programs)
+    monkeypatch.setattr(stream_k, "MULTIPROCESSORS", programs)
     ring, ring_pages = ring_length is not None, shape[-1]
     arguments = cache(shape, ring_length if ring else [0] * shape[0], length, 0, jnp.bfloat16)
     q, pool, table, length, lengths, new, _ = arguments

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.vertical_slash import lists
+from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
 
 WINDOW = 5
@@ -17,7 +17,7 @@ WINDOW = 5
 
 @functools.cache
 def compiled(block):
-    return jax.jit(functools.partial(seen, block=block)), jax.jit(lists.seen)
+    return jax.jit(functools.partial(seen, block=block)), jax.jit(key_lists.seen)
 
 
 def keys(s, head_dim, dtype, gated, counts, seed):
@@ -29,7 +29,7 @@ def keys(s, head_dim, dtype, gated, counts, seed):
     chosen = rng.permuted(np.arange(s) < np.asarray(counts)[:, None], axis=1)
     stop = np.where(chosen, rng.integers(start + 1, 2**31), rng.integers(0, start + 1))
     gate = jnp.asarray(np.where(rng.random((r, s)) < 0.1, -1e30, rng.normal(size=(r, s))), jnp.float32)
-    return lists.Keys(k, v, jnp.asarray(start), jnp.asarray(stop, jnp.int32), gate if gated else None)
+    return key_lists.Keys(k, v, jnp.asarray(start), jnp.asarray(stop, jnp.int32), gate if gated else None)
 
 
 def check(block, given_keys):
@@ -42,7 +42,7 @@ def check(block, given_keys):
         walked = slice(count, -(-count // block) * block)
         assert not np.any(actual.k[row, walked])
         assert not np.any(actual.v[row, walked])
-        assert np.all(actual.start[row, count:] == lists.FOREVER)
+        assert np.all(actual.start[row, count:] == key_lists.FOREVER)
         assert not np.any(actual.stop[row, count:])
 
 

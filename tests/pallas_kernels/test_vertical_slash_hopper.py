@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
-from pallas_kernels.vertical_slash import hopper, lists, vertical_slash
+from pallas_kernels.vertical_slash import hopper, key_lists, vertical_slash
 from pallas_kernels.vertical_slash.reference import reference
 from tests.pallas_kernels.closeness import assert_attention_close
 
@@ -69,7 +69,7 @@ def interpreted(window, *arguments):
     if not NEW:  # has nothing better for what TMA fills with zeros
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arguments[1:])
-    band, far = lists.gathered(*rows, window=window)
+    band, far = key_lists.gathered(*rows, window=window)
     first = k.shape[2] - q.shape[2]
     out = hopper.attend(q, band, far, first=first, window=window, interpret=params, machine=INTERPRETED)
     jax.block_until_ready(out)

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.softmax import merge
 from pallas_kernels.vertical_slash import vertical_slash
-from pallas_kernels.vertical_slash.lists import FOREVER, Keys
+from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys
 
 TOKENS = 8
 """Most query tokens for which the decode kernels are made."""
