@@ -98,10 +98,11 @@ def random_gated(model: Any, config: BenchmarkConfig):
     from kvjax.policies import Policy, make_policy
     from kvjax.policies.admission.random import Random
     from kvjax.policies.admission.wgkv import WriteGate
+    from kvjax.policies.interfaces import Admission
     from kvjax.struct import struct
 
     @struct
-    class GatedRandom:
+    class GatedRandom(Admission):
         gates: WriteGate
         random: Random
 

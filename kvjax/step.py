@@ -1,55 +1,82 @@
 """What one layer shows a cache policy: the tokens of a call, and the entries that are stored."""
 
-from jaxtyping import Array, Bool, Float, Int
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
 
 from kvjax.struct import static, struct
 
 
 @struct
 class Step:
-    """One layer's view of the tokens being run.
-
-    hidden: the layer's input after its attention norm. q, k: after RoPE. q_pre, k_pre: before RoPE (after QK-norm where
-    the model has one). position: true token positions, −1 for padding. layer: the layer's index. head: the index
-    of each kv head in the whole model (on a device that holds a part of them, its part). token: the token ids; None
-    where no policy runs.
-    """
+    """One layer's view of the tokens being run."""
 
     hidden: Float[Array, "b t d"]
+    """The layer's input after its attention norm."""
     q: Float[Array, "b n t h"]
+    """After RoPE."""
     k: Float[Array, "b k t h"]
+    """After RoPE."""
     q_pre: Float[Array, "b n t h"]
+    """Before RoPE, after QK-norm where the model has one."""
     k_pre: Float[Array, "b k t h"]
+    """Before RoPE, after QK-norm where the model has one."""
     v: Float[Array, "b k t h"]
     position: Int[Array, "b t"]
+    """True token positions, −1 for padding."""
     layer: Int[Array, ""]
+    """The layer's index."""
     head: Int[Array, " k"]
+    """The index of each kv head in the whole model (on a device that holds a part of them, its part)."""
     token: Int[Array, "b t"] | None = None
+    """The token ids; None where no policy runs."""
+
+
+@struct
+class Attended:
+    """What one layer's attention found, for methods that write numbers beside entries."""
+
+    lse: Float[Array, "b n t"]
+    """The log-sum-exp of each query's logits over all that it saw."""
+    valid: Int[Array, " b"]
+    """How many of the call's tokens are real, by sequence."""
+    pool: Float[Array, "p page kv"] | UInt16[Array, "p page kv"]
+    """The pages of entries."""
+    page_table: Int[Array, "b k c"]
+    """The pages of the global region before the call. One past the pool's end is none."""
+    length: Int[Array, "b k"]
+    """Entries in the global region before the call."""
+    chosen: Bool[Array, "b k c"] | None
+    """The pages of it that were read; None: all."""
+    dtype: Any = static()
+    """Of the entries; the pool may hold their bits."""
 
 
 @struct
 class Stored:
     """One layer's entries of the global region, to be scored: each row in order of position, its newest entry last (at
-    the right end).
-
-    k, v: as they were written, keys after RoPE; unspecified where there is no entry. place: an entry's place in its row
-    from its first one on; negative where there is none. eligible: the entries among which some will go. forced: entries
-    that stay whatever their score. count: how many eligible entries of a kv head are to stay in this layer, on average
-    or of each. attended: the attention that each entry got so far, its group's mean; None where it is not counted.
-    seen: tokens so far. causal: the last tokens are the last entries; else they are elsewhere, and no entry is newer
-    than any query that is looked back at. output: the output projection of these query heads. layer, head: as in
-    `Step`.
-    """
+    the right end)."""
 
     k: Float[Array, "b k s h"]
+    """As it was written, after RoPE; unspecified where there is no entry, as all that follows."""
     v: Float[Array, "b k s h"]
     place: Int[Array, "b k s"]
+    """An entry's place in its row, from its first one on; negative where there is none."""
     eligible: Bool[Array, "b k s"]
+    """The entries among which some will go."""
     forced: Bool[Array, "b k s"]
+    """Entries that stay whatever their score."""
     count: Int[Array, "b k_or_1"]
+    """How many eligible entries are to stay in this layer, of each kv head or on average."""
     seen: Int[Array, " b"]
+    """Tokens so far."""
     output: Float[Array, "n h d"]
+    """The output projection of these query heads."""
     layer: Int[Array, ""]
     head: Int[Array, " k"]
-    attended: Float[Array, "b k s"] | None
+    """As in `Step`."""
+    planes: dict[str, Shaped[Array, "b k s"]]
+    """The method's own numbers of the entries."""
     causal: bool = static()
+    """Whether the observed queries' own entries are the row's last (there is no ring). Otherwise they are still in the
+    ring, and every stored entry is older than they are."""

@@ -74,7 +74,8 @@ def programs(mesh, config):
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=policy.window, tokens=tokens, page_size=PAGE, pages=pages, dtype=DTYPE, stored=DTYPE,
-            bounds=None if policy.selection is None else DTYPE, attended=policy.attended,
+            bounds=None if policy.selection is None else DTYPE,
+            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()),
         )  # fmt: skip
         return jax.eval_shape(lambda policy: laid_out(policy, layout), policy)
 

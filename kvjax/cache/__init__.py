@@ -2,7 +2,7 @@
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 room: an empty cache, and pools that grow and shrink. sizes: capacities in pages. compaction: what an eviction leaves,
-moved to the front. attended: the attention that entries got. stats: what a cache holds.
+moved to the front. planes: the methods' own numbers of entries. stats: what a cache holds.
 """
 
 from kvjax.cache.compaction import Quota

@@ -95,8 +95,8 @@ def moved(
         return (stored, bounds), kept.sum(-1, dtype=jnp.int32)
 
     unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
-    stored = pages.pool, pages.attended
-    ((pool, attended), bounds), length = lax.scan(move, (stored, unbounded), (layers, kept))
+    stored = pages.pool, pages.planes
+    ((pool, planes), bounds), length = lax.scan(move, (stored, unbounded), (layers, kept))
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     freed = (column >= begin) & (column < stop)
@@ -104,5 +104,5 @@ def moved(
     free = pages.free.at[jnp.where(freed, at, capacity)].set(layers.page_table, mode="drop")
     table = jnp.where(freed, capacity, layers.page_table)
     count = pages.free_count + freed.sum(dtype=jnp.int32)
-    pages = Pages(pool, free, count, pages.dtype, bounds, attended)
+    pages = Pages(pool, free, count, pages.dtype, bounds, planes)
     return pages, dataclasses.replace(layers, page_table=table, length=length)

@@ -10,8 +10,9 @@ global region (`kvjax.cache.ring`).
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt16
+from jaxtyping import Array, Float, Int, Shaped, UInt16
 
 from kvjax.struct import static, struct
 from pallas_kernels.bits import as_bits, as_floats
@@ -35,8 +36,8 @@ class Pages:
     bounds: Float[Array, "p kv"] | None = None
     """For policies that select pages: of the keys k in each page of a global region, the smallest components of k and,
     beside them, of −k. Infinite where there are no keys; float32 where the pool holds integers."""
-    attended: Float[Array, "p page"] | None = None
-    """For policies that ask: the attention that each entry got so far, its group's mean."""
+    planes: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
+    """The methods' own numbers of the global region's entries, by name (`kvjax.cache.planes`)."""
 
     def entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]
@@ -60,7 +61,7 @@ class Pages:
     @property
     def nbytes(self) -> int:
         """Bytes of the entries and of what stands beside them."""
-        return sum(x.nbytes for x in (self.pool, self.bounds, self.attended) if x is not None)
+        return sum(x.nbytes for x in jax.tree.leaves((self.pool, self.bounds, self.planes)))
 
 
 @struct
@@ -74,8 +75,10 @@ class LayerCache:
     """Entries in the global region."""
     priority: Float[Array, "*l b k r"]
     """Of the ring's tokens, by slot."""
+    numbers: dict[str, Shaped[Array, "*l b k r"]]
+    """Of the ring's tokens, by slot, what the planes have of the global region's entries."""
     state: Any
-    """The methods' own."""
+    """The methods' memories (`kvjax.policies.policy.States`)."""
 
 
 @struct

@@ -8,9 +8,10 @@ runs out is counted, not overwritten: the free count is then negative.
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.pages import LayerCache, Pages, with_keys
+from kvjax.cache.planes import appended, in_front
 
 
 def ring_pages(window: int, page_size: int) -> int:
@@ -38,14 +39,19 @@ def ring_priority(
     delay: int,
 ) -> Float[Array, "b k rt"]:
     """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
-    slots = layer.priority.shape[-1]
-    order = (seen[:, None] + jnp.arange(slots)) % max(slots, 1)
-    ring = jnp.take_along_axis(layer.priority, order[:, None], 2)
+    slots, ring = layer.priority.shape[-1], _in_order(layer.priority, seen)
     both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
     before = both[..., slots - delay : slots - delay + tokens]
     known = (jnp.arange(tokens) < valid[:, None, None]) & ~jnp.isnan(priority)
     return both.at[..., slots - delay : slots - delay + tokens].set(jnp.where(known, priority, before))
+
+
+def _in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
+    """Numbers of the ring's tokens, the oldest first."""
+    slots = by_slot.shape[-1]
+    order = (seen[:, None] + jnp.arange(slots)) % max(slots, 1)
+    return jnp.take_along_axis(by_slot, order[:, None], 2)
 
 
 def push(
@@ -54,12 +60,17 @@ def push(
     kv: Float[Array, "b k t kv"],
     priority: Float[Array, "b k rt"],
     kept: Bool[Array, "b k rt"],
+    numbers: dict[str, Shaped[Array, "b k t"]],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
     """Write this call's first `valid` tokens of each sequence: they enter the ring, as many leave it, and those of
-    them that are `kept` enter the global region. `priority` and `kept` are as from `ring_priority`."""
+    them that are `kept` enter the global region.
+
+    `priority` and `kept` are as from `ring_priority`. `numbers` are the planes' of this call's tokens, of planes that
+    are written; they go where their tokens go.
+    """
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
     leaving_from_ring = min(tokens, slots)
@@ -68,7 +79,17 @@ def push(
     index = jnp.arange(tokens)
     left = (index < valid[:, None]) & (index >= slots - seen[:, None])
     stays = kept[..., :tokens] & left[:, None]
+    had = layer.length
     pages, layer, slot = _allocate(pages, layer, stays, ring_pages(window, page_size))
+    numbers = {
+        name: jnp.concatenate([_in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
+        for name, new in numbers.items()
+    }
+    table = layer.page_table[..., ring_pages(window, page_size) :]
+    planes = {
+        name: appended(pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had)
+        for name, x in numbers.items()
+    }
 
     # newest tokens into the ring: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
@@ -81,13 +102,15 @@ def push(
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
     offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
     pages = pages.with_entries(page, offset, jnp.concatenate([leaving, ring_kv], 2))
-    pages = dataclasses.replace(pages, bounds=with_keys(pages.bounds, slot[0], leaving.astype(pages.dtype)))
+    bounds = with_keys(pages.bounds, slot[0], leaving.astype(pages.dtype))
+    pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
 
     now = seen + valid
     newest = now[:, None] - 1 - (now[:, None] - 1 - jnp.arange(slots)) % max(slots, 1)
     place = jnp.clip(newest - (seen[:, None] - slots), 0, slots + tokens - 1)
+    by_slot = {name: jnp.take_along_axis(x, place[:, None], 2) for name, x in numbers.items()}
     ring = jnp.take_along_axis(priority, place[:, None], 2)
-    return pages, dataclasses.replace(layer, priority=ring)
+    return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
 
 
 def _allocate(pages, layer, stays, ring):

@@ -35,8 +35,8 @@ class Layout:
     """Of the pool; an unsigned integer of the same width holds their bits."""
     bounds: Any = None
     """Of the bounds of each page's keys; None: there are none."""
-    attended: bool = False
-    """Whether the attention that each entry gets is counted."""
+    planes: tuple[tuple[str, Any], ...] = ()
+    """The methods' own numbers of entries: names and dtypes."""
     bounded: bool = False
     """Whether the user stated the capacity."""
 
@@ -64,19 +64,25 @@ def empty(layout: Layout, state: Any) -> Cache:
 
     table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
     pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
-    bounds = attended = None
+    bounds = None
     if layout.bounds is not None:
         bounds = jnp.full((shards * pages, width), jnp.inf, layout.bounds, out_sharding=P(SHARDS, None))
-    if layout.attended:
-        attended = jnp.zeros(pool.shape[:2], jnp.float32, out_sharding=P(SHARDS, None))
+    planes = {
+        name: jnp.zeros(pool.shape[:2], dtype, out_sharding=P(SHARDS, None)) for name, dtype in layout.planes
+    }
+    numbers = {
+        name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
+        for name, dtype in layout.planes
+    }
     layer_cache = LayerCache(
         page_table=table,
         length=jnp.zeros((layers, batch, heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
         priority=jnp.full((layers, batch, heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
+        numbers=numbers,
         state=state,
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
-    pages_ = Pages(pool, free, count, layout.dtype, bounds, attended)
+    pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
     return Cache(pages_, layer_cache, seen, window=layout.window, bounded=layout.bounded)
 
 
@@ -92,12 +98,11 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
         table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
-        bounds, attended = pages_.bounds, pages_.attended
+        bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
-        if attended is not None:
-            attended = jnp.pad(attended, ((0, pages), (0, 0)))
-        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, attended)
+        planes = {name: jnp.pad(x, ((0, pages), (0, 0))) for name, x in pages_.planes.items()}
+        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, planes)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -116,12 +121,11 @@ def trimmed(cache: Cache, pages: int) -> Cache:
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
         table = jnp.where(used, place, pages)
-        bounds, attended = pages_.bounds, pages_.attended
+        bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
-        if attended is not None:
-            attended = attended[source]
-        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, attended)
+        planes = {name: x[source] for name, x in pages_.planes.items()}
+        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, planes)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))

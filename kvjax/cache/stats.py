@@ -30,6 +30,8 @@ class Stats:
     """Of the allocated pool with what stands beside it, on all devices."""
     full_bytes: int
     """Of a full cache of these tokens."""
+    planes: tuple[str, ...] = ()
+    """The methods' own numbers of entries, whose bytes are counted."""
 
     @property
     def kv_ratio(self) -> float:
@@ -55,6 +57,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,
         full_bytes=int(seen.sum()) * layers * heads * entry_bytes,
+        planes=tuple(cache.pages.planes),
     )
 
 

@@ -18,7 +18,7 @@ from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Said, answers
 from kvjax.evaluate.footprint import measured
-from kvjax.evaluate.together import Together
+from kvjax.evaluate.together import Together, planes_of
 from kvjax.inference.forward import feed
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK, prefill
@@ -147,7 +147,6 @@ def measure_together(
         plan=None,
         eviction=Together(tuple(method.eviction for method in methods)),
         selection=next((method.selection for method in methods if method.selection is not None), None),
-        attended=any(method.attended for method in methods),
     )
     tallies = [[Tally() for _ in own] for own in policies]
     for group in groups(contexts, manner.batch):
@@ -166,11 +165,12 @@ def measure_together(
 def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
     """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
     layers, pages = reading.cache.layers, reading.cache.pages
-    layers = dataclasses.replace(layers, state=(layers.state[0], layers.state[1][index]))
+    states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
+    layers = dataclasses.replace(layers, state=states, numbers=planes_of(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
         bounds=None if method.selection is None else pages.bounds,
-        attended=pages.attended if method.attended else None,
+        planes=planes_of(pages.planes, index),
     )
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
 
@@ -186,8 +186,12 @@ def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     later = policy.continuing
     if later.eviction is not None:
         raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
-    layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], ()))
-    pages = dataclasses.replace(cache.pages, attended=None)
+    states = dataclasses.replace(cache.layers.state, eviction=())
+    numbers, planes = (
+        {name: x[name] for name in later.planes} for x in (cache.layers.numbers, cache.pages.planes)
+    )
+    layers = dataclasses.replace(cache.layers, state=states, numbers=numbers)
+    pages = dataclasses.replace(cache.pages, planes=planes)
     return later, dataclasses.replace(cache, pages=pages, layers=layers)
 
 

@@ -1,17 +1,28 @@
 """Evictions that look at the same prompts: one reading serves all of them."""
 
-from jaxtyping import Array, Float, Int
+from collections.abc import Iterator, Mapping
 
-from kvjax.policies.interfaces import Eviction, State
-from kvjax.step import Step, Stored
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvjax.policies.interfaces import Eviction, Numbers, Planes, State
+from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
 
 
 @struct
-class Together:
-    """The memories of several methods side by side; `None` stands for a policy that evicts nothing."""
+class Together(Eviction):
+    """The memories of several methods side by side, and their planes; `None` stands for a policy that evicts
+    nothing."""
 
     methods: tuple[Eviction | None, ...]
+
+    @property
+    def planes(self) -> Mapping[str, str]:
+        return {_own(i, name): dtype for i, method in self._some for name, dtype in method.planes.items()}
+
+    @property
+    def _some(self) -> Iterator[tuple[int, Eviction]]:
+        return ((i, method) for i, method in enumerate(self.methods) if method is not None)
 
     def init(self, batch: int) -> tuple[State, ...]:
         return tuple(() if method is None else method.init(batch) for method in self.methods)
@@ -24,5 +35,28 @@ class Together:
             for method, own in zip(self.methods, state, strict=True)
         )
 
+    def numbers(self, state: tuple[State, ...], step: Step, attended: Attended) -> Numbers:
+        return {
+            _own(i, name): x
+            for i, method in self._some
+            for name, x in method.numbers(state[i], step, attended).items()
+        }
+
+    def update(self, state: tuple[State, ...], planes: Planes, step: Step, attended: Attended) -> Planes:
+        for i, method in self._some:
+            new = method.update(state[i], planes_of(planes, i), step, attended)
+            planes = planes | {_own(i, name): x for name, x in new.items()}
+        return planes
+
     def score(self, state: tuple[State, ...], stored: Stored) -> Float[Array, "b k s"]:
         raise TypeError("what is read together is scored by each method for itself")
+
+
+def _own(index: int, name: str) -> str:
+    return f"{index} {name}"
+
+
+def planes_of(planes: Mapping[str, Shaped[Array, "..."]], index: int) -> dict[str, Shaped[Array, "..."]]:
+    """The planes of one of the methods, by its own names."""
+    start = _own(index, "")
+    return {name.removeprefix(start): x for name, x in planes.items() if name.startswith(start)}

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache.attended import count_attention
 from kvjax.mesh import BATCH, P, gather
 from kvjax.policies.admission.full import stores_all
 from kvjax.policies.interfaces import Trainable
-from kvjax.policies.policy import Policy
-from kvjax.step import Step
+from kvjax.policies.policy import Policy, States
+from kvjax.step import Attended, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
@@ -74,11 +73,12 @@ def cached_attention(
     window = policy.window
 
     def local(policy, step, pages, layer, seen, valid):
-        admitting, observing = layer.state
-        admitting, priority, delay = policy.admission.score(admitting, step)
+        admitting, priority, delay = policy.admission.score(layer.state.admission, step)
+        observing = layer.state.eviction
         if policy.eviction is not None:
             observing = policy.eviction.observe(observing, step, seen, valid)
-        layer = dataclasses.replace(layer, state=(admitting, observing))
+        states = States(admitting, observing)
+        layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         kept = priority >= policy.admission.keep().threshold
         chosen = None
@@ -88,12 +88,14 @@ def cached_attention(
         else:
             o, lse = _prefill(policy, step, pages, layer, kept, seen, valid, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
-        before = layer
+        table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
+        attended = Attended(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
+        numbers = policy.numbers(states, step, attended)
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
-        pages, layer = caches.push(pages, layer, kv, priority, kept, after(seen, o), valid, window)
-        if policy.attended:
-            pages = count_attention(pages, before, layer, step, lse, valid, chosen)
-        return o, pages, layer
+        pages, layer = caches.push(pages, layer, kv, priority, kept, numbers, after(seen, o), valid, window)
+        attended = dataclasses.replace(attended, pool=pages.pool)
+        planes = policy.update(states, pages.planes, step, attended)
+        return o, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")

@@ -1,5 +1,6 @@
 """What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,9 +111,10 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
     needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0]))(jnp.arange(layers)))
-    held = cache.layers.state if later.eviction is not None else (cache.layers.state[0], ())
+    held = cache.layers.state
+    held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
     sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]
-    if sizes[0] != sizes[1] or (later.attended and cache.pages.attended is None):
+    if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
             f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"
         )

@@ -59,14 +59,14 @@ def scores(
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at), 2, -1)
-        attended = None if pages.attended is None else pages.attended[at]
+        planes = {name: x[at] for name, x in pages.planes.items()}
         eligible = (place >= 0) & (place >= since[..., None])
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(
             k=k, v=v, place=place, eligible=eligible, forced=forced, count=count, seen=seen, output=weight,
-            layer=index, head=head, causal=window == 1, attended=attended,
+            layer=index, head=head, causal=window == 1, planes=planes,
         )  # fmt: skip
-        return index + 1, method.score(layer.state[1], stored)
+        return index + 1, method.score(layer.state.eviction, stored)
 
     return lax.scan(one, jnp.int32(0), (eviction, layers, output, quota.count, quota.since))[1]
 

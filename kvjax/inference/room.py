@@ -38,7 +38,8 @@ def empty_cache(
     tokens = caches.rounded_up(tokens)
     dtype = jnp.dtype(dtype)
     stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
-    page_bytes = page_size * 2 * head_dim * dtype.itemsize + 4 * page_size * policy.attended
+    planes = tuple((name, jnp.dtype(own)) for name, own in policy.planes.items())
+    page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
     page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
     pages = caches.pages_for(
         capacity,
@@ -52,7 +53,7 @@ def empty_cache(
     layout = Layout(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=tokens,
         page_size=page_size, pages=pages, dtype=dtype, stored=jnp.dtype(stored),
-        bounds=None if policy.selection is None else jnp.dtype(bounds), attended=policy.attended,
+        bounds=None if policy.selection is None else jnp.dtype(bounds), planes=planes,
         bounded=capacity is not None,
     )  # fmt: skip
     return laid_out(policy.traced, layout)

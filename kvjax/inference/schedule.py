@@ -103,7 +103,8 @@ def _observed(cache: Cache, observers: Rows, run: Run, calls: Calls | None) -> t
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
     if cache.window == 1:
         return looked, sizes
-    layers = dataclasses.replace(cache.layers, state=(cache.layers.state[0], looked.layers.state[1]))
+    states = dataclasses.replace(cache.layers.state, eviction=looked.layers.state.eviction)
+    layers = dataclasses.replace(cache.layers, state=states)
     return dataclasses.replace(cache, layers=layers), [0] * len(sizes)
 
 

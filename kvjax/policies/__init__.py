@@ -175,14 +175,11 @@ def _evicting(
             f"{label}: a budget of each chunk counts its tokens, which an admission does not all store: "
             "state entries or size"
         )
-    if not everything and method.attended:
-        raise UserError(
-            f"{label} counts the attention that an entry gets from its first query on, which nobody counts while it is "
-            "in an admission's window"
-        )
-    return dataclasses.replace(
-        policy, name=label, eviction=method.eviction, plan=plan, attended=method.attended
-    )
+    if not everything and method.eviction.alone:
+        raise UserError(f"{label} {method.eviction.alone}")
+    if twice := set(policy.admission.planes) & set(method.eviction.planes):
+        raise UserError(f"{label}: its admission and its eviction both have a plane called {min(twice)!r}")
+    return dataclasses.replace(policy, name=label, eviction=method.eviction, plan=plan)
 
 
 def _known(name: str, known: Any, what: str) -> str:

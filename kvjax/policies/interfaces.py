@@ -10,18 +10,21 @@ mask.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.step import Step, Stored
+from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
 
 State = Any
 """A method's own memory: a pytree per layer, kept in the cache as `[l b …]` (recent queries, a buffer, an mLSTM…)."""
+Numbers = dict[str, Shaped[Array, "b k t"]]
+"""Of a call's tokens, by plane."""
+Planes = dict[str, Shaped[Array, "p page"]]
 
 
 @struct
@@ -31,27 +34,68 @@ class Keep:
     threshold: Float[Array, ""]
 
 
-@runtime_checkable
-class Admission(Protocol):
-    """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
+class Role:
+    """What admissions and evictions have in common: a memory, and numbers of their own beside entries."""
+
+    @property
+    def planes(self) -> Mapping[str, str]:
+        """Numbers beside every entry of the global region: their names and dtypes. They are moved and freed with their
+        entries, and counted in bytes."""
+        return {}
 
     def init(self, batch: int) -> State:
-        """The state of one layer before the first token; `()` for a method without memory."""
-        ...
+        """The memory of one layer before the first token."""
+        return ()
+
+    def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
+        """The planes' numbers of a call's own tokens, whichever are stored then or later."""
+        return {}
+
+    def update(self, state: State, planes: Planes, step: Step, attended: Attended) -> Planes:
+        """The planes once a call's queries have read the entries that were stored before it."""
+        return planes
+
+
+class Admission(Role):
+    """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
 
     def score(self, state: State, step: Step) -> tuple[State, Float[Array, "b k t"], int]:
         """The priorities that this call makes known: `priority[…, i]` belongs to the token `delay` before token `i`
         of the call. NaN: not known yet, but it must be before that token leaves the ring (`delay < window`)."""
-        ...
+        raise NotImplementedError
 
     def keep(self) -> Keep:
         """The rule on leaving the ring: data, not code."""
-        ...
+        raise NotImplementedError
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv
         head. Sizes the default pool; called on the whole policy (with its layer axis), outside jit."""
-        ...
+        raise NotImplementedError
+
+
+class Eviction(Role):
+    """Decides, once there are too many entries, which are worth least."""
+
+    @property
+    def alone(self) -> str:
+        """Why it cannot score what an admission let in; empty: it can."""
+        return ""
+
+    def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
+        """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
+        return state
+
+    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
+        """What each entry is worth; a higher score stays."""
+        raise NotImplementedError
+
+    @property
+    def looks(self) -> bool:
+        """Whether it looks at tokens as they come, or at what is stored alone."""
+        own = type(self)
+        changed = own.observe, own.numbers, own.update
+        return changed != (Eviction.observe, Eviction.numbers, Eviction.update)
 
 
 @runtime_checkable
@@ -76,23 +120,6 @@ class Selection(Protocol):
             length: entries in the global region.
             local: how many of the last tokens it reads anyway, itself included. seen: tokens so far, itself included.
         """
-        ...
-
-
-@runtime_checkable
-class Eviction(Protocol):
-    """Decides, once there are too many entries, which are worth least."""
-
-    def init(self, batch: int) -> State:
-        """The state of one layer before the first token; `()` for a method that looks at what is stored alone."""
-        ...
-
-    def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
-        """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
-        ...
-
-    def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
-        """What each entry is worth; a higher score stays."""
         ...
 
 

@@ -7,10 +7,18 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.policies.eviction.unobserved import Unobserved
-from kvjax.policies.interfaces import Admission, Eviction, Selection, State
+from kvjax.policies.interfaces import Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.plan import Plan
+from kvjax.step import Attended, Step
 from kvjax.struct import static, struct
+
+
+@struct
+class States:
+    """The memories of a policy's methods."""
+
+    admission: State
+    eviction: State
 
 
 @struct
@@ -28,8 +36,6 @@ class Policy:
     eviction: Eviction | None = None
     plan: Plan | None = static(default=None)
     selection: Selection | None = None
-    attended: bool = static(default=False)
-    """Whether the eviction needs to know how much attention each entry got so far."""
 
     @property
     def traced(self) -> "Policy":
@@ -42,18 +48,37 @@ class Policy:
         tokens for it."""
         if self.plan is not None and self.plan.schedule.while_decoding:
             return self
-        return dataclasses.replace(self, eviction=None, plan=None, attended=False)
+        return dataclasses.replace(self, eviction=None, plan=None)
 
     @property
     def reading(self) -> "Policy":
         """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut, and
         an eviction that looks at no tokens has no part in it."""
-        eviction = None if isinstance(self.eviction, Unobserved) else self.eviction
+        eviction = self.eviction if self.eviction is not None and self.eviction.looks else None
         return dataclasses.replace(self.traced, selection=None, eviction=eviction)
 
-    def init(self, batch: int) -> tuple[State, State]:
-        """The states of one layer's admission and eviction before the first token."""
-        return self.admission.init(batch), () if self.eviction is None else self.eviction.init(batch)
+    def init(self, batch: int) -> States:
+        """The methods' memories of one layer before the first token."""
+        return States(self.admission.init(batch), () if self.eviction is None else self.eviction.init(batch))
+
+    @property
+    def planes(self) -> dict[str, str]:
+        """The methods' numbers beside entries: names and dtypes."""
+        return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
+
+    def numbers(self, states: States, step: Step, attended: Attended) -> Numbers:
+        """The planes' numbers of a call's own tokens."""
+        found = self.admission.numbers(states.admission, step, attended)
+        return (
+            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, attended)
+        )
+
+    def update(self, states: States, planes: Planes, step: Step, attended: Attended) -> Planes:
+        """The planes once a call's queries have read the entries that were stored before it."""
+        planes = self.admission.update(states.admission, planes, step, attended)
+        return (
+            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, attended)
+        )
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
         """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head.

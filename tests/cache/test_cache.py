@@ -1,8 +1,6 @@
 """The cache's bookkeeping: pages and rings against lists, after any sequence of writes; the decode scan's memory."""
 
 import re
-from functools import cache as remembered
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,114 +11,27 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax.builtin import builtin_model
-from kvjax.inference import sampling
+from kvjax.inference import room, sampling
 from kvjax.inference.room import empty_cache, grown, trimmed
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from tests.tiny_models import tiny_gates
-
-BATCH, HEADS, TOKENS, PAGE = 2, 2, 6, 3
-CALLS = 5
-
-
-class Lists:
-    """What a cache of one layer should hold: for each row the tokens of its ring and of its global region, in order.
-
-    A token is the number of its position within its sequence, from 1.
-    """
-
-    def __init__(self, window: int):
-        self.slots = window - 1
-        self.ring = [[] for _ in range(BATCH)]
-        self.kept = [[[] for _ in range(HEADS)] for _ in range(BATCH)]
-        self.wish = [[[] for _ in range(HEADS)] for _ in range(BATCH)]
-        self.seen = [0] * BATCH
-
-    def push(self, valid, wanted):
-        for b, count in enumerate(valid):
-            for index in range(count):
-                self.seen[b] += 1
-                self.ring[b].append(self.seen[b])
-                for k in range(HEADS):
-                    self.wish[b][k].append(wanted[b][k][index])
-                if len(self.ring[b]) > self.slots:
-                    token = self.ring[b].pop(0)
-                    for k in range(HEADS):
-                        if self.wish[b][k][token - 1]:
-                            self.kept[b][k].append(token)
-
-    def pages(self) -> int:
-        return sum(-(-len(row) // PAGE) for rows in self.kept for row in rows)
-
-
-@partial(jax.jit, static_argnames="window")
-def advance(cache: caches.Cache, wanted, valid, window: int):
-    """Push up to TOKENS tokens a sequence, whose values are their positions, as `cached_attention` does it."""
-    layer = jax.tree.map(lambda a: a[0], cache.layers)
-    position = cache.seen[:, None] + 1 + jnp.arange(TOKENS)
-    # keys in no order, of which a page's smallest and largest may be any
-    kv = jnp.stack([position * 7 % 11 - 5, position], -1).astype(jnp.float32)
-    kv = jnp.broadcast_to(kv[:, None], (BATCH, HEADS, TOKENS, 2))
-    priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
-    pages, layer = caches.push(cache.pages, layer, kv, priority, priority > 0.5, cache.seen, valid, window)
-    layers = jax.tree.map(lambda a: a[None], layer)
-    return caches.Cache(pages, layers, cache.seen + valid, cache.window, cache.bounded)
-
-
-@remembered
-def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
-    """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard."""
-    with jax.set_mesh(make_mesh()):
-        cache = empty_cache(
-            make_policy("quest", layers=1, tokens=8, window=window), batch=BATCH, layers=1, kv_heads=HEADS, head_dim=1,
-            tokens=CALLS * TOKENS, dtype=jnp.float32, page_size=PAGE, capacity=capacity,
-        )  # fmt: skip
-    return cache, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), cache)
-
-
-def tables(cache: caches.Cache, window: int) -> np.ndarray:
-    """The columns of the global region, [b k c]."""
-    return np.asarray(cache.layers.page_table)[0, :, :, caches.ring_pages(window, PAGE) :]
-
-
-def assert_bounds_are_those_of_the_keys(cache: caches.Cache):
-    """Recomputed from the pool: those of what each page holds, and of pages that hold nothing infinite."""
-    pages, length = cache.pages, np.asarray(cache.layers.length)[0]
-    pool, want = np.asarray(pages.pool), np.full(pages.bounds.shape, np.inf)
-    table = tables(cache, cache.window)
-    for b, k, column in np.ndindex(table.shape):
-        keys = pool[min(table[b, k, column], len(pool) - 1), : max(0, length[b, k] - column * PAGE), 0]
-        if len(keys) and table[b, k, column] < len(pool):
-            want[table[b, k, column]] = keys.min(), -keys.max()
-    np.testing.assert_array_equal(pages.bounds, want)
-
-
-calls = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, TOKENS), min_size=BATCH, max_size=BATCH),
-        st.lists(st.booleans(), min_size=BATCH * HEADS * TOKENS, max_size=BATCH * HEADS * TOKENS),
-    ),
-    min_size=1,
-    max_size=CALLS,
+from tests.cache.lists import (
+    BATCH,
+    CALLS,
+    HEADS,
+    PAGE,
+    TOKENS,
+    Lists,
+    advance,
+    assert_bounds_are_those_of_the_keys,
+    calls,
+    holds_exactly,
+    started,
+    tables,
 )
-
-
-def holds_exactly(cache, lists, window):
-    """The rows hold what the lists hold, in order, and every page is a row's, a ring's or free."""
-    pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
-    used = []
-    for b, k in np.ndindex(BATCH, HEADS):
-        row = lists.kept[b][k]
-        assert cache.layers.length[0, b, k] == len(row)
-        mine = table[b, k, : -(-len(row) // PAGE)]
-        np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
-        assert (table[b, k, len(mine) :] >= len(pool)).all()
-        used += mine.tolist()
-    free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-    rings = np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)].reshape(-1)
-    assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
+from tests.tiny_models import tiny_gates
 
 
 @pytest.mark.parametrize("window", [1, 5])
@@ -144,6 +55,11 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
             for b in range(BATCH):
                 found = np.asarray(held)[b, :, np.asarray(exists)[b], 1]
                 np.testing.assert_array_equal(found, np.tile(lists.ring[b], (HEADS, 1)).T)
+                slots = (np.array(lists.ring[b], int) - 1) % (window - 1)
+                born = np.asarray(layer.numbers["born"])[b][:, slots]
+                np.testing.assert_array_equal(
+                    born, np.array(lists.ring[b], int) + 100 * np.arange(HEADS)[:, None]
+                )
 
 
 @settings(max_examples=40, deadline=None)
@@ -182,6 +98,7 @@ def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(c
         more = grown(placed, pages, columns)
         less = trimmed(more, had)
     np.testing.assert_array_equal(more.pages.pool[:had], cache.pages.pool)
+    np.testing.assert_array_equal(more.pages.planes["born"][:had], cache.pages.planes["born"])
     assert int(more.pages.free_count[0]) == int(cache.pages.free_count[0]) + pages
     before, after = tables(cache, window), tables(more, window)
     assert after.shape[-1] == before.shape[-1] + columns
@@ -200,6 +117,8 @@ def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(c
     np.testing.assert_array_equal(
         np.asarray(less.pages.pool)[moved], np.asarray(cache.pages.pool)[before[~none]]
     )
+    born = (np.asarray(x.pages.planes["born"]) for x in (less, cache))
+    np.testing.assert_array_equal(next(born)[moved], next(born)[before[~none]])
 
 
 @pytest.mark.parametrize(
@@ -260,12 +179,14 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
         said = sampling.sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=8)
         return cache.pages, [list(tokens) for tokens in said.tokens]
 
-    (bits, said), _ = run(), monkeypatch.setattr(caches, "on_cpu", lambda: False)
+    (bits, said), _ = run(), monkeypatch.setattr(room, "on_cpu", lambda: False)
     floats, expected = run()
     assert (bits.pool.dtype, floats.pool.dtype) == (jnp.uint16, jnp.bfloat16)
     assert bits.pool.nbytes == floats.pool.nbytes
-    for beside in ("bounds", "attended"):
-        if getattr(floats, beside) is not None:
-            np.testing.assert_array_equal(getattr(bits, beside), getattr(floats, beside).astype(np.float32))
+    if floats.bounds is not None:
+        np.testing.assert_array_equal(bits.bounds, floats.bounds.astype(np.float32))
+    assert bits.planes.keys() == floats.planes.keys()
+    for name, plane in floats.planes.items():
+        np.testing.assert_array_equal(bits.planes[name], plane)
     np.testing.assert_array_equal(bits.pool, np.asarray(floats.pool).view(np.uint16))
     assert said == expected

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax.cache import compaction
-from tests.cache.test_cache import (
+from tests.cache.lists import (
     BATCH,
     CALLS,
     HEADS,

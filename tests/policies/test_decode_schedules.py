@@ -107,7 +107,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
         want = published.h2o(c)
         for head in range(4):
             pages = np.asarray(cache.layers.page_table)[layer, 0, head, : -(-68 // PAGE)]
-            got = np.asarray(cache.pages.attended)[pages].reshape(-1)[:68]
+            got = np.asarray(cache.pages.planes["attention"])[pages].reshape(-1)[:68]
             np.testing.assert_allclose(got, want[head], atol=1e-4)
 
 
@@ -120,7 +120,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
         np.testing.assert_allclose(entries(cache, 0, 0, head), c.k[head][stays], atol=1e-4)
         pages = np.asarray(cache.layers.page_table)[0, 0, head, : 20 // PAGE]
         np.testing.assert_allclose(
-            np.asarray(cache.pages.attended)[pages].reshape(-1), score[stays], atol=1e-5
+            np.asarray(cache.pages.planes["attention"])[pages].reshape(-1), score[stays], atol=1e-5
         )
 
 
@@ -194,7 +194,9 @@ def test_only_what_was_read_is_counted(model, prompts):
         model, prompts, policy=policy, max_new_tokens=8, eos=(), block=1, page_size=PAGE, capacity=100
     )
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    counted = np.append(np.asarray(cache.pages.attended).sum(1), 0)[np.minimum(table, pool)].sum(-1)
+    counted = np.append(np.asarray(cache.pages.planes["attention"]).sum(1), 0)[np.minimum(table, pool)].sum(
+        -1
+    )
     np.testing.assert_allclose(
         counted, np.broadcast_to(np.asarray(cache.seen)[:, None], (3, 2, 4)), rtol=1e-5
     )

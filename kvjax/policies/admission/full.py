@@ -5,18 +5,15 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.errors import whole_number
-from kvjax.policies.interfaces import Keep
+from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.policy import Policy
 from kvjax.step import Step
 from kvjax.struct import struct
 
 
 @struct
-class Full:
+class Full(Admission):
     """Every token is admitted."""
-
-    def init(self, batch: int) -> tuple[()]:
-        return ()
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, jnp.ones(step.k.shape[:3], jnp.float32), 0

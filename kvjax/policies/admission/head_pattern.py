@@ -12,21 +12,18 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
 from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.interfaces import Keep
+from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
 
 @struct
-class HeadPattern:
+class HeadPattern(Admission):
     """A kv head admits everything where `retrieval` says so, else only the first `sink` positions."""
 
     retrieval: Bool[Array, "*l k"]
     sink: Int[Array, "*l"]
-
-    def init(self, batch: int) -> tuple[()]:
-        return ()
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         admitted = self.retrieval[:, None] | (step.position < self.sink)[:, None, :]

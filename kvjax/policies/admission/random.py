@@ -7,14 +7,14 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.mesh import put
 from kvjax.policies.chance import no_text, text_hash, uniform
-from kvjax.policies.interfaces import Keep
+from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
 
 @struct
-class Random:
+class Random(Admission):
     """A token is admitted with probability `rate` of its kv head: a hash of layer, head and the text up to the token.
 
     Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.

@@ -1,5 +1,6 @@
 """CriticalKV (Feng et al., 2025, arXiv:2502.03805): what an entry would add to the output, not attention alone."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import jax
@@ -9,14 +10,14 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.errors import real_number
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.interfaces import Eviction, State
-from kvjax.step import Step, Stored
+from kvjax.policies.interfaces import Eviction, Numbers, Planes, State
+from kvjax.step import Attended, Step, Stored
 from kvjax.struct import static, struct
 from kvjax.top import top
 
 
 @struct
-class CriticalKV:
+class CriticalKV(Eviction):
     """Another method's best `first` of the places stay; the rest by (score + ε) · mean over the group of ‖W_O v‖₁
     (Alg. 1)."""
 
@@ -24,8 +25,26 @@ class CriticalKV:
     first: float = static()
     epsilon: float = static()
 
+    @property
+    def planes(self) -> Mapping[str, str]:
+        return self.base.planes
+
+    @property
+    def alone(self) -> str:
+        return self.base.alone
+
+    @property
+    def looks(self) -> bool:
+        return self.base.looks
+
     def init(self, batch: int) -> State:
         return self.base.init(batch)
+
+    def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
+        return self.base.numbers(state, step, attended)
+
+    def update(self, state: State, planes: Planes, step: Step, attended: Attended) -> Planes:
+        return self.base.update(state, planes, step, attended)
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         return self.base.observe(state, step, seen, valid)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import one_of, real_number, whole_number
 from kvjax.mesh import BATCH, P, put
 from kvjax.policies.eviction.method import Method
+from kvjax.policies.interfaces import Eviction
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
 
@@ -24,7 +25,7 @@ class Moments(NamedTuple):
 
 
 @struct
-class ExpectedAttention:
+class ExpectedAttention(Eviction):
     """(mean over a group of softmax(z) + ε) · ‖v‖₂ with z = (R μ)ᵀ k / √h + kᵀ R Σ Rᵀ k / 2h, the softmax over the keys
     after the sinks; μ, Σ: mean and covariance of the queries after the sinks, R: the mean rotation to the `future`
     positions (Sec. 3; kvpress 0.5.5's constants).

@@ -1,25 +1,75 @@
 """H2O (Zhang et al., 2023, arXiv:2306.14048): heavy hitters, the entries that all queries so far attended to."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.eviction.unobserved import Unobserved
-from kvjax.step import Stored
+from kvjax.policies.interfaces import Eviction, Numbers, Planes
+from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
+from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
+
+ENTRIES = 4096
+"""Stored entries of a row that are looked at at a time."""
 
 
 @struct
-class H2O(Unobserved):
+class H2O(Eviction):
     """The sum of an entry's attention over all queries that saw it, in the prompt and the answer (Sec. 4.1, Alg. 1),
     averaged over a group's query heads."""
 
+    @property
+    def planes(self) -> Mapping[str, str]:
+        return {"attention": "float32"}
+
+    @property
+    def alone(self) -> str:
+        return (
+            "counts the attention that an entry gets from its first query on, which nobody counts while it is in an "
+            "admission's window"
+        )
+
+    def numbers(self, state: tuple[()], step: Step, attended: Attended) -> Numbers:
+        """What a call's tokens pay to each other."""
+        q, paid = _paying(step, attended)
+        real = jnp.arange(q.shape[2]) < attended.valid[:, None]
+        known = jnp.broadcast_to(real[:, None], step.k.shape[:3])
+        return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)}
+
+    def update(self, state: tuple[()], planes: Planes, step: Step, attended: Attended) -> Planes:
+        """What they pay to the entries that were stored before, a block of pages at a time."""
+        q, paid = _paying(step, attended)
+        capacity, page_size, _ = attended.pool.shape
+        table, columns = attended.page_table, attended.page_table.shape[-1]
+        width = min(columns, -(-ENTRIES // page_size))
+        table = table if attended.chosen is None else jnp.where(attended.chosen, table, capacity)
+        table = jnp.pad(table, ((0, 0), (0, 0), (0, -columns % width)), constant_values=capacity)
+
+        def block(i, sums):
+            pages = lax.dynamic_slice_in_dim(table, i * width, width, 2)
+            held = attended.length - i * width * page_size
+            mass = paged_attention_mass(q, attended.pool, pages, held, **paid)
+            return sums.at[pages].add(mass.reshape(*pages.shape, page_size), mode="drop")
+
+        blocks = -(-attended.length.max() // (width * page_size))
+        return planes | {"attention": lax.fori_loop(0, blocks, block, planes["attention"])}
+
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
-        assert stored.attended is not None
-        return stored.attended
+        return stored.planes["attention"]
+
+
+def _paying(step: Step, attended: Attended) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
+    """The queries, and what their attention is counted by; padding pays nothing."""
+    real = jnp.arange(step.q.shape[2]) < attended.valid[:, None]
+    lse = jnp.where(real[:, None], attended.lse, -jnp.inf)
+    return step.q.astype(attended.dtype), {"over": "sum", "group": "mean", "lse": lse}
 
 
 def h2o(*, recent: float = 0.5) -> Method:
     """`recent`: the share of the budget that goes to the newest entries whatever their attention."""
-    recent = real_number("h2o", "recent", recent, 0.0, 1.0)
-    return Method(H2O(), recent=recent, attended=True)
+    return Method(H2O(), recent=real_number("h2o", "recent", recent, 0.0, 1.0))

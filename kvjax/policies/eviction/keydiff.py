@@ -4,13 +4,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.eviction.unobserved import Unobserved
+from kvjax.policies.interfaces import Eviction
 from kvjax.step import Stored
 from kvjax.struct import struct
 
 
 @struct
-class KeyDiff(Unobserved):
+class KeyDiff(Eviction):
     """−cos(k_i, mean over j of k_j / ‖k_j‖)  (Sec. 3.2)."""
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:

@@ -8,17 +8,17 @@ from kvjax.policies.interfaces import Eviction
 
 @dataclass(frozen=True)
 class Method:
-    """eviction: the scores. last, first: of each kv head the newest and the very first entries that always stay, and
-    take places of the budget. recent: the share of the budget that always goes to the newest, if that is more.
-    observed: how many of the last tokens are looked back at. attended: whether it needs to know how much attention each
-    entry got so far (`Stored.attended`), which is then counted with every call."""
+    """An eviction, and what always stays whatever its scores."""
 
     eviction: Eviction
     last: int = 0
+    """The newest entries of each kv head that always stay. They take places of the budget."""
     first: int = 0
+    """The very first entries of each kv head that always stay. They take places of the budget, too."""
     recent: float = 0.0
+    """The share of the budget that always goes to the newest, if that is more than `last`."""
     observed: int = 0
-    attended: bool = False
+    """How many of the last tokens are looked back at."""
 
 
 @dataclass(frozen=True)

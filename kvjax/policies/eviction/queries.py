@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.mesh import BATCH, P
+from kvjax.policies.interfaces import Eviction
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
 from pallas_kernels.attention_mass import attention_mass
@@ -28,7 +29,7 @@ class Shape(NamedTuple):
 
 
 @struct
-class Observing:
+class Observing(Eviction):
     """A method whose memory is the last queries."""
 
     shape: Shape = static()

@@ -9,12 +9,13 @@ from kvjax.errors import whole_number
 from kvjax.mesh import put
 from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.eviction.method import Method
+from kvjax.policies.interfaces import Eviction
 from kvjax.step import Step, Stored
 from kvjax.struct import struct
 
 
 @struct
-class RandomScore:
+class RandomScore(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
     seed: Int[Array, "*l"]

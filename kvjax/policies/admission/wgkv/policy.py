@@ -10,14 +10,14 @@ from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.mesh import put
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.interfaces import Keep
+from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
 
 
 @struct
-class WGKV:
+class WGKV(Admission):
     """Admission by the gate: a token that leaves the window is written iff g ≥ τ.
 
     `rate` is the largest share of a sequence's tokens that is expected to be admitted (1 where unknown); it sizes the
@@ -27,9 +27,6 @@ class WGKV:
     gates: WriteGate
     tau: Float[Array, "*l"]
     rate: Float[Array, "*l k"]
-
-    def init(self, batch: int) -> tuple[()]:
-        return ()
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, self.gates(step.k_pre, step.k), 0

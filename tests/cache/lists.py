@@ -1,0 +1,132 @@
+"""What a cache of one layer should hold, as lists, and caches that are written to like them."""
+
+import dataclasses
+from functools import cache as remembered
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from kvjax import cache as caches
+from kvjax.inference.room import empty_cache
+from kvjax.mesh import BATCH as SEQUENCES
+from kvjax.mesh import SHARDS, make_mesh, put
+from kvjax.policies import make_policy
+
+BATCH, HEADS, TOKENS, PAGE = 2, 2, 6, 3
+CALLS = 5
+
+
+class Lists:
+    """What a cache of one layer should hold: for each row the tokens of its ring and of its global region, in order.
+
+    A token is the number of its position within its sequence, from 1.
+    """
+
+    def __init__(self, window: int):
+        self.slots = window - 1
+        self.ring = [[] for _ in range(BATCH)]
+        self.kept = [[[] for _ in range(HEADS)] for _ in range(BATCH)]
+        self.wish = [[[] for _ in range(HEADS)] for _ in range(BATCH)]
+        self.seen = [0] * BATCH
+
+    def push(self, valid, wanted):
+        for b, count in enumerate(valid):
+            for index in range(count):
+                self.seen[b] += 1
+                self.ring[b].append(self.seen[b])
+                for k in range(HEADS):
+                    self.wish[b][k].append(wanted[b][k][index])
+                if len(self.ring[b]) > self.slots:
+                    token = self.ring[b].pop(0)
+                    for k in range(HEADS):
+                        if self.wish[b][k][token - 1]:
+                            self.kept[b][k].append(token)
+
+    def pages(self) -> int:
+        return sum(-(-len(row) // PAGE) for rows in self.kept for row in rows)
+
+
+@partial(jax.jit, static_argnames="window")
+def advance(cache: caches.Cache, wanted, valid, window: int):
+    """Push up to TOKENS tokens a sequence, whose values are their positions, as `cached_attention` does it."""
+    layer = jax.tree.map(lambda a: a[0], cache.layers)
+    position = cache.seen[:, None] + 1 + jnp.arange(TOKENS)
+    # keys in no order, of which a page's smallest and largest may be any
+    kv = jnp.stack([position * 7 % 11 - 5, position], -1).astype(jnp.float32)
+    kv = jnp.broadcast_to(kv[:, None], (BATCH, HEADS, TOKENS, 2))
+    priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
+    numbers = {"born": position[:, None] + 100 * jnp.arange(HEADS)[:, None]}
+    written = (kv, priority, priority > 0.5, numbers, cache.seen, valid, window)
+    pages, layer = caches.push(cache.pages, layer, *written)
+    layers = jax.tree.map(lambda a: a[None], layer)
+    return caches.Cache(pages, layers, cache.seen + valid, cache.window, cache.bounded)
+
+
+@remembered
+def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
+    """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard. It has
+    two planes, of which one is never written."""
+    with jax.set_mesh(make_mesh()):
+        cache = empty_cache(
+            make_policy("quest", layers=1, tokens=8, window=window), batch=BATCH, layers=1, kv_heads=HEADS, head_dim=1,
+            tokens=CALLS * TOKENS, dtype=jnp.float32, page_size=PAGE, capacity=capacity,
+        )  # fmt: skip
+        shapes = cache.pages.pool.shape[:2], cache.layers.priority.shape
+        planes, numbers = (
+            {"born": put(np.zeros(x, np.int32), *spec), "unused": put(np.zeros(x, np.float32), *spec)}
+            for x, spec in zip(shapes, ((SHARDS, None), (None, SEQUENCES, "tensor", None)), strict=True)
+        )
+        cache = dataclasses.replace(
+            cache,
+            pages=dataclasses.replace(cache.pages, planes=planes),
+            layers=dataclasses.replace(cache.layers, numbers=numbers),
+        )
+    return cache, jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), cache)
+
+
+def tables(cache: caches.Cache, window: int) -> np.ndarray:
+    """The columns of the global region, [b k c]."""
+    return np.asarray(cache.layers.page_table)[0, :, :, caches.ring_pages(window, PAGE) :]
+
+
+def assert_bounds_are_those_of_the_keys(cache: caches.Cache):
+    """Recomputed from the pool: those of what each page holds, and of pages that hold nothing infinite."""
+    pages, length = cache.pages, np.asarray(cache.layers.length)[0]
+    pool, want = np.asarray(pages.pool), np.full(pages.bounds.shape, np.inf)
+    table = tables(cache, cache.window)
+    for b, k, column in np.ndindex(table.shape):
+        keys = pool[min(table[b, k, column], len(pool) - 1), : max(0, length[b, k] - column * PAGE), 0]
+        if len(keys) and table[b, k, column] < len(pool):
+            want[table[b, k, column]] = keys.min(), -keys.max()
+    np.testing.assert_array_equal(pages.bounds, want)
+
+
+calls = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, TOKENS), min_size=BATCH, max_size=BATCH),
+        st.lists(st.booleans(), min_size=BATCH * HEADS * TOKENS, max_size=BATCH * HEADS * TOKENS),
+    ),
+    min_size=1,
+    max_size=CALLS,
+)
+
+
+def holds_exactly(cache, lists, window):
+    """The rows hold what the lists hold, in order, numbers beside them, and every page is a row's, a ring's or free."""
+    pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
+    born = np.asarray(cache.pages.planes["born"])
+    used = []
+    for b, k in np.ndindex(BATCH, HEADS):
+        row = lists.kept[b][k]
+        assert cache.layers.length[0, b, k] == len(row)
+        mine = table[b, k, : -(-len(row) // PAGE)]
+        np.testing.assert_array_equal(pool[mine].reshape(-1)[: len(row)], row)
+        np.testing.assert_array_equal(born[mine].reshape(-1)[: len(row)], np.array(row, int) + 100 * k)
+        assert (table[b, k, len(mine) :] >= len(pool)).all()
+        used += mine.tolist()
+    free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
+    rings = np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)].reshape(-1)
+    assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
