@@ -106,8 +106,8 @@ def random_gated(model: Any, config: BenchmarkConfig):
         gates: WriteGate
         random: Random
 
-        def init(self, batch):
-            return self.random.init(batch)
+        def init(self, batch, heads):
+            return self.random.init(batch, heads)
 
         def score(self, state, step):
             state, priority, delay = self.random.score(state, step)

@@ -110,7 +110,9 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
     if cache.window != policy.window:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
-    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0]))(jnp.arange(layers)))
+    needed = jax.eval_shape(
+        lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0], heads))(jnp.arange(layers))
+    )
     held = cache.layers.state
     held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
     sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]

@@ -12,9 +12,9 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, Layout
 from kvjax.errors import whole_number
 from kvjax.inference.quota import entry_bytes
-from kvjax.mesh import batch_shards, on_cpu
+from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
-from kvjax.policies.policy import Policy
+from kvjax.policies.policy import Policy, States
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
@@ -62,8 +62,22 @@ def empty_cache(
 @functools.partial(jax.jit, static_argnums=1)
 def laid_out(policy: Policy, layout: Layout) -> Cache:
     """An empty cache of this shape, with the policy's states."""
-    states = jax.vmap(lambda _: policy.init(layout.batch))(jnp.arange(layout.layers))
+
+    def init(policy: Policy, batch: int, heads: int) -> States:
+        return jax.vmap(lambda one, _: one.init(batch, heads))(policy, jnp.arange(layout.layers))
+
+    local = layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor")
+    one, two = (jax.eval_shape(functools.partial(init, batch=1, heads=heads), policy) for heads in (1, 2))
+    specs = jax.tree.map(_split_like_heads, one, two)
+    whole = gather(policy, "data", "fsdp")
+    states = jax.shard_map(lambda policy: init(policy, *local), out_specs=specs)(whole)
     return caches.empty(layout, states)
+
+
+def _split_like_heads(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P:
+    """The split of a state `[l b …]`, of one kv head and of two: axes that grow with the heads go with them."""
+    axes = zip(one.shape[2:], two.shape[2:], strict=True)
+    return P(None, BATCH, *("tensor" if small != large else None for small, large in axes))
 
 
 def new_cache(

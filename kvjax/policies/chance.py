@@ -4,7 +4,6 @@ chunking or mesh."""
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.mesh import BATCH, P
 from kvjax.step import Step
 
 
@@ -29,7 +28,7 @@ def uniform(*parts: Int[Array, "..."] | UInt32[Array, "..."]) -> Float[Array, ".
 
 def no_text(batch: int) -> UInt32[Array, " b"]:
     """The hash of sequences without a token."""
-    return jnp.zeros(batch, jnp.uint32, out_sharding=P(BATCH))
+    return jnp.zeros(batch, jnp.uint32)
 
 
 def text_hash(before: UInt32[Array, " b"], step: Step) -> UInt32[Array, "b t"]:

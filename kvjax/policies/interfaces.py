@@ -21,7 +21,7 @@ from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
 
 State = Any
-"""A method's own memory: a pytree per layer, kept in the cache as `[l b …]` (recent queries, a buffer, an mLSTM…)."""
+"""A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
 """Of a call's tokens, by plane."""
 Planes = dict[str, Shaped[Array, "p page"]]
@@ -43,8 +43,11 @@ class Role:
         entries, and counted in bytes."""
         return {}
 
-    def init(self, batch: int) -> State:
-        """The memory of one layer before the first token."""
+    def init(self, batch: int, heads: int) -> State:
+        """The memory of one layer before the first token, of `batch` sequences and `heads` kv heads of one device.
+
+        Arrays [b …]; an axis whose size grows with `heads` is split with them.
+        """
         return ()
 
     def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:

@@ -57,9 +57,10 @@ class Policy:
         eviction = self.eviction if self.eviction is not None and self.eviction.looks else None
         return dataclasses.replace(self.traced, selection=None, eviction=eviction)
 
-    def init(self, batch: int) -> States:
-        """The methods' memories of one layer before the first token."""
-        return States(self.admission.init(batch), () if self.eviction is None else self.eviction.init(batch))
+    def init(self, batch: int, heads: int) -> States:
+        """The methods' memories of one layer before the first token, on one device."""
+        evicting = () if self.eviction is None else self.eviction.init(batch, heads)
+        return States(self.admission.init(batch, heads), evicting)
 
     @property
     def planes(self) -> dict[str, str]:

@@ -103,7 +103,7 @@ def test_random_admission_has_its_rate_in_every_sequence(model):
     with use_mesh(model):
         method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
         at = step(np.broadcast_to(np.arange(30), (400, 30)))
-        _, priority, _ = method.score(method.init(400), at)
+        _, priority, _ = method.score(method.init(400, 4), at)
         kept = np.asarray(priority >= method.keep().threshold)
     share = kept.mean(0)
     assert np.abs(share - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / 400)

@@ -56,7 +56,7 @@ def step(positions, layer=0, heads=4, seed=0):
 def kept(policy, at, index=0):
     admission = layer(policy.admission, index)
     with use_mesh(policy):
-        _, priority, delay = admission.score(admission.init(at.k.shape[0]), at)
+        _, priority, delay = admission.score(admission.init(*at.k.shape[:2]), at)
     assert delay == 0
     return np.asarray(priority >= admission.keep().threshold)
 

@@ -23,7 +23,7 @@ class Random(Admission):
     rate: Float[Array, "*l k"]
     seed: Int[Array, "*l"]
 
-    def init(self, batch: int) -> UInt32[Array, " b"]:
+    def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)
 
     def score(

@@ -37,8 +37,8 @@ class CriticalKV(Eviction):
     def looks(self) -> bool:
         return self.base.looks
 
-    def init(self, batch: int) -> State:
-        return self.base.init(batch)
+    def init(self, batch: int, heads: int) -> State:
+        return self.base.init(batch, heads)
 
     def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
         return self.base.numbers(state, step, attended)

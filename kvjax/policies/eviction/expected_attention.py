@@ -9,7 +9,7 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import one_of, real_number, whole_number
-from kvjax.mesh import BATCH, P, put
+from kvjax.mesh import put
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction
 from kvjax.step import Step, Stored
@@ -36,22 +36,17 @@ class ExpectedAttention(Eviction):
     frequencies: Float[Array, "*l pairs"]
     scale: Float[Array, "*l"]
     epsilon: Float[Array, "*l"]
-    heads: int = static()
+    group: int = static()
+    """Query heads of a kv head."""
     head_dim: int = static()
     future: int = static()
     sink: int = static()
     values: bool = static()
     """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
 
-    def init(self, batch: int) -> Moments:
-        n, h = self.heads, self.head_dim
-
-        def zeros(*shape):
-            return jnp.zeros(
-                (batch, n, *shape), jnp.float32, out_sharding=P(BATCH, "tensor", *[None] * len(shape))
-            )
-
-        return Moments(jnp.zeros(batch, jnp.float32, out_sharding=P(BATCH)), zeros(h), zeros(h, h))
+    def init(self, batch: int, heads: int) -> Moments:
+        n, h = heads * self.group, self.head_dim
+        return Moments(jnp.zeros(batch), jnp.zeros((batch, n, h)), jnp.zeros((batch, n, h, h)))
 
     @jax.default_matmul_precision("highest")
     def observe(self, state: Moments, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Moments:
@@ -114,7 +109,7 @@ def expected_attention(
         every(frequencies),
         every(scale),
         every(epsilon),
-        config.num_heads,
+        config.num_heads // config.num_kv_heads,
         config.head_dim,
         future,
         sink,

@@ -9,7 +9,6 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.mesh import BATCH, P
 from kvjax.policies.interfaces import Eviction
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
@@ -20,9 +19,9 @@ Queries = Float[Array, "b n w h"]
 
 
 class Shape(NamedTuple):
-    """The last `observed` queries of each of a model's `heads`."""
+    """The last `observed` queries of each head, `group` of them to a kv head."""
 
-    heads: int
+    group: int
     observed: int
     head_dim: int
     dtype: str
@@ -34,20 +33,17 @@ class Observing(Eviction):
 
     shape: Shape = static()
 
-    def init(self, batch: int) -> Queries:
-        return empty(self.shape, batch)
+    def init(self, batch: int, heads: int) -> Queries:
+        group, observed, head_dim, dtype = self.shape
+        return jnp.zeros((batch, heads * group, observed, head_dim), dtype)
 
     def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
         return remember(state, step, seen, valid)
 
 
 def shape_for(model: Any, observed: int) -> Shape:
-    return Shape(model.config.num_heads, observed, model.config.head_dim, model.embed.dtype.name)
-
-
-def empty(shape: Shape, batch: int) -> Queries:
-    spec = P(BATCH, "tensor", None, None)
-    return jnp.zeros((batch, *shape[:3]), shape.dtype, out_sharding=spec)
+    config = model.config
+    return Shape(config.num_heads // config.num_kv_heads, observed, config.head_dim, model.embed.dtype.name)
 
 
 def remember(queries: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:

@@ -20,7 +20,7 @@ class RandomScore(Eviction):
 
     seed: Int[Array, "*l"]
 
-    def init(self, batch: int) -> UInt32[Array, " b"]:
+    def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)
 
     def observe(
