@@ -10,6 +10,7 @@ import pytest
 
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.inference import sampling
+from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -109,7 +110,7 @@ BAD_POLICIES = [
     ("full", "window", ("a", NAN, INF, None, True)),
     ("streaming_llm", "window", ("a", None, 2.5)),
     ("streaming_llm", "sink", ("a", None, 2.5, -1, 2**31)),
-    ("streaming_llm", "layers", ("a", 5, np.ones(2))),
+    ("quest", "layers", ("a", 5, np.ones(2))),
     ("random", "ratio", ("a", NAN, -1, [0.5])),
     ("random", "seed", ("a", 2.5, -1)),
     (
@@ -195,13 +196,32 @@ def test_of_calls(model, key, compiled, function, argument, values):
 
 
 def test_a_policy_of_another_model_is_refused(model):
-    for shape in ({"layers": 2, "kv_heads": 4}, {"layers": 3, "kv_heads": 2}):
-        policy = make_policy("streaming_llm", window=2, **shape)
+    for layers, kv_heads in ((2, 4), (3, 2)):
+        with use_mesh(model):
+            policy = make_policy("streaming_llm", window=2).placed(layers, kv_heads)
         for call in (sampling.prefill, sampling.sample):
             with pytest.raises(
                 UserError, match="policy streaming_llm is for another model than this of 3 layers × 4"
             ):
                 call(model, PROMPTS, policy=policy)
+
+
+def test_a_table_of_another_model_is_refused(model):
+    policy = make_policy("random", window=2, rates=np.ones((2, 4)))
+    with pytest.raises(
+        UserError, match="^policy random is made for 2 layers × 4 kv heads, the model has 3 × 4$"
+    ):
+        sampling.prefill(model, PROMPTS, policy=policy)
+
+
+def test_a_policy_made_without_a_model_serves_any(model):
+    """As one that was made for the model."""
+    for name, given in (("streaming_llm", {"window": 3, "sink": 1}), ("random", {"window": 3, "ratio": 0.5})):
+        policies = make_policy(name, **given), make_policy(name, model=model, **given)
+        kept = [
+            sampling.prefill(model, [np.arange(1, 40)], policy=policy).layers.length for policy in policies
+        ]
+        np.testing.assert_array_equal(*kept)
 
 
 def test_numbers_of_any_kind_are_python_numbers():

@@ -93,6 +93,20 @@ def test_policies_know_no_model_and_no_cache(path):
     assert not outside(path, POLICIES_MAY_IMPORT)
 
 
+METHODS = [
+    path for role in ("admission", "eviction", "selection") for path in sources(f"kvjax/policies/{role}")
+]
+
+
+@pytest.mark.parametrize("path", METHODS, ids=module_name)
+def test_a_method_writes_no_sharding(path):
+    """But the write gate, a module with parameters, which says beside each how it is split."""
+    placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
+    allowed = placing if module_name(path).startswith("kvjax.policies.admission.wgkv.") else set()
+    assert not set(imports(path)) & placing - allowed
+    assert allowed or "out_sharding" not in path.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("path", sources("kvjax/cache"), ids=module_name)
 def test_the_cache_knows_no_policy_and_no_model(path):
     assert not outside(path, CACHE_MAY_IMPORT)

@@ -67,7 +67,7 @@ def above(folders: Sequence[str], ratio: float, tokens: int) -> str:
 def own_tau(policy: Policy) -> float | None:
     """The threshold of a policy with gates, in the fewest digits that give the same float32; None: it has none."""
     gated = policy.admission
-    return float(str(np.asarray(gated.tau)[0])) if isinstance(gated, WGKV) else None
+    return float(str(np.asarray(gated.tau).flat[0])) if isinstance(gated, WGKV) else None
 
 
 def with_tau(policy: Policy, tau: float) -> Policy:

@@ -110,7 +110,8 @@ def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"]
     table = layer.page_table[..., caches.ring_pages(window, page_size) :]
     bounds = pages.bounds.at[table].get(mode="clip")
     local = jnp.minimum(seen + 1, window)
-    return selection.select(step.q, bounds, layer.length, local=local, seen=seen + 1, page_size=page_size)
+    tokens = {"local": local, "seen": seen + 1}
+    return selection.select(step.q, bounds, layer.length, layer=step.layer, **tokens, page_size=page_size)
 
 
 def _decode(step, pages, layer, chosen, seen, window, implementation):

@@ -67,7 +67,8 @@ def check_made(where, model, policy=None, calls=None, cache=None, implementation
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:
         layers, heads = model.config.num_layers, model.config.num_kv_heads
-        fits = all(leaf.shape[0] == layers for leaf in jax.tree.leaves(policy))
+        placed = (leaf for leaf in jax.tree.leaves(policy) if isinstance(leaf, jax.Array))
+        fits = all(leaf.shape[0] == layers for leaf in placed)
         if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
             raise UserError(
                 f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"

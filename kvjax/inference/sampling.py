@@ -126,9 +126,10 @@ def _draw(logits, draw, key, greedy):
 _first_draw = jax.jit(_draw, static_argnums=3)
 
 
-def _on_mesh(policy: Policy | None) -> Policy:
-    """The policy on the current mesh; the full cache where none is given."""
-    return adopt(make_policy("full") if policy is None else policy)
+def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
+    """The policy for a model, on the current mesh; the full cache where none is given."""
+    policy = make_policy("full") if policy is None else policy
+    return adopt(policy.placed(model.config.num_layers, model.config.num_kv_heads))
 
 
 def prefill(
@@ -173,7 +174,7 @@ def prefill(
         whole_number("prefill", "chunk", chunk),
     )
     with use_mesh(model):
-        policy = _on_mesh(policy)
+        policy = _on_mesh(policy, model)
         rows, behind = token_rows(model, tokens), None
         room = max_new_tokens
         if observers is not None:
@@ -244,7 +245,7 @@ def stream(
     key = jax.random.key(0) if key is None else key
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
-        policy = _on_mesh(policy)
+        policy = _on_mesh(policy, model)
         rows = token_rows(model, prompts)
         if cache is None:
             held = new_cache(model, policy, rows, max_new_tokens, page_size, capacity)

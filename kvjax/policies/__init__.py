@@ -78,8 +78,8 @@ def make_policy(
         name: one of `POLICIES`: an admission, an eviction or a selection, to which the others may be added, or one of
             `OVER_ANY_SCORE`, for which `eviction` names the scores.
         eviction: may also be one of `OVER_ANY_SCORE`, over SnapKV's scores.
-        model: the model it is for. It gives `layers` and `kv_heads` to the methods that need them, so they need not
-            be passed, and what was made for another model is refused.
+        model: the model it is for, whose shape some methods need. What was made for another model is refused. A policy
+            that needs none may be made without, for any.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
             eviction also those of `Budget` (ratio, entries, size or threshold), of `Shares` (over, pinned, pyramid), of
             `Schedule` (when, chunk, every, drop), of `Protected` (first, last), and `critical=True` for CriticalKV's
@@ -132,7 +132,10 @@ def make_policy(
         chosen = made.pop("selection", None)
         policy = made.get("admission") or Policy(Full(), name=label, window=1)
         policy = policy if eviction is None else _evicting(label, policy, model, **made)
-        return policy if chosen is None else dataclasses.replace(policy, name=label, selection=chosen)
+        policy = policy if chosen is None else dataclasses.replace(policy, name=label, selection=chosen)
+        if model is None:
+            return policy
+        return policy.placed(model.config.num_layers, model.config.num_kv_heads)
 
 
 def second_stage(*, critical: bool = False, first_stage: float | None = None) -> float | None:

@@ -1,7 +1,8 @@
 """What a method may define. Every method is a few of these functions; most define one or two.
 
-A method's arrays all have a leading layer axis: the layer scan hands each layer its slice, so inside these functions
-there is no layer axis. They run on one device's shard of the batch and of the kv heads, as plain local code.
+A method's numbers are NumPy arrays: a number or a vector counts for all layers, a table is by layer and kv head (or
+1 × 1, alike for all). `Policy.placed` puts them on a model's mesh, and these functions then see those of one layer, on
+one device's share of the batch and of the kv heads, as plain local code: a method writes no sharding.
 
 Roles: `Admission` decides what leaves the ring for the global region, `Eviction` scores what is stored there when it
 is compacted, `Selection` filters pages when they are read, `Trainable` is what training asks of a gate, a scorer or a
@@ -20,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
 
+Number = Array | np.ndarray
 State = Any
 """A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
@@ -111,6 +113,7 @@ class Selection(Protocol):
         bounds: Float[Array, "b k p 2*h"],
         length: Int[Array, "b k"],
         *,
+        layer: Int[Array, ""],
         local: Int[Array, " b"],
         seen: Int[Array, " b"],
         page_size: int,

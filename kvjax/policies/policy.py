@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
+from kvjax.mesh import put
 from kvjax.policies.interfaces import Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.step import Attended, Step
@@ -26,8 +28,9 @@ class Policy:
     """What a model keeps of its context: the last `window` tokens, and what `admission` lets into the global region
     until `eviction` has it go, when and to what size `plan` says.
 
-    Every array in it has a leading layer axis. A query at position i sees exactly the tokens j ≤ i with i − j < window
-    or j admitted and not evicted; in decoding only those of them in the pages that `selection` chooses for it.
+    A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
+    only those of them in the pages that `selection` chooses for it. Once it is `placed`, every array in it has a
+    leading layer axis.
     """
 
     admission: Admission
@@ -36,6 +39,27 @@ class Policy:
     eviction: Eviction | None = None
     plan: Plan | None = static(default=None)
     selection: Selection | None = None
+
+    def placed(self, layers: int, kv_heads: int) -> "Policy":
+        """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets
+        a layer axis, tables are split with the heads.
+
+        Raises UserError for a table that is another model's.
+        """
+
+        def place(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array):
+                return x
+            if x.ndim < 2:
+                return put(np.broadcast_to(x, (layers, *x.shape)))
+            if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
+                made_for = f"{x.shape[0]} layers × {x.shape[1]} kv heads"
+                raise UserError(
+                    f"policy {self.name} is made for {made_for}, the model has {layers} × {kv_heads}"
+                )
+            return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, "tensor")
+
+        return jax.tree.map(place, self)
 
     @property
     def traced(self) -> "Policy":

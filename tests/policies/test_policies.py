@@ -242,7 +242,6 @@ def test_the_example_of_contributing_is_a_policy(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "key_norm", written)
     exec(source, written.__dict__)
     for limit, kept in ((0.0, 3), (1e9, 40)):
-        with use_mesh(model):
-            policy = written.key_norm(layers=3, limit=limit, window=4)
+        policy = written.key_norm(limit=limit, window=4)
         entries = stats(prefill(model, [np.arange(40)], policy=policy)).entries
         assert (entries == kept).all()

@@ -53,7 +53,9 @@ SEQUENCES, HEADS, GROUP, DIM, PAGE, COLUMNS = 2, 2, 2, 3, 3, 5
 @remembered
 def selector():
     def local(tokens, ratio, q, bounds, length, near, seen):
-        return Quest(tokens, ratio).select(q, bounds, length, local=near, seen=seen, page_size=PAGE)
+        return Quest(tokens, ratio, jnp.int32(0)).select(
+            q, bounds, length, layer=jnp.int32(0), local=near, seen=seen, page_size=PAGE
+        )
 
     return jax.jit(jax.shard_map(local, out_specs=P(BATCH, "tensor"), mesh=make_mesh()))
 

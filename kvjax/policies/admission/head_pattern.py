@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.errors import UserError, real_number, whole_number
-from kvjax.mesh import put
 from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
@@ -22,8 +21,8 @@ from kvjax.struct import struct
 class HeadPattern(Admission):
     """A kv head admits everything where `retrieval` says so, else only the first `sink` positions."""
 
-    retrieval: Bool[Array, "*l k"]
-    sink: Int[Array, "*l"]
+    retrieval: Bool[Number, "*l k"]
+    sink: Int[Number, "*l"]
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         admitted = self.retrieval[:, None] | (step.position < self.sink)[:, None, :]
@@ -33,7 +32,7 @@ class HeadPattern(Admission):
         return Keep(jnp.float32(0.5))
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        sink = np.minimum(np.asarray(self.sink), tokens)[:, None]
+        sink = np.minimum(np.asarray(self.sink), tokens)[..., None]
         return np.where(np.asarray(self.retrieval), tokens, sink).astype(np.float64)
 
 
@@ -78,7 +77,7 @@ def head_pattern(
         retrieval = choose_heads(weights, real_number("head_pattern", "ratio", ratio, 0.0, 1.0))
     sink = whole_number("head_pattern", "sink", sink, 0)
     return Policy(
-        HeadPattern(put(retrieval, None, "tensor"), put(np.full(len(weights), sink, np.int32))),
+        HeadPattern(retrieval, np.array(sink, np.int32)),
         name="head_pattern",
         window=whole_number("head_pattern", "window", window),
     )

@@ -5,9 +5,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import UserError, real_number, whole_number
-from kvjax.mesh import put
 from kvjax.policies.chance import no_text, text_hash, uniform
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
@@ -20,8 +19,8 @@ class Random(Admission):
     Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.
     """
 
-    rate: Float[Array, "*l k"]
-    seed: Int[Array, "*l"]
+    rate: Float[Number, "*l k"]
+    seed: Int[Number, "*l"]
 
     def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)
@@ -42,27 +41,24 @@ class Random(Admission):
 
 def random(
     *,
-    layers: int,
-    kv_heads: int,
     window: int,
     ratio: float | None = None,
     rates: Float[np.ndarray, "l k"] | None = None,
     seed: int = 0,
+    layers: int | None = None,
+    kv_heads: int | None = None,
 ) -> Policy:
     """Random admission: the same `ratio` for every head, or `rates` by layer and kv head (such as another policy was
-    measured to have)."""
+    measured to have), checked against `layers` and `kv_heads` where they are given."""
     if (ratio is None) == (rates is None):
         raise UserError("random: give either ratio (one number) or rates (layers × kv heads)")
-    layers, kv_heads = (
-        whole_number("random", name, size) for name, size in (("layers", layers), ("kv_heads", kv_heads))
-    )
     if rates is None:
-        table = np.full((layers, kv_heads), real_number("random", "ratio", ratio, 0.0, 1.0))
+        table = np.array([[real_number("random", "ratio", ratio, 0.0, 1.0)]])
     else:
         table = head_table("random", "rates", rates, layers, kv_heads)
-    seeds = np.full(layers, whole_number("random", "seed", seed, 0), np.int32)
+    seed = whole_number("random", "seed", seed, 0)
     return Policy(
-        Random(put(table.astype(np.float32), None, "tensor"), put(seeds)),
+        Random(table.astype(np.float32), np.array(seed, np.int32)),
         name="random",
         window=whole_number("random", "window", window),
     )

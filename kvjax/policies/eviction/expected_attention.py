@@ -9,9 +9,8 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import one_of, real_number, whole_number
-from kvjax.mesh import put
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.interfaces import Eviction, Number
 from kvjax.step import Step, Stored
 from kvjax.struct import static, struct
 
@@ -33,9 +32,9 @@ class ExpectedAttention(Eviction):
     frequencies: radians a position of each rotated pair. scale: what RoPE multiplies cosines and sines by.
     """
 
-    frequencies: Float[Array, "*l pairs"]
-    scale: Float[Array, "*l"]
-    epsilon: Float[Array, "*l"]
+    frequencies: Float[Number, "*l pairs"]
+    scale: Float[Number, "*l"]
+    epsilon: Float[Number, "*l"]
     group: int = static()
     """Query heads of a kv head."""
     head_dim: int = static()
@@ -99,16 +98,8 @@ def expected_attention(
     epsilon = real_number(where, "epsilon", epsilon, 0.0)
     one_of(where, "values", values, (True, False))
     config = model.config
-    layers = config.num_layers
-    frequencies, scale = config.rotation()
-
-    def every(x):
-        return put(np.broadcast_to(np.asarray(x, np.float32), (layers, *np.shape(x))))
-
     method = ExpectedAttention(
-        every(frequencies),
-        every(scale),
-        every(epsilon),
+        *(np.asarray(x, np.float32) for x in (*config.rotation(), epsilon)),
         config.num_heads // config.num_kv_heads,
         config.head_dim,
         future,

@@ -9,10 +9,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import real_number, whole_number
-from kvjax.mesh import put
 from kvjax.policies.eviction import queries
 from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
+from kvjax.policies.interfaces import Number
 from kvjax.step import Stored
 from kvjax.struct import static, struct
 
@@ -30,8 +30,8 @@ class RKV(queries.Observing):
     `alike`: of things said twice the newest stays.
     """
 
-    balance: Float[Array, "*l"]
-    alike: Float[Array, "*l"]
+    balance: Float[Number, "*l"]
+    alike: Float[Number, "*l"]
     pool: int = static()
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
@@ -83,7 +83,6 @@ def r_kv(
     observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
     balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)
     sink = whole_number("r_kv", "sink", sink, 0)
-    layers = model.config.num_layers
-    shape, each = queries.shape_for(model, observed), np.ones(layers, np.float32)
-    method = RKV(shape, put(balance * each), put(alike * each), pool)
+    shape = queries.shape_for(model, observed)
+    method = RKV(shape, np.array(balance, np.float32), np.array(alike, np.float32), pool)
     return Method(method, last=observed, first=sink, observed=observed)

@@ -1,15 +1,12 @@
 """Random eviction: what a method's choice is worth is its distance from this."""
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.errors import whole_number
-from kvjax.mesh import put
 from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.eviction.method import Method
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.interfaces import Eviction, Number
 from kvjax.step import Step, Stored
 from kvjax.struct import struct
 
@@ -18,7 +15,7 @@ from kvjax.struct import struct
 class RandomScore(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
-    seed: Int[Array, "*l"]
+    seed: Int[Number, "*l"]
 
     def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)
@@ -32,6 +29,5 @@ class RandomScore(Eviction):
         return uniform(self.seed, stored.layer, stored.head[:, None], state[:, None, None], stored.place)
 
 
-def random(*, model: Any, seed: int = 0) -> Method:
-    seed = whole_number("random_eviction", "seed", seed, 0)
-    return Method(RandomScore(put(np.full(model.config.num_layers, seed, np.int32))))
+def random(*, seed: int = 0) -> Method:
+    return Method(RandomScore(np.array(whole_number("random_eviction", "seed", seed, 0), np.int32)))

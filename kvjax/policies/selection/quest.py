@@ -11,7 +11,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, real_number, shown, whole_number
-from kvjax.mesh import put
+from kvjax.policies.interfaces import Number
 from kvjax.struct import struct
 from kvjax.top import top
 
@@ -21,10 +21,12 @@ EVERYTHING = 2**30
 
 @struct
 class Quest:
-    """`tokens` and a share `ratio` of the tokens so far are read, of which one of both is 0."""
+    """`tokens` and a share `ratio` of the tokens so far are read, of which one of both is 0; everything in the first
+    `skip` layers."""
 
-    tokens: Int[Array, "*l"]
-    ratio: Float[Array, "*l"]
+    tokens: Int[Number, "*l"]
+    ratio: Float[Number, "*l"]
+    skip: Int[Number, "*l"]
 
     def select(
         self,
@@ -32,6 +34,7 @@ class Quest:
         bounds: Float[Array, "b k p 2*h"],
         length: Int[Array, "b k"],
         *,
+        layer: Int[Array, ""],
         local: Int[Array, " b"],
         seen: Int[Array, " b"],
         page_size: int,
@@ -40,6 +43,7 @@ class Quest:
         is not full takes the first of these places whatever its score; without places nothing is read (WG-KV's
         code)."""
         budget = self.tokens + jnp.round(self.ratio * seen).astype(jnp.int32)
+        budget = jnp.where(layer < self.skip, EVERYTHING, budget)
         places = -(-jnp.maximum(budget - local, 0) // page_size)
         stored = length[..., None] - page_size * jnp.arange(bounds.shape[2])
         filling = (stored > 0) & (stored < page_size)
@@ -57,10 +61,13 @@ def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -
     return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **exact).max(2)
 
 
-def quest(*, layers: int, tokens: int | None = None, ratio: float | None = None, skip: int = 0) -> Quest:
+def quest(
+    *, layers: int | None = None, tokens: int | None = None, ratio: float | None = None, skip: int = 0
+) -> Quest:
     """Selection of pages when a single token is decoded; prompts read everything.
 
     Args:
+        layers: the model's, for a check of `skip`.
         tokens: how many entries of each kv head a query reads, those of the window included, which it always reads.
         ratio: instead, as a share of the tokens so far.
         skip: so many of the first layers read everything (2 in the paper's code).
@@ -74,9 +81,6 @@ def quest(*, layers: int, tokens: int | None = None, ratio: float | None = None,
     tokens = 0 if tokens is None else whole_number("quest", "tokens", tokens, most=EVERYTHING)
     if ratio is not None:
         ratio = real_number("quest", "ratio", ratio, above=0.0, most=1.0)
-    layers = whole_number("quest", "layers", layers)
-    whole = np.arange(layers) < whole_number(f"quest on {layers} layers", "skip", skip, 0, layers)
-    return Quest(
-        put(np.where(whole, EVERYTHING, tokens).astype(np.int32)),
-        put(np.where(whole, 0, ratio or 0).astype(np.float32)),
-    )
+    where = "quest" if layers is None else f"quest on {layers} layers"
+    skip = whole_number(where, "skip", skip, 0, layers)
+    return Quest(np.array(tokens, np.int32), np.array(ratio or 0, np.float32), np.array(skip, np.int32))

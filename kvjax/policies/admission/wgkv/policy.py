@@ -7,10 +7,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, real_number, shown, whole_number
-from kvjax.mesh import put
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.policy import Policy, head_table
 from kvjax.step import Step
 from kvjax.struct import struct
@@ -25,8 +24,8 @@ class WGKV(Admission):
     """
 
     gates: WriteGate
-    tau: Float[Array, "*l"]
-    rate: Float[Array, "*l k"]
+    tau: Float[Number, "*l"]
+    rate: Float[Number, "*l k"]
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, self.gates(step.k_pre, step.k), 0
@@ -69,5 +68,4 @@ def wgkv(
         rate = description.get("peak_rate", description.get("rate"))
     known = np.ones((layers, kv_heads)) if rate is None else rate
     table = head_table("wgkv", "rate", known, layers, kv_heads).astype(np.float32)
-    admission = WGKV(gates, put(np.full(layers, tau, np.float32)), put(table, None, "tensor"))
-    return Policy(admission, name="wgkv", window=window)
+    return Policy(WGKV(gates, np.array(tau, np.float32), table), name="wgkv", window=window)
