@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def packaged_configs() -> Path:
     """The folder of the configs that come with kvjax: inside the package, or beside it in a working tree."""
-    package = Path(__file__).parent
+    package = Path(__file__).parent.parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 

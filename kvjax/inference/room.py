@@ -113,7 +113,7 @@ def pool_pages(cache: Cache) -> int:
     return cache.pages.pool.shape[0] // len(np.asarray(cache.pages.free_count))
 
 
-def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "b s"]:
+def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "data tensor"]:
     """Sums of an `[l b k]` array over each shard's rows."""
     shards = len(np.asarray(cache.pages.free_count))
     layers, _, heads = rows.shape

@@ -21,8 +21,8 @@ from kvjax.struct import struct
 class HeadPattern(Admission):
     """A kv head admits everything where `retrieval` says so, else only the first `sink` positions."""
 
-    retrieval: Bool[Number, "*l k"]
-    sink: Int[Number, "*l"]
+    retrieval: Bool[Number, "... k"]
+    sink: Int[Number, "..."]
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         admitted = self.retrieval[:, None] | (step.position < self.sink)[:, None, :]

@@ -19,8 +19,8 @@ class Random(Admission):
     Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.
     """
 
-    rate: Float[Number, "*l k"]
-    seed: Int[Number, "*l"]
+    rate: Float[Number, "... k"]
+    seed: Int[Number, "..."]
 
     def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)

@@ -33,8 +33,8 @@ class ExpectedAttention(Eviction):
     """
 
     frequencies: Float[Number, "*l pairs"]
-    scale: Float[Number, "*l"]
-    epsilon: Float[Number, "*l"]
+    scale: Float[Number, "..."]
+    epsilon: Float[Number, "..."]
     group: int = static()
     """Query heads of a kv head."""
     head_dim: int = static()

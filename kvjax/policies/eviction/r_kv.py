@@ -30,8 +30,8 @@ class RKV(queries.Observing):
     `alike`: of things said twice the newest stays.
     """
 
-    balance: Float[Number, "*l"]
-    alike: Float[Number, "*l"]
+    balance: Float[Number, "..."]
+    alike: Float[Number, "..."]
     pool: int = static()
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:

@@ -15,7 +15,7 @@ from kvjax.struct import struct
 class RandomScore(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
-    seed: Int[Number, "*l"]
+    seed: Int[Number, "..."]
 
     def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
         return no_text(batch)

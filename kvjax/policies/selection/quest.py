@@ -24,9 +24,9 @@ class Quest:
     """`tokens` and a share `ratio` of the tokens so far are read, of which one of both is 0; everything in the first
     `skip` layers."""
 
-    tokens: Int[Number, "*l"]
-    ratio: Float[Number, "*l"]
-    skip: Int[Number, "*l"]
+    tokens: Int[Number, "..."]
+    ratio: Float[Number, "..."]
+    skip: Int[Number, "..."]
 
     def select(
         self,
@@ -82,5 +82,5 @@ def quest(
     if ratio is not None:
         ratio = real_number("quest", "ratio", ratio, above=0.0, most=1.0)
     where = "quest" if layers is None else f"quest on {layers} layers"
-    skip = whole_number(where, "skip", skip, 0, layers)
+    skip = whole_number(where, "skip", skip, 0, EVERYTHING if layers is None else layers)
     return Quest(np.array(tokens, np.int32), np.array(ratio or 0, np.float32), np.array(skip, np.int32))

@@ -24,8 +24,8 @@ class WGKV(Admission):
     """
 
     gates: WriteGate
-    tau: Float[Number, "*l"]
-    rate: Float[Number, "*l k"]
+    tau: Float[Number, "..."]
+    rate: Float[Number, "... k"]
 
     def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, self.gates(step.k_pre, step.k), 0
