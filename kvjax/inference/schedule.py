@@ -72,6 +72,7 @@ def read(
     else:
         cache, logits = run(cache, rows)
         cache = at_prompt_end(model, policy, cache, [row.size for row in rows], observers, run, calls)
+    assert logits is not None
     return fitted(policy, cache, room), logits
 
 
@@ -118,6 +119,7 @@ def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cach
 def _brought_down(model: Decoder, policy: Policy, cache: Cache, asked: Bool[np.ndarray, " b"]) -> Cache:
     """The cache with those of the sequences asked for brought down to their budgets that have more."""
     plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
+    assert plan is not None
     kept = plan.kept(seen.tolist(), entry_bytes(cache))
     due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
     if plan.schedule.when == "overflow":
@@ -197,6 +199,7 @@ def after_block(
 def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
     """By how many entries of the global region each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
+    assert policy.plan is not None
     seen = np.asarray(cache.seen)[:sequences]
     allowed = policy.plan.kept(seen.tolist(), entry_bytes(cache)) - np.minimum(seen, cache.window - 1)
     stored = np.asarray(cache.layers.length)[:, :sequences].sum((0, 2))

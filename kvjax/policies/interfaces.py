@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.step import Attended, Step, Stored
 from kvjax.struct import struct
 
-Number = Array | np.ndarray
+Number = Any
+"""A method's own array: NumPy's until it is placed, then JAX's."""
 State = Any
 """A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
 Numbers = dict[str, Shaped[Array, "b k t"]]

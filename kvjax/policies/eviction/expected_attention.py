@@ -98,8 +98,11 @@ def expected_attention(
     epsilon = real_number(where, "epsilon", epsilon, 0.0)
     one_of(where, "values", values, (True, False))
     config = model.config
+    frequencies, scale = config.rotation()
     method = ExpectedAttention(
-        *(np.asarray(x, np.float32) for x in (*config.rotation(), epsilon)),
+        np.asarray(frequencies, np.float32),
+        np.array(scale, np.float32),
+        np.array(epsilon, np.float32),
         config.num_heads // config.num_kv_heads,
         config.head_dim,
         future,
