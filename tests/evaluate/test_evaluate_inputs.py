@@ -237,7 +237,7 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}
     )
-    rivals = evaluation._rivals(evaluation.places[0], "head_pattern")
+    rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
     assert rivals.window == 64
 
