@@ -14,7 +14,7 @@ from kvjax.inference.record import Calls
 from kvjax.inference.sampling import logits, prefill
 from kvjax.policies import make_policy
 from kvjax.tasks import make_task
-from kvjax.tasks.context import Asked, Context, exact, question_aware
+from kvjax.tasks.context import Asked, Context, exact, one_question, question_aware
 from tests.tiny_models import tiny_gates, tiny_model
 
 LINE = 40
@@ -184,3 +184,11 @@ def test_the_built_in_gates_keep_what_is_asked_for():
     assert found.answers == 64
     assert found.score > 0.9
     assert found.kv_ratio < 0.2
+
+
+def test_each_context_asks_another_question():
+    def context(n):
+        one = lambda kind: Asked(np.array([1], np.int32), 1, lambda said: 1.0, kind)  # noqa: E731
+        return Context(np.array([n], np.int32), (one("a"), one("b")))
+
+    assert [c.questions[0].kind for c in one_question([context(i) for i in range(3)])] == ["a", "b", "a"]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, contender, sized
 from kvjax.policies.admission.wgkv import save_gates
@@ -93,3 +94,28 @@ def test_those_compared_by_default_exist_and_are_the_papers():
     patched = {"snapkv_patched", "pyramidkv_patched"}
     own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
     assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
+
+
+@pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
+def test_each_is_the_method_of_its_name(name, model, gates):
+    policy = sized(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7))
+    method = (
+        name.removesuffix("_fixed_tau").removesuffix("_chunked").removesuffix("_patched").partition("+")[0]
+    )
+    assert policy.name.partition("+")[0] == method
+    if policy.plan is not None and method in ("snapkv", "pyramidkv", "adakv", "critical_kv"):
+        assert policy.plan.observed == 4
+    if contender(name).reads:  # read once, compacted at the end
+        assert policy.plan is None or policy.plan.schedule.when == "prompt"
+    if name == "random_eviction":
+        assert set(np.asarray(policy.eviction.seed).tolist()) == {7}
+    if name == "wgkv+snapkv":
+        assert policy.plan.shares.over == "model"
+        assert (policy.eviction.group, policy.eviction.pooling) == ("max", "max")
+
+
+def test_a_budget_is_checked_against_the_shortest_context(model, gates):
+    # 0.25 · 40 hold a window's 8, 0.25 · 20 do not
+    sized("wgkv+snapkv", Sizing(model, 0.25, 128, 40, 32, 4, gates))
+    with pytest.raises(UserError, match="does not hold its window of 9"):
+        sized("wgkv+snapkv", Sizing(model, 0.25, 128, 20, 32, 4, gates))

@@ -14,7 +14,7 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.config import parse
+from kvjax.evaluate.config import default_chunk, default_observed, parse
 from kvjax.evaluate.run import Evaluation
 from kvjax.evaluate.teacher_forced import Outcome
 from kvjax.evaluate.workloads import for_rivals, workloads
@@ -276,3 +276,8 @@ def test_a_mistake_ends_in_one_line():
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert "--policies" in line
+
+
+def test_defaults_are_the_documented():
+    assert (default_chunk(1024), default_chunk(10**6), default_chunk(3)) == (256, 32768, 1)
+    assert (default_observed(256), default_observed(32768), default_observed(8)) == (16, 64, 1)

@@ -155,3 +155,17 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     assert found.total == own
     assert found.footprint == pytest.approx(own / (23 * 24 / 2))
     assert found.footprint_held == pytest.approx((own + patches) / (23 * 24 / 2))
+
+
+def test_a_half_is_rounded_to_even():
+    assert evicting(12, 0, 5, kept=0.5, observed=0).held.tolist() == [0, 2, 4]
+
+
+def test_a_share_of_a_chunk_is_rounded_to_the_nearest():
+    assert evicting(30, 0, 10, kept=0.33, observed=0).held.tolist() == [0, 3, 6]
+
+
+def test_a_score_just_met_is_met():
+    found = critical([(0.2, 0.5), (0.5, 0.9), (0.8, 0.95)], 1.0)
+    assert (found.relation, found.footprint) == ("=", 0.5)
+    assert str(critical([(0.2, 0.9)], 1.0)) == "<20%"

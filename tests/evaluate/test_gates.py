@@ -195,3 +195,15 @@ def test_gates_that_do_not_say_their_rates_give_no_order_of_heads(folders, tmp_p
     assert known_orders(sizing) == ({}, 4)
     orders, window = known_orders(dataclasses.replace(sizing, gates=folders / "small"))
     assert (list(orders), window) == (["the gates' rates"], 4)
+
+
+def test_gates_that_let_in_just_enough(folders):
+    large, small = (str(folders / name) for name in OWN)
+    assert above([large, small], (4 + 0.4 * 100) / 104, tokens=104) == small
+
+
+def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
+    main([*arguments, "--policies", "wgkv_fixed_tau", "wgkv+quest", "--out", str(tmp_path / "run")])
+    found = cells(tmp_path / "run")
+    for budget, name in ((0.3, "small"), (0.8, "large")):
+        assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]

@@ -242,3 +242,20 @@ def test_bad_schedules_are_one_line(model, options, says):
     with pytest.raises(UserError) as error:
         make_policy(options.pop("name"), model=model, **options)
     assert str(error.value) == says
+
+
+def test_a_pool_has_room_for_a_patch(model):
+    """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
+    policy = make_policy("snapkv", model=model, ratio=0.5, observed=4, when="patched", chunk=8)
+    assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
+    sampling.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
+
+
+def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):
+    prompt = np.random.default_rng(3).permutation(61)[:44]
+    policy = make_policy("snapkv", model=model, ratio=0.45, observed=6, when="chunk", chunk=20)
+    cache = sampling.prefill(model, [prompt], policy=policy, page_size=PAGE, capacity=60)
+    assert (np.asarray(cache.layers.length)[:, 0] == 9 + 9 + 4).all()
+    keys = captured_layers(model, prompt)[0].k
+    for head in range(4):
+        np.testing.assert_allclose(entries(cache, 0, 0, head)[-4:], keys[head, -4:], atol=1e-4)

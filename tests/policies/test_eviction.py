@@ -438,3 +438,19 @@ def test_a_pyramid_needs_layers(prompts, when):
     policy = make_policy("pyramidkv", eviction="knorm", ratio=0.5, **when)
     with pytest.raises(UserError, match=says):
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("snapkv", {"observed": 6, "entries": 4}, 4),
+        ("r_kv", {"sink": 4, "entries": 6}, 6),
+        ("r_kv", {"sink": 4, "ratio": 0.1}, 6),
+    ],
+)
+def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
+    policy = make_policy(name, model=model, **given)
+    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
+    for layer, head in np.ndindex(3, 4):
+        keys = captured[0][layer].k[head]
+        np.testing.assert_allclose(entries(cache, layer, 0, head), keys[len(keys) - kept :], atol=1e-4)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.cache import CapacityError
+from kvjax.errors import UserError
 from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from tests.policies import published
@@ -165,3 +166,9 @@ def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(mo
     # not the first ones, nor the last: chance
     assert all(min(own) < 20 and max(own) >= 40 for own in stays.values())
     assert all(np.abs(first[row] - other[row]).max() > 1e-3 for row in rows)
+
+
+def test_a_window_one_short_of_what_is_observed_is_refused(model):
+    make_policy("snapkv", model=model, admission="streaming_llm", window=64, sink=4, ratio=0.5)
+    with pytest.raises(UserError, match="window must be at least 64, got 63"):
+        make_policy("snapkv", model=model, admission="streaming_llm", window=63, sink=4, ratio=0.5)

@@ -193,3 +193,9 @@ def test_help_is_quick_and_names_every_option():
         assert f"--{option}" in shown.stdout
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     assert not imported & {"jax", "flax", "numpy", "transformers", "orbax", "grain"}
+
+
+def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):
+    prepare_folder(parse(["--mesh", "8", "--batch", "3", "--out", str(tmp_path / "run")]))
+    resumed = parse(["--resume", "--mesh", "1", "--out", str(tmp_path / "run")])
+    assert (resumed.batch, resumed.rows) == (8, 8)

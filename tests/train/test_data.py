@@ -292,3 +292,40 @@ def test_tokens_lie_on_the_mesh_row_by_row(shape):
 
 def test_a_part_of_the_rows_knows_its_group():
     assert (Rows(4, 6, 8).group, Rows(4, 6, 8).groups, Rows(4, 6, 8).count) == (2, 4, 2)
+
+
+def test_the_largest_remainders_get_the_steps_that_are_left():
+    lengths = step_lengths(10, (1, 2, 3), (5.0, 3.4, 1.6), seed=0)
+    assert Counter(lengths.tolist()) == {1: 5, 2: 3, 3: 2}
+
+
+def test_a_document_that_its_turn_fills_up_is_used(tmp_path):
+    source = texts(tmp_path, ["x" * 50])
+    (tokens,) = opened(source, [64], Rows(0, 1, 1), tokenizer=Chat())
+    assert tokens.shape == (1, 64)
+
+
+class Words(Letters):
+    """A tokenizer with one token for eight characters."""
+
+    def __call__(self, text, verbose):
+        return {"input_ids": [ord(c) for c in text[::8]]}
+
+
+def test_tokens_of_many_characters_fill_a_sequence(tmp_path):
+    assert len(Encoder(Words(), "", 8)("abcdefgh" * 20)) >= 8
+    (tmp_path / "long.txt").write_text("abcdefgh" * 64)
+    (tokens,) = opened(str(tmp_path / "long.txt"), [16], Rows(0, 1, 1), tokenizer=Words())
+    assert tokens.shape == (1, 16)
+
+
+def test_more_processes_than_documents(tmp_path):
+    source = texts(tmp_path, ["a" * 8, "b" * 8])
+    assert [len(list(opened(source, [8] * 3, Rows(g, g + 1, 4)))) for g in range(4)] == [3] * 4
+
+
+def test_each_length_reads_on_its_own(tmp_path):
+    """A pass gives every document of a length once, whatever other lengths take between."""
+    source = texts(tmp_path, [f"{i:02}" * (size // 2) for size in (8, 16) for i in range(10)])
+    taken = [written(t[0]) for t in opened(source, [8, 16] * 10, Rows(0, 1, 1))]
+    assert len(set(taken)) == 20

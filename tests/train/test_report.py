@@ -9,8 +9,10 @@ from kvjax.cache import stats
 from kvjax.evaluate.static_heads import Rivals
 from kvjax.evaluate.teacher_forced import Outcome
 from kvjax.inference.sampling import prefill
+from kvjax.train import report as report_module
+from kvjax.train.config import TrainConfig
 from kvjax.train.report import EVICTIONS, Row, same_size, table, write
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_gates, tiny_model
 
 
 def test_rivals_have_the_gates_size():
@@ -51,3 +53,29 @@ def test_the_report_is_written(tmp_path):
     assert report["rows"][1]["kv_ratio"] == 0.2
     for picture in ("tradeoff.png", "heads.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("how", "least"), [("default", 192), ("full", 500)])
+def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkeypatch, tmp_path):
+    taken = {}
+
+    def compare(model, gates, tasks, **_):
+        taken.update(tasks)
+        return [], np.zeros((1, 1))
+
+    monkeypatch.setattr(report_module, "compare", compare)
+    monkeypatch.setattr(report_module, "write", lambda *_: None)
+    model = tiny_model()
+    report_module.report(model, tiny_gates(model), TrainConfig(report=how), tmp_path, print)
+    for contexts, calibration in taken.values():
+        assert sum(len(c.questions) for c in contexts) >= least
+        assert not {c.tokens.tobytes() for c in contexts} & {c.tokens.tobytes() for c in calibration}
+
+
+def test_random_rivals_and_evictions_of_the_gates_size():
+    """What a number says, not what chance gives."""
+    model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
+    static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
+    rivals = same_size(model, static, kv_ratio=0.32, rates=rates, window=8, seed=0)
+    np.testing.assert_allclose(rivals["random"][0].admission.rate, (96 - 7) / (300 - 7), rtol=1e-6)
+    assert {rivals[name][0].plan.budget.ratio for name in EVICTIONS} == {0.32}

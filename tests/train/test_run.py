@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import MeshShape
@@ -23,9 +25,11 @@ from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
-from kvjax.train.config import parse
-from kvjax.train.loop import train
+from kvjax.train.config import TrainConfig, parse
+from kvjax.train.loop import Run, train
+from kvjax.train.step import TrainState
 from kvjax.train.validation import Validation
+from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
 ARGS = [
@@ -271,3 +275,65 @@ def test_two_processes_train_like_one(whole, tmp_path):
     assert [process.returncode for process in both] == [0, 0], said
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
+
+
+def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path):
+    args = [*ARGS, "--mesh", "8", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
+    found = train(parse([*args, "--out", str(tmp_path / "run")]))
+    _, validations = written(found.folder)
+    assert list(validations) == [4, 5]
+    assert found.validation.numbers == validations[5]
+    assert sorted(file.name for file in (found.folder / "checkpoints").iterdir()) == ["4", "6"]
+
+
+def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, monkeypatch):
+    folder, save, saves = tmp_path / "run", Checkpoints.save, {}
+
+    def noted(self, step, *args):
+        saves[step] = [line["step"] for line in written(folder)[0]]
+        save(self, step, *args)
+
+    monkeypatch.setattr(Checkpoints, "save", noted)
+    args = ["--validate-every", "100", "--validation", "1", "--mesh", "8", "--out", str(folder)]
+    train(parse([*ARGS, *args]))
+    assert saves == {step: list(range(step)) for step in (2, 4, 6)}
+
+
+def resuming(notes, group, groups):
+    """Where a run goes on whose checkpoint has these notes."""
+    places, mesh, state = [], make_mesh(), TrainState(None, None)
+    checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))
+    with jax.set_mesh(mesh):
+        run = SimpleNamespace(
+            config=TrainConfig(resume=True, window=4, expand=4.0),
+            mesh=mesh,
+            model=tiny_model(),
+            rows=SimpleNamespace(group=group, groups=groups),
+            checkpoints=checkpoints,
+            sequences=SimpleNamespace(set_state=places.append),
+        )
+        assert Run.begin(run)[1] == 3
+    return places
+
+
+def test_processes_go_on_where_each_stood_or_not_at_all():
+    assert resuming(["a", "b"], 1, 2) == ["b"]
+    assert resuming(["a", "a"], 0, 1) == ["a"]
+    with pytest.raises(UserError, match="was read in 2 parts, one for each process; now there are 1"):
+        resuming(["a", "b"], 0, 1)
+
+
+def test_positions_are_by_group(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    other = np.frombuffer(json.dumps([0, {"next": 12}]).encode(), np.uint8)
+
+    def allgather(x):
+        if np.ndim(x) == 0:
+            return np.array([int(x), other.size])
+        size = max(len(x), other.size)
+        return np.stack([np.pad(r, (0, size - len(r)), constant_values=ord(" ")) for r in (x, other)])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
+    rows = SimpleNamespace(group=1, groups=2)
+    data = SimpleNamespace(get_state=lambda: {"next": 7})
+    assert Run.positions(SimpleNamespace(rows=rows, sequences=data)) == [{"next": 12}, {"next": 7}]

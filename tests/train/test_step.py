@@ -7,14 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny_models import tiny_model
 
+from kvjax.command.launch import MeshShape
 from kvjax.mesh import make_mesh
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining
 from kvjax.train.config import TrainConfig
 from kvjax.train.data import Rows, to_mesh
-from kvjax.train.objective import distillation
-from kvjax.train.step import initial_state, make_update, optimizer, schedule
+from kvjax.train.objective import distillation, student_errors
+from kvjax.train.step import initial_state, make_update, optimizer, schedule, trained_method
+from tests.tiny_models import filled, tiny_config, tiny_model
 
 CONFIG = TrainConfig(window=4, lambda_=0.3, sequences=5, lr=1e-2, expand=4.0)
 MESHES = {"1": {}, "8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}, "2x4": {"fsdp": 2, "tensor": 4}}
@@ -200,3 +201,56 @@ def test_gates_begin_alike_on_every_mesh_and_differ_by_seed(student):
     with jax.set_mesh(mesh):
         changed = jax.jit(lambda: initial_state(other, model.config).gates)()
     assert not np.array_equal(changed.w1[...], gates.w1[...])
+
+
+def test_the_optimiser_counts_sequences_and_its_batch_is_rounded_up():
+    """Constant gradients: every step of Adam is −lr."""
+    config = TrainConfig(mesh=MeshShape(fsdp=8), batch=3, sequences=160, lr=1.0, weight_decay=0.0)
+    tx, rate, p = optimizer(config), schedule(160, 8, 1.0), jnp.float32(0)
+    state = tx.init(p)
+    for update in range(6):
+        change, state = tx.update(jnp.float32(1), state, p)
+        assert float(change) == pytest.approx(-float(rate(update)), abs=1e-5), update
+
+
+def test_a_tenth_is_rounded_down():
+    assert [float(schedule(25, 1, 1.0)(i)) for i in range(3)] == pytest.approx([0, 0.5, 1])
+
+
+@pytest.mark.parametrize(("kind", "width"), [("qwen3", 12), ("llama", 32)])
+def test_the_gates_width_is_the_papers_for_each_model(kind, width):
+    with jax.set_mesh(make_mesh()):
+        made = jax.eval_shape(lambda: initial_state(TrainConfig(), tiny_config(model_type=kind)).gates)
+    assert made.w1.shape == (3, 4, 16, width)
+
+
+def test_the_error_is_in_float32():
+    with jax.set_mesh(make_mesh()):
+        model = filled(tiny_config(), jnp.bfloat16)
+        config = TrainConfig(window=4)
+        gates = jax.jit(lambda: initial_state(config, model.config).gates)()
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        squares, _ = student_errors(
+            trained_method(config, gates), model, tokens, model.hidden(tokens), window=4
+        )
+    assert squares.dtype == jnp.float32
+
+
+def test_shut_soft_gates_see_the_window_that_hard_ones_see(student):
+    mesh, model, gates = student
+    with jax.set_mesh(mesh):
+        flat = jax.tree.map(jnp.zeros_like, gates)
+        flat.b2[...] = flat.b2[...] - 30.0
+        soft, hard = (
+            float(
+                distillation(
+                    trained_method(CONFIG, flat, hard=hard),
+                    model,
+                    batch(mesh),
+                    window=4,
+                    weight=jnp.float32(0),
+                )[0]
+            )
+            for hard in (False, True)
+        )
+    assert soft == pytest.approx(hard, rel=0.02)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_models import tiny_gates, tiny_model
 
 from kvjax.command.launch import MeshShape
 from kvjax.inference.forward import extend
@@ -17,6 +16,7 @@ from kvjax.train.config import TrainConfig
 from kvjax.train.objective import distillation
 from kvjax.train.step import trained_method
 from kvjax.train.validation import make_validate
+from tests.tiny_models import tiny_gates, tiny_model
 
 WINDOW, TAU = 5, 0.5
 
@@ -89,3 +89,18 @@ def test_every_mesh_finds_the_same(alone, shape):
     (*_, mine), (*_, theirs) = validated(shape), alone
     np.testing.assert_allclose(mine.rates, theirs.rates, atol=1e-6)
     assert mine.numbers == pytest.approx(theirs.numbers, rel=1e-4)
+
+
+def test_validation_hard_sizes_are_the_hard_students():
+    config, mesh, model, gates, found = validated(MeshShape())
+    own, soft = [], []
+    with jax.set_mesh(mesh):
+        for tokens in sequences():
+            for hard, into in ((True, own), (False, soft)):
+                method = trained_method(config, gates, hard=hard)
+                _, numbers = distillation(
+                    method, model, jnp.asarray(tokens)[None], window=WINDOW, weight=jnp.float32(1)
+                )
+                into.append([float(numbers[name]) for name in ("admitted", "kv_size")])
+    assert [found.admitted, found.kv_size] == pytest.approx(np.mean(own, 0).tolist(), rel=1e-5)
+    assert np.abs(np.mean(own, 0) - np.mean(soft, 0)).min() > 1e-3, (np.mean(own, 0), np.mean(soft, 0))
