@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.options import assignments
 from kvjax.errors import UserError
 from kvjax.files import read_text
 
@@ -23,49 +24,24 @@ class GenerateConfig:
     policy: str = "full"
     """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
     adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest."""
+    eviction: str | None = None
+    """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
+    selection: str | None = None
+    """How a decoded token chooses the pages that it reads: quest."""
     gates: Path | None = None
     """wgkv: a folder with trained gates (the `gates` of a training run's --out), or `builtin` for the built-in
     model's."""
-    pattern: Path | None = None
-    """head_pattern: a DuoAttention pattern folder."""
-    tau: float | None = None
-    """wgkv: a token is kept iff its gate is at least this."""
     window: int | None = None
     """Last tokens that are always visible."""
-    sink: int | None = None
-    """streaming_llm, head_pattern: first tokens that are always kept."""
     ratio: float | None = None
     """random: share of tokens to admit; head_pattern: share of heads that keep everything; with an eviction: share of
     the prompt's entries that stay; quest, with neither: share of the tokens that are read."""
-    eviction: str | None = None
-    """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
     entries: int | None = None
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
-    size: int | None = None
-    """The same in bytes, all layers and kv heads together."""
-    over: str | None = None
-    """With an eviction, who shares the budget: head, layer or model."""
-    when: str | None = None
-    """With an eviction: prompt (once it was read), chunk (after every chunk of it), patched (the same, looked at by the
-    prompt's end), every (also after so many tokens of the answer) or overflow (whenever there are more entries)."""
-    chunk: int | None = None
-    """Tokens of such a chunk."""
-    every: int | None = None
-    """Tokens of the answer between two evictions."""
-    drop: float | None = None
-    """With when=overflow: the share of a head's entries that goes each time."""
-    threshold: float | None = None
-    """With an eviction, instead of a ratio: entries with a lower score go."""
-    observed: int | None = None
-    """snapkv: the last tokens whose attention counts."""
-    first: int | None = None
-    """With an eviction: so many of the first entries always stay, in place of the method's own number."""
-    last: int | None = None
-    """The same of the newest."""
-    selection: str | None = None
-    """How a decoded token chooses the pages that it reads: quest."""
     tokens: int | None = None
     """quest: entries of each kv head that it reads."""
+    set: tuple[str, ...] = ()
+    """Any other arguments of the policy, as NAME=VALUE: --set sink=4 tau=0.2 when=every every=128 observed=32."""
     max_new_tokens: int = 128
     """Stop after so many."""
     temperature: float = 0.0
@@ -85,14 +61,14 @@ class GenerateConfig:
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
 
-    def method_arguments(self) -> dict[str, Any]:
-        names = (
-            *("gates", "pattern", "tau", "window", "sink", "ratio"),
-            *("eviction", "entries", "size", "threshold", "over", "observed"),
-            *("when", "chunk", "every", "drop"),
-            *("first", "last", "selection", "tokens"),
-        )
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+    def policy_arguments(self) -> dict[str, Any]:
+        """What the policy is told. Raises UserError for a --set that is not NAME=VALUE, or names an option's own."""
+        names = "eviction", "selection", "gates", "window", "ratio", "entries", "tokens"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        others = assignments(self.set, "--set")
+        if twice := sorted(set(given) & set(others)):
+            raise UserError(f"--set {twice[0]}=… and --{twice[0]} say the same: give one of them")
+        return given | others
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -124,7 +100,7 @@ def read_prompt(path: Path, option: str) -> str:
 
 def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for what a person can mend."""
-    text = _prompt(config)
+    text, arguments = _prompt(config), config.policy_arguments()
     mesh = start(config.mesh)
 
     import jax
@@ -146,7 +122,7 @@ def run(config: GenerateConfig) -> None:
         tokenizer = load_tokenizer(config.model)
         prompt = encode(tokenizer, text)
         model = load_model(config.model, dtype=config.dtype, max_length=len(prompt) + config.max_new_tokens)
-        policy = make_policy(config.policy, model=model, **config.method_arguments())
+        policy = make_policy(config.policy, model=model, **arguments)
         new: list[int] = []
         shown, blocks = "", []
         watch = Stopwatch()

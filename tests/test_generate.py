@@ -36,10 +36,11 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
     select = ["--selection", "quest", "--tokens", "17"]
-    done = generate(*text, *SMALL, "--policy", "streaming_llm", "--window", "16", *select)
+    own = ["--window", "16", "--set", "sink=6"]
+    done = generate(*text, *SMALL, "--policy", "streaming_llm", *own, *select)
     assert done.returncode == 0, done.stderr
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
-    assert kept == 19 < seen
+    assert kept == 21 < seen
     assert "streaming_llm+quest: " in done.stderr
 
 
@@ -51,6 +52,9 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
         (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read (No such file"),
         (["--prompt", "x", "--window", "0"], "full: window must be a whole number of at least 1, got 0"),
         (["--prompt", "x" * 400, "--capacity", "32"], "policy full needs at least"),
+        (["--prompt", "x", "--set", "sink"], "--set sink: expected NAME=VALUE"),
+        (["--prompt", "x", "--set", "sink=4"], "full has no argument 'sink'; it has window"),
+        (["--prompt", "x", "--window", "8", "--set", "window=9"], "--set window=… and --window say the same"),
     ],
 )
 def test_mistakes_end_in_one_line(args, says):

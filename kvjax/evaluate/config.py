@@ -33,7 +33,8 @@ class EvaluateConfig:
     model: str = BUILTIN
     """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
-    """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py."""
+    """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py. A name may be followed by arguments of the
+    policy: snapkv:pool=7,group=max."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")

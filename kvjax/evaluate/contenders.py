@@ -1,13 +1,15 @@
 """The methods that are compared, by name: how each is made for a budget. One line adds one."""
 
 import difflib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.command.options import assignments
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
@@ -20,22 +22,27 @@ from kvjax.policies.policy import head_table
 
 @dataclass(frozen=True)
 class Sizing:
-    """What a policy is made for: `ratio` of the entries of contexts of about `tokens` tokens, read in chunks of
-    `chunk`.
-
-    shortest: tokens of the shortest of them. observed: last tokens that observers look back at. gates: a folder.
-    patterns: folders. seed: of what is random.
-    """
+    """What a policy is made for."""
 
     model: Decoder
     ratio: float
+    """Of the entries that it keeps, or reads."""
     tokens: int
+    """Of a context, about."""
     shortest: int
+    """Tokens of the shortest context."""
     chunk: int
+    """Tokens of a chunk."""
     observed: int
+    """Last tokens that observers look back at."""
     gates: str | Path | None = None
+    """A folder."""
     patterns: tuple[Path, ...] = ()
+    """Folders with orders of heads."""
     seed: int = 0
+    """Of what is random."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the policy, in place of those that it is given here."""
 
     @property
     def entries(self) -> float:
@@ -49,18 +56,22 @@ class Sizing:
 
 @dataclass(frozen=True)
 class Contender:
-    """make: the policy of a size. fixed: it has one size, whatever the budget. reads: contexts are read the same way at
-    every budget and by all that have this word (and the same gates), so they are read once for all of them. calibrated:
-    its size follows from τ, which is searched for (see `calibration`). own_tau: it has a cell for each folder of gates,
-    at their own τ, and its budget is λ. chosen: the best of its kind on calibration contexts, for so many entries;
-    `make` then gives any of them."""
+    """A way to make a policy for a budget, and how it is measured."""
 
     make: Callable[[Sizing], Policy]
     fixed: bool = False
+    """It has one size, whatever the budget."""
     reads: str = ""
+    """Contexts are read the same way at every budget and by all that have this word (and the same gates), so they are
+    read once for all of them."""
     calibrated: bool = False
+    """Its size follows from τ, which is searched for."""
     own_tau: bool = False
+    """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
+    over_gates: bool = False
+    """It evicts or selects from what gates let in, which are those of `gates.above`."""
     chosen: Callable[[Rivals, float], Choice] | None = None
+    """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
 
 
 def _full(sizing: Sizing) -> Policy:
@@ -96,7 +107,7 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
 
 
 GATED = "gates"
-"""What reads alike with the same gates: methods over what gates let in, which are those of `gates.above`."""
+"""What reads alike with the same gates: methods over what gates let in."""
 OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
@@ -107,14 +118,18 @@ def _evicting(name: str, when: str = "prompt") -> Contender:
     def make(sizing: Sizing) -> Policy:
         observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
         schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
-        return make_policy(name, model=sizing.model, ratio=sizing.ratio, **observed, **schedule)
+        return _made(name, sizing, ratio=sizing.ratio, **observed, **schedule)
 
     return Contender(make, reads="all" if when == "prompt" else "")
 
 
-def _gated(sizing: Sizing, **arguments) -> Policy:
+def _made(name: str, sizing: Sizing, **arguments: Any) -> Policy:
+    return make_policy(name, model=sizing.model, **(arguments | dict(sizing.arguments)))
+
+
+def _gated(sizing: Sizing, **arguments: Any) -> Policy:
     assert sizing.gates is not None  # the command line is refused without
-    return make_policy("wgkv", model=sizing.model, gates=sizing.gates, **arguments)
+    return _made("wgkv", sizing, gates=sizing.gates, **arguments)
 
 
 def _calibrated_gates(sizing: Sizing) -> Policy:
@@ -159,24 +174,37 @@ CONTENDERS = {
     "keydiff_chunked": _evicting("keydiff", "chunk"),
     "knorm": _evicting("knorm"),
     "random_eviction": Contender(
-        lambda s: make_policy("random_eviction", model=s.model, ratio=s.ratio, seed=s.seed), reads="all"
+        lambda s: _made("random_eviction", s, ratio=s.ratio, seed=s.seed), reads="all"
     ),
-    "quest": Contender(lambda s: make_policy("quest", model=s.model, ratio=s.ratio), reads="all"),
+    "quest": Contender(lambda s: _made("quest", s, ratio=s.ratio), reads="all"),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
-    "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED),
-    "wgkv+quest": Contender(lambda s: _gated(s, selection="quest", ratio=s.ratio), reads=GATED),
+    "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates=True),
+    "wgkv+quest": Contender(
+        lambda s: _gated(s, selection="quest", ratio=s.ratio), reads=GATED, over_gates=True
+    ),
 }
 """What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
 prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""
 
 
 def contender(name: str) -> Contender:
-    """The one called `name`. Raises UserError with the nearest names."""
-    if name not in CONTENDERS:
-        near = difflib.get_close_matches(name, CONTENDERS) or list(CONTENDERS)
-        raise UserError(f"--policies: unknown policy {name!r}; the nearest known: {', '.join(near)}")
-    return CONTENDERS[name]
+    """The one called `name`, which may be followed by arguments of its policy: `snapkv:pool=7,group=max`. It then reads
+    its contexts for itself.
+
+    Raises UserError with the nearest names, and for arguments where they mean nothing.
+    """
+    base, colon, told = name.partition(":")
+    if base not in CONTENDERS:
+        near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
+        raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
+    found = CONTENDERS[base]
+    if not colon:
+        return found
+    if found.fixed or found.chosen is not None:
+        raise UserError(f"--policies {name}: {base} takes no arguments here")
+    own = assignments(told.split(","), f"--policies {base}:")
+    return replace(found, make=lambda sizing: found.make(replace(sizing, arguments=own)), reads="")
 
 
 def sized(name: str, sizing: Sizing) -> Policy:

@@ -279,12 +279,13 @@ def _draw(out: Path, cells: Sequence[Cell]) -> None:
         maps = {
             title: {cell.at: np.array(cell.kept) for cell in found} for title, found in _panels(own).items()
         }
-        pictures.draw_kept(out / "kept" / f"{name}.png", f"{name}: kept entries, by budget", maps)
+        file = f"{name.replace('/', '_')}.png"
+        pictures.draw_kept(out / "kept" / file, f"{name}: kept entries, by budget", maps)
         needles = [cell for cell in own if cell.task == "needle"]
         if needles:
             depths = sorted(map(float, needles[0].by_kind))
             grid = np.array([[cell.by_kind[f"{depth:g}"] for depth in depths] for cell in needles])
             rows = [f"{cell.context} ({cell.kv_ratio:.2f})" for cell in needles]
             pictures.draw_depths(
-                out / "needle" / f"{name}.png", name, grid, rows, depths, "context (share of the cache)"
+                out / "needle" / file, name, grid, rows, depths, "context (share of the cache)"
             )

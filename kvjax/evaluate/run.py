@@ -99,7 +99,7 @@ class Evaluation:
         gates = config.gates[0] if config.gates else None
         if contender(policy).own_tau:
             gates, budget = by_lambda(config.gates)[budget], 1.0
-        elif contender(policy).reads == GATED:
+        elif contender(policy).over_gates:
             gates = above(config.gates, budget, workload.tokens)
         return Sizing(
             self.model, budget, workload.tokens, workload.shortest, config.chunk, config.observed, gates,

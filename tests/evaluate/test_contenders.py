@@ -1,5 +1,6 @@
 """The methods that are compared: each can be made for a budget, and budgets share programs."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -119,3 +120,36 @@ def test_a_budget_is_checked_against_the_shortest_context(model, gates):
     sized("wgkv+snapkv", Sizing(model, 0.25, 128, 40, 32, 4, gates))
     with pytest.raises(UserError, match="does not hold its window of 9"):
         sized("wgkv+snapkv", Sizing(model, 0.25, 128, 20, 32, 4, gates))
+
+
+def test_a_name_may_be_followed_by_arguments(model, gates):
+    sizing = Sizing(model, 0.25, 128, 120, 32, 4, gates)
+    policy = sized("snapkv:pool=7,group=max,observed=3", sizing)
+    assert (policy.eviction.pool, policy.eviction.group, policy.plan.observed) == (7, "max", 3)
+    assert policy.plan.budget.ratio == 0.25
+    chunked = sized("snapkv:when=chunk,chunk=16", sizing)
+    assert (
+        chunked.plan.schedule == sized("snapkv_chunked", dataclasses.replace(sizing, chunk=16)).plan.schedule
+    )
+    assert not contender("snapkv:when=chunk,chunk=16").reads, (
+        "it is read with others, and compacted at the end"
+    )
+    assert contender("wgkv+quest:skip=1").over_gates
+    assert int(sized("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("snap:pool=7", "unknown policy 'snap'"),
+        ("snapkv:pool", "--policies snapkv: pool: expected NAME=VALUE"),
+        ("snapkv:pol=7", "snapkv:pol=7 at 0.25 of 128 tokens: snapkv has no argument 'pol'"),
+        ("full:window=3", "full takes no arguments here"),
+        ("head_pattern:sink=3", "head_pattern takes no arguments here"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_one_line(name, says, model, gates):
+    with pytest.raises(UserError) as caught:
+        sized(name, Sizing(model, 0.25, 128, 120, 32, 4, gates))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
