@@ -12,10 +12,10 @@ from kvjax.convert import main
 from kvjax.errors import UserError
 from kvjax.models import load_model, load_tokenizer, read_config
 from tests.models.cases import CASES, weights, write_folder
+from tests.models.files import assert_equal
 from tests.models.gguf_cases import write_gguf
-from tests.models.test_gguf import IDS, wheel_of
-from tests.models.test_gguf_tokenizer import metadata_of, published
-from tests.models.test_loading import assert_equal
+from tests.models.gguf_tokenizers import metadata_of, published
+from tests.models.wheels import IDS, wheel_of
 
 CASE = CASES["llama31"] | IDS
 

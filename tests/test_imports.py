@@ -141,3 +141,10 @@ def test_kernels_stand_alone(path):
 def test_the_packages_use_no_program_of_the_repository(path):
     stray = {name for name in imports(path) if name.split(".")[0] in {"train", "infer", "tests"}}
     assert not stray, f"{module_name(path)} imports {sorted(stray)}, which the wheel does not install"
+
+
+@pytest.mark.parametrize("path", sources("tests"), ids=module_name)
+def test_tests_import_nothing_from_tests(path):
+    """What several of them share stands in a file of its own."""
+    shared = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
+    assert not shared, f"{module_name(path)} imports from {sorted(shared)}"

@@ -9,7 +9,7 @@ from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.tasks.context import Asked, Context, predicted
 from kvjax.tasks.text import continued
-from tests.inference.test_sampling import cached_logits
+from tests.inference.cached import cached_logits
 from tests.tiny_models import tiny_model
 
 PATTERNS = ((0.3, 2, 5), (1.0, 0, 1), (0.0, 30, 3))

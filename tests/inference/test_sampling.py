@@ -11,11 +11,12 @@ import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.inference.forward import extend, last_logits
+from kvjax.inference.forward import last_logits
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import AXES, gather, make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
+from tests.inference.cached import cached_logits
 from tests.tiny_models import policies_for, tiny_gates, tiny_model
 
 LENGTH = 40
@@ -29,9 +30,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokens():
     return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
-
-
-run_extend = jax.jit(extend, donate_argnums=2)
 
 
 def dense_logits(model, policy, tokens):
@@ -57,27 +55,6 @@ def dense_logits(model, policy, tokens):
         admission = gather(policy.admission, "data", "fsdp")
         x, _, kept = scan_layers(model, x, position, attend, xs=admission)
         return np.asarray(model.logits(model.norm(x))), np.asarray(kept)
-
-
-def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
-    """Logits of every token fed to the cache in calls of the given sizes, and the cache."""
-    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
-    with use_mesh(model):
-        cache = empty_cache(
-            policy, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
-            dtype=jnp.float32, page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
-        )  # fmt: skip
-        out, start = [], 0
-        for size in calls:
-            part = tokens[:, start : start + size]
-            valid = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
-            cache, hidden = run_extend(
-                model, policy.traced, cache, jnp.asarray(part, jnp.int32), jnp.asarray(valid)
-            )
-            out.append(np.asarray(model.logits(hidden)))
-            start += size
-        caches.check(cache, policy.name)
-        return np.concatenate(out, 1), cache
 
 
 @pytest.mark.parametrize(

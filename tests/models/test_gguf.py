@@ -2,7 +2,6 @@
 
 import sys
 import tracemalloc
-import zipfile
 from pathlib import Path
 
 import gguf
@@ -17,11 +16,11 @@ from kvjax.models import load_model, read_config
 from kvjax.models.folder import find_model
 from kvjax.models.gguf_file import FLOATS, QUANTISATIONS, GgufTensor
 from tests.models.cases import CASES, LLAMA, weights, write_folder
+from tests.models.files import WIDE, assert_equal
 from tests.models.gguf_cases import permute, write_gguf
 from tests.models.pieces import ends
-from tests.models.test_loading import WIDE, assert_equal
+from tests.models.wheels import IDS, wheel_of
 
-IDS = {"bos_token_id": 1, "eos_token_id": 2}
 MADE_OF = {
     name: CASES[name] | IDS
     for name in ("llama2", "llama3", "llama31", "llama32", "linear", "yarn", "qwen2", "qwen3")
@@ -280,15 +279,6 @@ def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):
         UserError, match=r"has no config\.json; pass one of its GGUF files: a\.gguf, b\.gguf$"
     ):
         find_model(tmp_path)
-
-
-def wheel_of(folder: Path, *files: str, source: Path) -> Path:
-    wheel = folder / "model-1-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("model/__init__.py", "")
-        for name in files:
-            archive.write(source, name)
-    return wheel
 
 
 def test_a_wheel_is_opened_once(tmp_path, monkeypatch):

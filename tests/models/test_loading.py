@@ -20,27 +20,10 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model
 from kvjax.models.tensor_files import Stored
 from tests.models.cases import CASES, LLAMA, hf_shapes, weights, write_folder
+from tests.models.files import WIDE, assert_equal
 
 ROOT = Path(__file__).parents[2]
 CASE = CASES["qwen3_biases"]
-WIDE = LLAMA | {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
-
-
-def parameters(model) -> dict[str, np.ndarray]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(model)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def assert_equal(model, other):
-    ours, theirs = parameters(model), parameters(other)
-    assert ours.keys() == theirs.keys()
-    for name, x in ours.items():
-        np.testing.assert_array_equal(x, theirs[name], err_msg=name)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model, save_model, saving
 from tests.models.cases import CASES, LLAMA, TOKENS, hf_shapes, weights, write_folder
-from tests.models.test_loading import assert_equal
+from tests.models.files import assert_equal
 
 
 @pytest.mark.parametrize("name", CASES)

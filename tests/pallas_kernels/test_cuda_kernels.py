@@ -6,7 +6,7 @@ import pytest
 
 from pallas_kernels.ahead import cuda_compiler
 from pallas_kernels.bench import static
-from tests.pallas_kernels.test_tpu_kernels import CASES, OPS, compiled
+from tests.pallas_kernels.compiled import CASES, OPS, compiled
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,6 +19,7 @@ from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
 from tests.pallas_kernels.closeness import assert_attention_close
+from tests.pallas_kernels.paged import cache, compiled
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
 few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
@@ -42,62 +43,6 @@ CASES = [  # with a ring, with new, with selected pages
     ]
     for implementation in implementations
 ]
-
-
-@functools.cache
-def compiled(implementation, ring_pages, ring, new, chosen=False):
-    """Of q, pool, page_table, length, ring_length, new and pages; the last three left out unless asked for."""
-
-    def call(q, pool, page_table, length, ring_length, pair, pages):
-        return paged_decode(
-            q,
-            pool,
-            page_table,
-            length,
-            ring_length if ring else None,
-            ring_pages=ring_pages,
-            new=pair if new else None,
-            pages=pages if chosen else None,
-            implementation=implementation,
-        )
-
-    return jax.jit(call)
-
-
-def cache(shape, ring_length, length, seed, dtype=jnp.float32):
-    """Arguments whose pages stand in the pool in any order; whatever is not stored is NaN, and whatever is no page of a
-    row lies beyond the pool."""
-    b, n, k, t, h, page, columns, ring_pages = shape
-    rng = np.random.default_rng(seed)
-    stored = np.zeros((b, k, columns * page), bool)
-    stored[:, :, : ring_pages * page] = np.arange(ring_pages * page) < np.reshape(ring_length, (b, 1, 1))
-    stored[:, :, ring_pages * page :] = np.arange((columns - ring_pages) * page) < np.reshape(
-        length, (b, k, 1)
-    )
-    used = stored.reshape(b, k, columns, page).any(-1)
-    pages = used.sum() + 5
-    page_table = np.full((b, k, columns), pages + 3)
-    page_table[used] = rng.permutation(pages)[: used.sum()]
-    pool = np.full((pages, page, 2 * h), np.nan)
-    pool[page_table[used]] = np.where(
-        stored.reshape(b, k, columns, page)[used][..., None],
-        rng.normal(size=(used.sum(), page, 2 * h)),
-        np.nan,
-    )
-    spare = b * k * columns + 5 - pages  # one shape of pool for all lengths, so that one program serves them
-    pool = np.concatenate([pool, np.full((spare, page, 2 * h), np.nan)])
-    page_table[~used] = len(pool) + 3
-    q, *new = (rng.normal(size=x) for x in ((b, n, t, h), (b, k, t, h), (b, k, t, h)))
-    pages = rng.random((b, k, columns - ring_pages)) < rng.choice([0, 0.3, 0.8])
-    return (
-        jnp.asarray(q, dtype),
-        jnp.asarray(pool, dtype),
-        jnp.asarray(page_table, jnp.int32),
-        jnp.asarray(np.reshape(length, (b, k)), jnp.int32),
-        jnp.asarray(ring_length, jnp.int32),
-        tuple(jnp.asarray(x, dtype) for x in new),
-        jnp.asarray(pages),
-    )
 
 
 def draw_lengths(data, shape):

@@ -13,8 +13,8 @@ from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import hopper, paged_decode, stream_k
 from tests.pallas_kernels.closeness import assert_attention_close
-from tests.pallas_kernels.test_paged_decode import cache, compiled
-from tests.pallas_kernels.test_vertical_slash_hopper import INTERPRETED
+from tests.pallas_kernels.interpreted import INTERPRETED
+from tests.pallas_kernels.paged import cache, compiled
 
 pytestmark = pytest.mark.thorough
 

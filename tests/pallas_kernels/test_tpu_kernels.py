@@ -5,36 +5,19 @@ All in processes of their own: libtpu would slow and dirty this one, and a bug m
 
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from pallas_kernels.ahead import ENVIRONMENT, TPUS
+from pallas_kernels.ahead import TPUS
+from tests.pallas_kernels.compiled import CASES, OPS, compiled, run
 from tests.pallas_kernels.race_cases import source_of
 
-OPS = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
-CASES = {op: importlib.import_module(f"tests.pallas_kernels.cases.{op}") for op in OPS}
 MODES = "eager", "on_wait"
 """When an interpreted copy happens: at its start or when it is waited for."""
 WITH_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-
-
-def run(module: str, *args: str, timeout: float) -> list[dict]:
-    command = [sys.executable, "-m", f"tests.pallas_kernels.{module}", *args]
-    done = subprocess.run(
-        command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def compiled(op: str, chip: str) -> dict[str, dict]:
-    return {report["case"]: report for report in run("compile_cases", op, chip, timeout=400)}
 
 
 def raced(op: str, mode: str) -> dict:

@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.ahead import lower_for_cuda
 from pallas_kernels.vertical_slash import hopper, key_lists, vertical_slash
 from pallas_kernels.vertical_slash.reference import reference
 from tests.pallas_kernels.closeness import assert_attention_close
+from tests.pallas_kernels.interpreted import INTERPRETED
 
 FOREVER = jnp.iinfo(jnp.int32).max
 NEW = jax.__version_info__ >= (0, 11)
@@ -44,22 +43,6 @@ def arguments(n, k, t, s, h, window, gated, ending):
     end = np.where(rng.random((1, k, s)) < 0.05, place, end)
     gate = jnp.asarray(np.log(rng.random((1, k, s)) + 1e-3), jnp.float32)
     return q, key, value, jnp.asarray(end, jnp.int32) if ending else None, gate if gated else None
-
-
-def product(x, y, axis):
-    """Reads as the interpreter can: by other means than the copies into the same place, which are told to wait."""
-    y = y[...]
-    plgpu.commit_smem()
-    return lax.dot_general(x, y, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
-
-
-def scores(q, k, meanwhile):
-    x = product(q[...], k, 1)
-    meanwhile()
-    return x
-
-
-INTERPRETED = hopper.Machine(lambda x, layout: x, scores, lambda o, p, v: o + product(p, v, 0))
 
 
 def interpreted(window, *arguments):

@@ -10,8 +10,8 @@ from kvjax.inference import sampling
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
-from tests.policies.test_eviction import PAGE, captured_layers, entries
-from tests.policies.test_policies import step
+from tests.policies.captured import PAGE, captured_layers, entries
+from tests.policies.steps import step
 from tests.tiny_models import tiny_model
 
 TOKENS, SHARED = 48, 20

@@ -9,7 +9,7 @@ from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published
-from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
+from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
 
 CHUNK = 20
 LENGTHS = 40, 17

@@ -11,7 +11,7 @@ from kvjax.inference import sampling
 from kvjax.inference.record import Calls
 from kvjax.policies import make_policy
 from tests.policies import published
-from tests.policies.test_eviction import PAGE, captured_layers, entries, pages_are_whole
+from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole
 
 NEW = 30
 ENTRIES, EVERY = 24, 8

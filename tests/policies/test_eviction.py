@@ -9,64 +9,22 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference import eviction, sampling
-from kvjax.inference import quota as quotas
+from kvjax.inference import sampling
 from kvjax.inference.attention import cached_attention
-from kvjax.inference.forward import feed
-from kvjax.inference.room import new_cache
-from kvjax.mesh import AXES, BATCH, P, gather, make_mesh, use_mesh
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
-from kvjax.models.rope import inverse_frequencies
 from kvjax.policies import make_policy
 from tests.policies import published
+from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
 from tests.policies.conftest import LENGTHS
 from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
-
-OBSERVED, PAGE = 6, 4
 
 
 @pytest.fixture(scope="module")
 def captured(model, prompts):
     """By layer and sequence what plain causal attention computed."""
     return [captured_layers(model, prompt) for prompt in prompts]
-
-
-def captured_layers(model, prompt) -> list[Captured]:
-    def attend(step, _, xs):
-        q, k, v = gather((step.q, step.k, step.v), *AXES)
-        group = q.shape[1] // k.shape[1]
-        o = jax.nn.dot_product_attention(
-            *(jnp.swapaxes(x, 1, 2) for x in (q, jnp.repeat(k, group, 1), jnp.repeat(v, group, 1))),
-            is_causal=True,
-        )
-        return jnp.swapaxes(o, 1, 2), None, (q, step.q_pre, k, v)
-
-    with use_mesh(model):
-        tokens = jnp.asarray(prompt, jnp.int32)[None]
-        position = jnp.arange(tokens.shape[1])[None]
-        found = scan_layers(model, model.embed_tokens(tokens), position, attend)[2]
-    arrays = [np.asarray(x, np.float64)[:, 0] for x in found]
-    output = np.asarray(model.layers.o[...], np.float64)
-    frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).astype(np.float64)
-    return [Captured(*(x[layer] for x in arrays), output[layer], frequencies) for layer in range(len(output))]
-
-
-def scored(model, policy, prompts):
-    """A prefilled cache's scores `[l b k s]`, aligned with the right end."""
-    with use_mesh(model):
-        cache = new_cache(model, policy, prompts, 0, PAGE, None)
-        quota = quotas.quota(policy, cache, [len(x) for x in prompts])
-        cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
-        heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))
-        output = gather(model.layers.o[...], "fsdp")
-
-        def local(*arguments):
-            return eviction.scores(*arguments, max(LENGTHS), policy.window)
-
-        arguments = policy.eviction, output, cache.pages, cache.layers, cache.seen, heads, quota
-        run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))
-        return np.asarray(jax.jit(run)(*arguments))
 
 
 def expected(name, c: Captured, kept: int) -> np.ndarray:
@@ -120,29 +78,6 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, n
             stays = published.best(np.where(free, want, np.inf), kept)
             for head, (keys, mask) in enumerate(zip(c.k, stays, strict=True)):
                 np.testing.assert_allclose(entries(cache, layer, b, head), keys[mask], atol=1e-4)
-
-
-def entries(cache, layer, b, head) -> np.ndarray:
-    """The keys of a row's global region."""
-    ring = caches.ring_pages(cache.window, cache.page_size)
-    length = int(cache.layers.length[layer, b, head])
-    pages = np.asarray(cache.layers.page_table)[layer, b, head, ring : ring - (-length // PAGE)]
-    rows = np.asarray(cache.pages.pool)[pages].reshape(-1, cache.pages.pool.shape[-1])[:length]
-    return rows[:, : rows.shape[1] // 2]
-
-
-def pages_are_whole(cache):
-    """Every page is free or belongs to one row; rows have no more than they need."""
-    length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
-    table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    used = []
-    for row in np.ndindex(length.shape):
-        need = ring - (-length[row] // PAGE)
-        used += table[row][:need].tolist()
-        assert (table[row][need:] >= pool).all()
-    free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-    assert sorted(used + free) == list(range(pool))
-    assert caches.stats(cache).pages == len(used)
 
 
 SHARES = {

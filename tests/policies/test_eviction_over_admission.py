@@ -10,7 +10,7 @@ from kvjax.errors import UserError
 from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from tests.policies import published
-from tests.policies.test_eviction import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
+from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
 from tests.tiny_models import tiny_gates
 
 WINDOW, KEPT = 9, 18

@@ -19,7 +19,7 @@ from kvjax.policies import make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining, load_gates, save_gates
-from kvjax.step import Step
+from tests.policies.steps import step
 from tests.tiny_models import tiny_gates, tiny_model
 
 
@@ -37,20 +37,6 @@ def layer(tree, index):
     """One layer's part of a method, whole on the device, as the layer scan hands it over."""
     with use_mesh(tree):
         return gather(jax.tree.map(lambda leaf: leaf[index], tree), "fsdp", "tensor")
-
-
-def step(positions, layer=0, heads=4, seed=0):
-    """A step whose content is random, at the given positions."""
-    rng = np.random.default_rng(seed)
-    positions = jnp.asarray(positions, jnp.int32)
-    b, t = positions.shape
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    return Step(
-        hidden=draw(b, t, 32), q=draw(b, 2 * heads, t, 8), q_pre=draw(b, 2 * heads, t, 8),
-        k=draw(b, heads, t, 8), k_pre=draw(b, heads, t, 8),
-        v=draw(b, heads, t, 8), position=positions, layer=jnp.int32(layer), head=jnp.arange(heads),
-        token=jnp.asarray(rng.integers(0, 61, (b, t)), jnp.int32),
-    )  # fmt: skip
 
 
 def kept(policy, at, index=0):

@@ -1,0 +1,33 @@
+"""Logits by way of the cache, token by token or in chunks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import cache as caches
+from kvjax.inference.forward import extend
+from kvjax.inference.room import empty_cache
+from kvjax.mesh import use_mesh
+
+run_extend = jax.jit(extend, donate_argnums=2)
+
+
+def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
+    """Logits of every token fed to the cache in calls of the given sizes, and the cache."""
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
+    with use_mesh(model):
+        cache = empty_cache(
+            policy, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
+            dtype=jnp.float32, page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
+        )  # fmt: skip
+        out, start = [], 0
+        for size in calls:
+            part = tokens[:, start : start + size]
+            valid = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
+            cache, hidden = run_extend(
+                model, policy.traced, cache, jnp.asarray(part, jnp.int32), jnp.asarray(valid)
+            )
+            out.append(np.asarray(model.logits(hidden)))
+            start += size
+        caches.check(cache, policy.name)
+        return np.concatenate(out, 1), cache

@@ -1,0 +1,20 @@
+"""Steps of random content."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.step import Step
+
+
+def step(positions, layer=0, heads=4, seed=0):
+    """A step whose content is random, at the given positions."""
+    rng = np.random.default_rng(seed)
+    positions = jnp.asarray(positions, jnp.int32)
+    b, t = positions.shape
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    return Step(
+        hidden=draw(b, t, 32), q=draw(b, 2 * heads, t, 8), q_pre=draw(b, 2 * heads, t, 8),
+        k=draw(b, heads, t, 8), k_pre=draw(b, heads, t, 8),
+        v=draw(b, heads, t, 8), position=positions, layer=jnp.int32(layer), head=jnp.arange(heads),
+        token=jnp.asarray(rng.integers(0, 61, (b, t)), jnp.int32),
+    )  # fmt: skip
