@@ -32,43 +32,51 @@ from kvjax.tasks.task import Tokens
 
 @dataclass(frozen=True)
 class Manner:
-    """How contexts are read. batch: contexts at a time. chunk: tokens of a call. length: tokens that the cache's tables
-    are made for, if more than a context with its longest question takes. capacity, page_size: as in `prefill`."""
+    """How contexts are read."""
 
     batch: int = 16
+    """Contexts at a time."""
     chunk: int = CHUNK
+    """Tokens of a call."""
     length: int = 0
+    """Tokens that the cache's tables are made for, if more than a context with its longest question takes."""
     capacity: int | str | None = None
+    """As in `prefill`."""
     page_size: int = caches.PAGE_SIZE
+    """As in `prefill`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a policy answered and what it held.
-
-    score: mean over the answers, from 0 to 1; by_kind: by kind of question. answers: how many (of a text that is given:
-    its tokens). perplexity: of the texts that are given; None: there are none. said: by context and question.
-    footprint, footprint_held, peak: means over the answers (see `Occupancy`). kv_ratio: entries over those of a full
-    cache once the contexts were read. kept: the same by layer and kv head. rates: share of the tokens that left the
-    ring and were kept. bytes: of a context's pages in use. prefill, decode: tokens per second without compilation;
-    None: there was nothing to time.
-    """
+    """What a policy answered and what it held."""
 
     score: float
+    """Mean over the answers, from 0 to 1."""
     by_kind: dict[str, float]
+    """The same by kind of question."""
     answers: int
+    """How many; of a text that is given, its tokens."""
     perplexity: float | None
+    """Of the texts that are given; None: there are none."""
     said: list[list[Tokens]]
+    """By context and question."""
     footprint: float
+    """Mean over the answers, as the next two (see `Occupancy`)."""
     footprint_held: float
     peak: float
     kv_ratio: float
+    """Entries over those of a full cache once the contexts were read."""
     kept: Float[np.ndarray, "l k"]
+    """The same by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
+    """Share of the tokens that left the ring and were kept."""
     bytes: int
+    """Of a context's pages in use."""
     prefill: float | None
+    """Tokens per second without compilation; None: there was nothing to time."""
     decode: float | None
+    """The same of decoding."""
 
 
 @dataclass(frozen=True)

@@ -28,40 +28,47 @@ HEADS = "heads"
 
 @dataclass(frozen=True)
 class Cell:
-    """What one policy at one budget did on one task at one length. A line of results.jsonl.
-
-    metric: what the score is, in words. samples: answers. score: from 0 to 1. perplexity: of texts that are given.
-    footprint, peak_kv: means over the answers, of full attention's. footprint_held: the same with what was only read to
-    look and dropped again. kv_ratio: share of the entries once the contexts were read. bytes: of a context's pages in
-    use. contexts: a digest of the contexts and questions. kept: kv_ratio by layer and kv head. published: RULER's own
-    data. gates, tau: the folder and the threshold of a policy with gates. choice: what was chosen on calibration
-    contexts, in words.
-    """
+    """What one policy at one budget did on one task at one length. A line of results.jsonl."""
 
     policy: str
     budget: float
     task: str
     context: int
     metric: str
+    """What the score is, in words."""
     contexts: str
+    """A digest of the contexts and questions."""
     samples: int
+    """Answers."""
     score: float
+    """From 0 to 1."""
     perplexity: float | None
+    """Of texts that are given."""
     footprint: float
+    """Mean over the answers, of full attention's."""
     footprint_held: float
+    """The same with what was only read to look and dropped again."""
     peak_kv: float
+    """The most entries at one time, of full attention's."""
     kv_ratio: float
+    """Share of the entries once the contexts were read."""
     bytes: int
+    """Of a context's pages in use."""
     prefill_tok_s: int | None
     decode_tok_s: int | None
     by_kind: dict[str, float]
     question_aware: bool
     published: bool
+    """Whether this is RULER's own data."""
     seed: int
     kept: list[list[float]]
+    """kv_ratio by layer and kv head."""
     gates: str | None
+    """The folder of a policy with gates."""
     tau: float | None
+    """Their threshold."""
     choice: str
+    """What was chosen on calibration contexts, in words."""
 
     @property
     def key(self) -> tuple[str, float, str, int]:

@@ -31,12 +31,13 @@ CHOICES = 10
 
 @dataclass(frozen=True)
 class Made:
-    """A policy of a budget. gates: the folder of its gates. choice: what was chosen on calibration contexts, in
-    words."""
+    """A policy of a budget."""
 
     policy: Policy
     gates: str | None
+    """The folder of its gates."""
     choice: str
+    """What was chosen on calibration contexts, in words."""
 
 
 @dataclass(frozen=True)

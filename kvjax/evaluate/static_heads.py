@@ -132,17 +132,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Rivals:
-    """The static policies of a size that answer best on calibration contexts.
-
-    run: what comes of a pattern on contexts of about `context` tokens. orders: what heads are worth, by the orders'
-    names. window: of streaming heads; a quarter of it and four times it are tried too.
-    """
+    """The static policies of a size that answer best on calibration contexts."""
 
     run: Run
+    """What comes of a pattern on them."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
+    """What heads are worth, by the orders' names."""
     context: int
+    """Tokens of a context, about."""
     window: int
+    """Of streaming heads; a quarter of it and four times it are tried too."""
     shape: tuple[int, int]
+    """Layers × kv heads."""
 
     def sink_and_window(self, entries: float) -> Choice:
         def make(sinks: int) -> Fixed:

@@ -27,17 +27,17 @@ FOREVER = jnp.iinfo(jnp.int32).max
 
 @struct
 class Lines:
-    """Contexts, each with its questions and their expected answers side by side behind it.
-
-    position: in its own sequence, −1 for padding. part: 0 in the first `context` columns, the context's, then the
-    number of the question. target: the token that should follow, −1 where none is asked for.
-    """
+    """Contexts, each with its questions and their expected answers side by side behind it."""
 
     token: Int[Array, "b t"]
     position: Int[Array, "b t"]
+    """In its own sequence, −1 for padding."""
     part: Int[Array, "b t"]
+    """0 in the first `context` columns, the context's, then the number of the question."""
     target: Int[Array, "b t"]
+    """The token that should follow, −1 where none is asked for."""
     context: int = static()
+    """Columns of the longest context."""
 
 
 @struct
@@ -51,11 +51,12 @@ class Pattern:
 
 @dataclass(frozen=True)
 class Outcome:
-    """score: the mean over the answers, each scored as the task does. loss: cross-entropy of the answers' tokens, the
-    mean in nats."""
+    """What came of a head pattern."""
 
     score: float
+    """The mean over the answers, each scored as the task does."""
     loss: float
+    """Cross-entropy of the answers' tokens, the mean in nats."""
 
 
 class TeacherForced:

@@ -11,17 +11,16 @@ from kvjax.errors import UserError
 
 @dataclass
 class Calls:
-    """A record that `kvjax.inference.sampling` writes to, call by call; every decoded token is a call.
-
-    held: entries of a kv head, the mean over layers and heads, before each call. tokens: how many tokens the call ran.
-    passing: whether they were only read to look at others, and are no part of the sequence. since: tokens before the
-    first call.
-    """
+    """A record that `kvjax.inference.sampling` writes to, call by call; every decoded token is a call."""
 
     held: list[Float[np.ndarray, " b"]] = field(default_factory=list)
+    """Entries of a kv head, the mean over layers and heads, before each call."""
     tokens: list[Int[np.ndarray, " b"]] = field(default_factory=list)
+    """How many tokens the call ran."""
     passing: list[bool] = field(default_factory=list)
+    """Whether they were only read to look at others, and are no part of the sequence."""
     since: int = 0
+    """Tokens before the first call."""
 
     def feed(self, cache: Cache, tokens: Int[np.ndarray, " b"]) -> None:
         """About to run so many tokens of each of the first sequences over `cache`."""

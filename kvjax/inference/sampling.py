@@ -45,15 +45,14 @@ BLOCK = 16
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """What `sample` returns.
-
-    tokens: new tokens of each prompt, the stop token (if one came) not included.
-    stop_reasons: "eos" or "length", by prompt. stats: the cache at the end.
-    """
+    """What `sample` returns."""
 
     tokens: list[np.ndarray]
+    """New tokens of each prompt, the stop token (if one came) not included."""
     stop_reasons: list[Literal["eos", "length"]]
+    """By prompt."""
     stats: Stats
+    """Of the cache at the end."""
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))

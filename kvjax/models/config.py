@@ -26,18 +26,18 @@ ACTIVATIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the code of a `model_type` fixes, and its `config.json` therefore does not say.
-
-    biases: True or False where fixed, None where the key `attention_bias` (q, k, v and output) decides.
-    mlp_bias: whether the key of that name is read. sliding_window: what a missing key of that name means.
-    """
+    """What the code of a `model_type` fixes, and its `config.json` therefore does not say."""
 
     architecture: str
     qk_norm: bool = False
     qkv_bias: bool | None = None
+    """On q, k and v, where it is fixed; None: the key `attention_bias` decides."""
     out_bias: bool | None = None
+    """The same of the output projection."""
     mlp_bias: bool = False
+    """Whether the key of that name is read."""
     sliding_window: int | None = None
+    """What a missing key of that name means."""
 
 
 FAMILIES = {
@@ -52,10 +52,6 @@ FAMILIES = {
 class ModelConfig:
     """Sizes and flags of a decoder.
 
-    width: of the residual stream (`hidden_size`). attention_bias: on q, k and v; attention_out_bias: on the output
-    projection. tied: the output head is the embedding table. max_position: the context the model declares.
-    eos_ids: every token that ends a sequence.
-
     Raises:
         UserError: a size below 1, query heads that the kv heads do not divide, an odd head_dim, an unknown activation
             or rope type.
@@ -64,6 +60,7 @@ class ModelConfig:
     vocab_size: int
     num_layers: int
     width: int
+    """Of the residual stream (`hidden_size`)."""
     mlp_width: int
     num_heads: int
     num_kv_heads: int
@@ -72,14 +69,19 @@ class ModelConfig:
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     qk_norm: bool = False
     attention_bias: bool = False
+    """On q, k and v."""
     attention_out_bias: bool = False
+    """On the output projection."""
     mlp_bias: bool = False
     activation: str = "silu"
     tied: bool = False
+    """The output head is the embedding table."""
     model_type: str = "llama"
     max_position: int = 4096
+    """The context that the model declares."""
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    """Every token that ends a sequence."""
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")

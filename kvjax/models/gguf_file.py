@@ -34,15 +34,14 @@ def is_gguf(path: Path) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensor(Stored):
-    """One tensor of a GGUF file; `kind` is what its rows are read as.
-
-    quantisation: the file's own type. blocks: its bytes, [rows, bytes of a row]. order: of the rows, where the file
-    permutes them.
-    """
+    """One tensor of a GGUF file; `kind` is what its rows are read as."""
 
     quantisation: Any
+    """The file's own type."""
     blocks: np.ndarray
+    """Its bytes, [rows, bytes of a row]."""
     order: np.ndarray | None = None
+    """Of the rows, where the file permutes them."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """As `Stored.fill`, dequantised by the package `gguf`."""

@@ -21,17 +21,18 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 class _ByteLevel:
     """What a byte-level BPE does before it merges, by `tokenizer.ggml.pre`; the regexes are those of the published
     tokenizer.json files.
-
-    regex: cuts the text, in place of GPT-2's. digits: every digit is cut off first. nfc: the text is normalised.
-    whole: a word that is a token is not merged anew. begins: a text begins with the begin token unless the file says
-    otherwise.
     """
 
     regex: str | None = None
+    """Cuts the text, in place of GPT-2's."""
     digits: bool = False
+    """Every digit is cut off first."""
     nfc: bool = False
+    """The text is normalised."""
     whole: bool = False
+    """A word that is a token is not merged anew."""
     begins: bool = False
+    """A text begins with the begin token unless the file says otherwise."""
 
 
 _QWEN2 = (

@@ -17,23 +17,22 @@ from kvjax.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """A rope type and its numbers; those that a type does not use stay at their defaults.
-
-    length: the longest sequence that will be run ("dynamic" only: its frequencies depend on it, and a cache of rotated
-    keys needs them fixed). original_length: the context the model was first trained at. attention_factor: what cos and
-    sin are multiplied by in "yarn"; None derives it from `factor`, `mscale` and `mscale_all_dim`.
-    """
+    """A rope type and its numbers; those that a type does not use stay at their defaults."""
 
     type: str = "default"
     theta: float = 10_000.0
     factor: float = 1.0
     original_length: int = 0
+    """The context that the model was first trained at."""
     length: int = 0
+    """The longest sequence that will be run ("dynamic" only: its frequencies depend on it, and a cache of rotated keys
+    needs them fixed)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
+    """What cos and sin are multiplied by in "yarn"; None derives it from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True

@@ -74,18 +74,16 @@ def whole(entries: float) -> int:
 
 @dataclass(frozen=True)
 class Shares:
-    """How a budget is shared.
-
-    over: who competes: "head" gives every kv head of a layer the same, "layer" lets a layer's heads share (AdaKV,
-        arXiv:2407.11550), "model" all layers and heads (KVzip).
-    pinned: the share of the average that every head keeps of its own best, whatever others have (AdaKV's α).
-    pyramid: layers get less the higher they are, the last the `pyramid`-th part of the average (PyramidKV's β,
-        arXiv:2406.02069), or all the same where that is less than what always stays; None: every layer the same.
-    """
+    """How a budget is shared."""
 
     over: str = "head"
+    """Who competes: "head" gives every kv head of a layer the same, "layer" lets a layer's heads share (AdaKV,
+    arXiv:2407.11550), "model" all layers and heads (KVzip)."""
     pinned: float = 0.0
+    """The share of the average that every head keeps of its own best, whatever others have (AdaKV's α)."""
     pyramid: float | None = None
+    """Budgets fall linearly with depth: the last layer gets 1/`pyramid` of the average (PyramidKV's β,
+    arXiv:2406.02069). All layers get the average if that is below what must stay. None: every layer the same."""
 
     def __post_init__(self):
         one_of("budget", "over", self.over, OVER)

@@ -16,20 +16,24 @@ WHEN = "prompt", "chunk", "patched", "every", "overflow"
 
 @dataclass(frozen=True)
 class Schedule:
-    """When the cache is compacted.
-
-    when: "prompt", once the prompt was read; "chunk", after every `chunk` tokens of it and at its end, so that the
-        cache never holds all of it; "patched" (PruLong, arXiv:2506.17121, Sec. 4.3), the same, but what looks at a
-        chunk are the prompt's own last tokens, read once more behind each chunk but the last and dropped again;
-        "every", at the prompt's end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133);
-        "overflow", as soon as there are more entries than the budget allows, when every head loses a share `drop` (a
-        tenth if it is not stated) of what it has beyond the window (WG-KV's composition with SnapKV).
-    """
+    """When the cache is compacted."""
 
     when: str = "prompt"
+    """One of `WHEN`.
+
+    "prompt": once the prompt was read. "chunk": after every `chunk` tokens of it and at its end, so that the cache never
+    holds all of it. "patched" (PruLong, arXiv:2506.17121, Sec. 4.3): the same, but what looks at a chunk are the
+    prompt's own last tokens, read once more behind each chunk but the last and dropped again. "every": at the prompt's
+    end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133). "overflow": as soon as there
+    are more entries than the budget allows, when every head loses a share `drop` of what it has beyond the window
+    (WG-KV's composition with SnapKV).
+    """
     chunk: int = 0
+    """Tokens of a chunk."""
     every: int = 0
+    """Tokens of an answer between two compactions."""
     drop: float | None = None
+    """The share of a head's entries that goes on an overflow; a tenth if it is not stated."""
 
     def __post_init__(self):
         one_of("schedule", "when", self.when, WHEN)
@@ -61,17 +65,20 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Plan:
-    """budget: what stays, shared as `shares` says. last, first, recent, observed: as in `Method`; a context whose
-    budget is less than these keeps its newest entries (SnapKV for n < w). An admission's window stays in any case.
+    """How much a compaction keeps, and when there is one.
 
-    With a schedule in chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and
-    whose survivors then stay; other budgets are met by all entries.
+    A context whose budget is less than what always stays keeps its newest entries (SnapKV for n < w); an admission's
+    window stays in any case. With a schedule in chunks, a budget that grows with the tokens is that of each chunk, which
+    is scored by itself and whose survivors then stay; other budgets are met by all entries.
     """
 
     budget: Budget
+    """What stays."""
     shares: Shares
+    """Who shares it."""
     schedule: Schedule
     last: int = 0
+    """As in `Method`, like the next three."""
     first: int = 0
     recent: float = 0.0
     observed: int = 0

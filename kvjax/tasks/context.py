@@ -11,20 +11,20 @@ from kvjax.tasks.task import Sample, Tokens, as_tokens
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: `prompt` follows the context, then the model says `answer_tokens` tokens.
-
-    score: what they are worth, from 0 to 1. kind: the row it is reported under. given: the model is fed these instead
-    of what it said, and says each token after the true ones before it. stops: whether the model's stop tokens end it.
-    expected: a right answer, where none is given.
-    """
+    """A question: `prompt` follows the context, then the model says `answer_tokens` tokens."""
 
     prompt: Tokens
     answer_tokens: int
     score: Callable[[Tokens], float]
+    """What they are worth, from 0 to 1."""
     kind: str
+    """The row that it is reported under."""
     given: Tokens | None = None
+    """The model is fed these instead of what it said, and says each token after the true ones before it."""
     stops: bool = False
+    """Whether the model's stop tokens end it."""
     expected: Tokens | None = None
+    """A right answer, where none is given."""
 
     @property
     def right(self) -> Tokens:
@@ -36,17 +36,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Context:
-    """A context and its questions, each asked on its own directly after it.
-
-    separable: whether it can be read before a question is known. known: whether its
-    only question is known when it is compressed: the question's tokens are then read behind the context, observed by
-    the policy, and asked anew of what it kept.
-    """
+    """A context and its questions, each asked on its own directly after it."""
 
     tokens: Tokens
     questions: tuple[Asked, ...]
     separable: bool = True
+    """Whether it can be read before a question is known."""
     known: bool = False
+    """Whether its only question is known when it is compressed: the question's tokens are then read behind the context,
+    observed by the policy, and asked anew of what it kept."""
 
     @property
     def room(self) -> int:

@@ -12,15 +12,16 @@ CALIBRATION_SEED = 500_000
 class Split:
     """A part of a task's contexts. No context is both compared and calibrated on, nor is any text that is predicted;
     the haystacks around records and needles may share text.
-
-    seed: the run's. compared: how many contexts the run compares. calibration: whether these are the others. skipped:
-    contexts that are made from seeds start so much further.
     """
 
     seed: int
+    """The run's."""
     compared: int
+    """How many contexts the run compares."""
     calibration: bool = False
+    """Whether these are the others."""
     skipped: int = 0
+    """Contexts that are made from seeds start so much further."""
 
     @property
     def first(self) -> int:

@@ -26,19 +26,21 @@ SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {"all": all_found, "a
 
 @dataclass(frozen=True)
 class TextQuestion:
-    """A question about a context, and what is expected.
-
-    text: follows the context directly. answer_prefix: how the answer begins, given to the model; it starts with the
-    white space that parts it from the question, and ends without. expected: the strings that `scoring` (a name in
-    `SCORES`) looks for. reserved: how many tokens the answer may have. kind: the row it is reported under.
-    """
+    """A question about a context, and what is expected."""
 
     text: str
+    """It follows the context directly."""
     answer_prefix: str
+    """How the answer begins, given to the model. It starts with the white space that parts it from the question, and
+    ends without."""
     expected: tuple[str, ...]
+    """The strings that `scoring` looks for."""
     scoring: str
+    """A name in `SCORES`."""
     reserved: int
+    """How many tokens the answer may have."""
     kind: str
+    """The row that it is reported under."""
 
     def score(self, answer: str) -> float:
         """From 0 to 1, for the text that the model wrote after the prefix."""

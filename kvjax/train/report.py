@@ -40,19 +40,21 @@ EVICTIONS = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method on one task: `accuracy` over `answers` answers at `kv_ratio` of the full cache's entries once the
-    context was read, and at `footprint` of the entries over all steps. choice: what was chosen on calibration contexts,
-    in words."""
+    """One method on one task."""
 
     method: str
     task: str
     context: int
     kv_ratio: float
+    """Of the full cache's entries, once the context was read."""
     footprint: float
+    """Of the entries over all steps."""
     accuracy: float
+    """Over the answers, from 0 to 1."""
     answers: int
     by_kind: dict[str, float]
     choice: str = ""
+    """What was chosen on calibration contexts, in words."""
 
 
 def same_size(

@@ -22,20 +22,22 @@ from kvjax.train.step import trained_method
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """Means over the held-out sequences.
-
-    distillation: of the soft gates. hard_distillation: of the gates binarised at τ. gate: the mean soft gate.
-    admitted: share of tokens whose gate is at least τ. kv_size: share of a sequence's entries that are left at its end,
-    ring included. sequences: how many. rates: `admitted` by sequence, layer and kv head.
-    """
+    """Means over the held-out sequences."""
 
     distillation: float
+    """Of the soft gates."""
     hard_distillation: float
+    """Of the gates binarised at τ."""
     gate: float
+    """The mean soft gate."""
     admitted: float
+    """Share of tokens whose gate is at least τ."""
     kv_size: float
+    """Share of a sequence's entries that are left at its end, ring included."""
     sequences: int
+    """How many."""
     rates: Float[np.ndarray, "s l k"]
+    """`admitted` by sequence, layer and kv head."""
 
     @property
     def numbers(self) -> dict[str, float]:

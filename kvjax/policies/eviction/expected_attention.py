@@ -26,20 +26,26 @@ class Moments(NamedTuple):
 @struct
 class ExpectedAttention(Eviction):
     """(mean over a group of softmax(z) + ε) · ‖v‖₂ with z = (R μ)ᵀ k / √h + kᵀ R Σ Rᵀ k / 2h, the softmax over the keys
-    after the sinks; μ, Σ: mean and covariance of the queries after the sinks, R: the mean rotation to the `future`
-    positions (Sec. 3; kvpress 0.5.5's constants).
+    after the sinks (Sec. 3; kvpress 0.5.5's constants).
 
-    frequencies: radians a position of each rotated pair. scale: what RoPE multiplies cosines and sines by.
+    1. μ, Σ: mean and covariance of the queries after the sinks, before RoPE.
+    2. R: the mean rotation to the next `future` positions.
+    3. z: the expected logit of each key, its softmax the attention that it is expected to get.
+    4. Averaged over a group's query heads, and weighed by the length of the value.
     """
 
     frequencies: Float[Number, "*l pairs"]
+    """Radians a position of each rotated pair."""
     scale: Float[Number, "..."]
+    """What RoPE multiplies cosines and sines by."""
     epsilon: Float[Number, "..."]
     group: int = static()
     """Query heads of a kv head."""
     head_dim: int = static()
     future: int = static()
+    """How many positions the queries are expected at."""
     sink: int = static()
+    """Entries at the start that are not scored."""
     values: bool = static()
     """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
 

@@ -23,11 +23,12 @@ class Method:
 
 @dataclass(frozen=True)
 class Protected:
-    """first, last: so many of the very first and of the newest entries of each kv head always stay, in place of the
-    method's own numbers."""
+    """What always stays, in place of the method's own numbers."""
 
     first: int | None = None
+    """So many of the very first entries of each kv head."""
     last: int | None = None
+    """So many of its newest."""
 
     def __post_init__(self):
         for name in ("first", "last"):

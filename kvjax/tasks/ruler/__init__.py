@@ -33,12 +33,14 @@ RecipeOf = Callable[[int, int], Recipe]
 
 @dataclass(frozen=True)
 class Files:
-    """What the tasks read. essays: the needles' haystack, by default the packaged text. squad and hotpotqa: the data
-    sets' JSON files, which qa_1 and qa_2 need."""
+    """What the tasks read."""
 
     essays: Path | None = None
+    """The needles' haystack; by default the packaged text."""
     squad: Path | None = None
+    """The data set's JSON file, which qa_1 needs."""
     hotpotqa: Path | None = None
+    """The data set's JSON file, which qa_2 needs."""
 
 
 @dataclass(frozen=True)
