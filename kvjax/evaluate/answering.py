@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.command.stopwatch import Pace, Stopwatch
-from kvjax.inference.forward import extend, feed
+from kvjax.inference.forward import Before, decode, feed
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
@@ -173,23 +173,23 @@ def _say(
     given: Int[Array, "t b"],
     true: Int[Array, "t b"],
     running: Bool[Array, "t b"],
-):
+) -> tuple[Cache, Int[Array, " b"], tuple[Int[Array, "t b"], Float[Array, "t b"]], Before]:
     """A step for each row of `given`. Rows that are not running write nothing.
 
     Returns the cache, the token said last, those said after each step with the log-probability of the `true` one
-    (float32), and what the cache was before it (as `sampling.decode_block` does).
+    (float32), and what the cache was before it.
     """
 
-    def one(carry, xs):
-        (cache, last), (given, true, running) = carry, xs
-        before = cache.layers.length, cache.seen, running
-        token = jnp.where(given == OWN, last, given)
-        cache, hidden = extend(model, policy, cache, token[:, None], running.astype(jnp.int32))
-        logits = jax.sharding.reshard(model.logits(hidden)[:, 0], P(BATCH, None))
+    def fed(last, x):
+        given, _, running = x
+        return jnp.where(given == OWN, last, given), running
+
+    def said(last, x, logits):
+        _, true, _ = x
+        logits = jax.sharding.reshard(logits, P(BATCH, None))
         new = jnp.argmax(logits, -1).astype(jnp.int32)
         truth = jnp.arange(logits.shape[1]) == true[:, None]
         likely = jnp.where(truth, logits, 0).sum(-1) - jax.nn.logsumexp(logits, -1)
-        return (cache, new), ((new, likely), before)
+        return new, (new, likely)
 
-    (cache, last), (said, before) = jax.lax.scan(one, (cache, last), (given, true, running))
-    return cache, last, said, before
+    return decode(model, policy, cache, last, (given, true, running), fed, said)

@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
@@ -46,6 +47,45 @@ def extend(
     x, pages, layers = scan_layers(model, x, position, attend, token=tokens, **scanned)
     cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
     return cache, model.norm(x)
+
+
+Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
+"""What a cache was before each of some steps: lengths of the rows, tokens seen, which sequences ran."""
+
+
+def decode(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    carry: Any,
+    xs: Any,
+    fed: Callable[[Any, Any], tuple[Int[Array, " b"], Bool[Array, " b"]]],
+    said: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
+    *,
+    implementation: str | None = None,
+) -> tuple[Cache, Any, Any, Before]:
+    """A token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache donated.
+
+    Args:
+        carry, xs: as of `jax.lax.scan`, a step for each of `xs`.
+        fed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
+        said: from these and the logits after the tokens the next carry, and what is returned of the step.
+
+    Returns:
+        the cache, the last carry, what was returned of every step, and what the cache was before each.
+    """
+
+    def step(carried, x):
+        cache, carry = carried
+        token, running = fed(carry, x)
+        before = cache.layers.length, cache.seen, running
+        valid = running.astype(jnp.int32)
+        cache, hidden = extend(model, policy, cache, token[:, None], valid, implementation=implementation)
+        carry, y = said(carry, x, model.logits(hidden)[:, 0])
+        return (cache, carry), (y, before)
+
+    (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)
+    return cache, carry, ys, before
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")

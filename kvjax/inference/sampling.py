@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
@@ -27,7 +27,7 @@ from kvjax.inference.checks import (
     stop_tokens,
     token_rows,
 )
-from kvjax.inference.forward import extend, feed, padded
+from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import new_cache, with_room
 from kvjax.mesh import BATCH, P, adopt, put, use_mesh
@@ -57,27 +57,37 @@ class Sampled:
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
 def decode_block(
-    model, policy, cache, token, running, draw, key, made, *, count, greedy, implementation=None
-):
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    token: Int[Array, " b"],
+    running: Bool[Array, " b"],
+    draw: dict[str, Any],
+    key: jax.Array,
+    made: Int[Array, ""],
+    *,
+    count: int,
+    greedy: bool,
+    implementation: str | None = None,
+) -> tuple[Cache, Int[Array, "count b"], Int[Array, " b"], Bool[Array, " b"], Before]:
     """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing.
 
     `made` is how many were drawn before: what is drawn does not depend on the blocks.
 
-    Returns the cache, the drawn tokens [count b], the last of them, which rows are still running, and what the cache
-    was before each token: lengths [count l b k], tokens seen [count b], rows running [count b].
+    Returns the cache, the drawn tokens, the last of them, which rows are still running, and what the cache was before
+    each token.
     """
 
-    def one(carry, index):
-        cache, token, running = carry
-        before = cache.layers.length, cache.seen, running
-        cache, hidden = extend(
-            model, policy, cache, token[:, None], running.astype(jnp.int32), implementation=implementation
-        )
-        new = _draw(model.logits(hidden)[:, 0], draw, jax.random.fold_in(key, made + index), greedy)
+    def said(carry, index, logits):
+        token, running = carry
+        new = _draw(logits, draw, jax.random.fold_in(key, made + index), greedy)
         new = jnp.where(running, new, token)
-        return (cache, new, running & ~_is_stop(new, draw)), (new, before)
+        return (new, running & ~_is_stop(new, draw)), new
 
-    (cache, token, running), (drawn, before) = jax.lax.scan(one, (cache, token, running), jnp.arange(count))
+    cache, (token, running), drawn, before = decode(
+        model, policy, cache, (token, running), jnp.arange(count), lambda carry, _: carry, said,
+        implementation=implementation,
+    )  # fmt: skip
     return cache, drawn, token, running, before
 
 

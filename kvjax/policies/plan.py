@@ -21,8 +21,8 @@ class Schedule:
     when: str = "prompt"
     """One of `WHEN`.
 
-    "prompt": once the prompt was read. "chunk": after every `chunk` tokens of it and at its end, so that the cache never
-    holds all of it. "patched" (PruLong, arXiv:2506.17121, Sec. 4.3): the same, but what looks at a chunk are the
+    "prompt": once the prompt was read. "chunk": after every `chunk` tokens of it and at its end, so that the cache
+    never holds all of it. "patched" (PruLong, arXiv:2506.17121, Sec. 4.3): the same, but what looks at a chunk are the
     prompt's own last tokens, read once more behind each chunk but the last and dropped again. "every": at the prompt's
     end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133). "overflow": as soon as there
     are more entries than the budget allows, when every head loses a share `drop` of what it has beyond the window
@@ -68,8 +68,8 @@ class Plan:
     """How much a compaction keeps, and when there is one.
 
     A context whose budget is less than what always stays keeps its newest entries (SnapKV for n < w); an admission's
-    window stays in any case. With a schedule in chunks, a budget that grows with the tokens is that of each chunk, which
-    is scored by itself and whose survivors then stay; other budgets are met by all entries.
+    window stays in any case. With a schedule in chunks, a budget that grows with the tokens is that of each chunk,
+    which is scored by itself and whose survivors then stay; other budgets are met by all entries.
     """
 
     budget: Budget
