@@ -153,16 +153,14 @@ def eviction(
 ) -> tuple[Any, Callable[[Any], Any]] | None:
     """A cache before the compaction that ends a policy's prefill, and that compaction; None where there is none."""
     from kvjax.inference import sampling
-    from kvjax.inference.eviction import compacted
-    from kvjax.inference.quota import quota
+    from kvjax.inference.schedule import at_prompt_end
 
     if policy.plan is None or policy.plan.schedule.when != "prompt":
         return None
     cache = sampling.prefill(
         model, [tokens], policy=dataclasses.replace(policy, plan=None), page_size=config.page_size
     )
-    kept = quota(policy, cache, [config.context])
-    return cache, lambda cache: compacted(model, policy, cache, kept)
+    return cache, lambda cache: at_prompt_end(model, policy, cache, [config.context])
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:

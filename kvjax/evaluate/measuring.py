@@ -117,7 +117,6 @@ def compressed(
         return reading
     watch.lap()
     calls, observers = _joined(reading.calls, Calls()), _observers(group)
-    observers = [context.tokens[:0] for context in group] if observers is None else observers
     with use_mesh(model):
         run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
         cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(context.tokens) for context in group]

@@ -81,13 +81,16 @@ def at_prompt_end(
     policy: Policy,
     cache: Cache,
     tokens: Sequence[int],
-    observers: Rows,
-    run: Run,
+    observers: Rows | None = None,
+    run: Run | None = None,
     calls: Calls | None = None,
 ) -> Cache:
-    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. run: `feed` for it.
-    observers: as in `read`."""
-    cache, dropped = _observed(cache, observers, run, calls)
+    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. observers: as in `read`;
+    run: `feed` for them."""
+    dropped = [0] * len(tokens)
+    if observers is not None:
+        assert run is not None
+        cache, dropped = _observed(cache, observers, run, calls)
     return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
 
 
