@@ -112,12 +112,13 @@ OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
 
-def _evicting(name: str, when: str = "prompt") -> Contender:
-    """An eviction once the prompt was read, or after every chunk of it (naive, or "patched")."""
+def _evicting(name: str, when: str = "prompt", observers: str = "own") -> Contender:
+    """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
 
     def make(sizing: Sizing) -> Policy:
         observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
-        schedule = {} if when == "prompt" else {"when": when, "chunk": sizing.chunk}
+        schedule: dict[str, Any] = {"when": when, "observers": observers}
+        schedule |= {"chunk": sizing.chunk} if when == "chunk" else {}
         return _made(name, sizing, ratio=sizing.ratio, **observed, **schedule)
 
     return Contender(make, reads="all" if when == "prompt" else "")
@@ -157,10 +158,10 @@ CONTENDERS = {
     "head_pattern": Contender(_head_pattern, chosen=Rivals.head_pattern),
     "snapkv": _evicting("snapkv"),
     "snapkv_chunked": _evicting("snapkv", "chunk"),
-    "snapkv_patched": _evicting("snapkv", "patched"),
+    "snapkv_patched": _evicting("snapkv", "chunk", "prompt"),
     "pyramidkv": _evicting("pyramidkv"),
     "pyramidkv_chunked": _evicting("pyramidkv", "chunk"),
-    "pyramidkv_patched": _evicting("pyramidkv", "patched"),
+    "pyramidkv_patched": _evicting("pyramidkv", "chunk", "prompt"),
     "adakv": _evicting("adakv"),
     "adakv_chunked": _evicting("adakv", "chunk"),
     "critical_kv": _evicting("critical_kv"),

@@ -91,7 +91,7 @@ def new_cache(
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
     tokens = max(row.size for row in rows) + room
-    if plan is not None and plan.schedule.when == "patched":
+    if plan is not None and plan.schedule.patched:
         tokens += plan.observed
     if plan is not None and plan.schedule.while_decoding and capacity is None:
         tokens -= room  # which is made when the prompt was compacted

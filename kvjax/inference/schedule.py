@@ -141,7 +141,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
     def looking(row, behind):
         if start < row.size <= stop:
             return behind
-        patched = plan.schedule.when == "patched" and row.size > stop
+        patched = plan.schedule.patched and row.size > stop
         return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]
 
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]

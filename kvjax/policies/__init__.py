@@ -82,8 +82,8 @@ def make_policy(
             that needs none may be made without, for any.
         **arguments: the methods' own arguments (see the functions of their names, e.g. `wgkv`, `snapkv`); with an
             eviction also those of `Budget` (ratio, entries, size or threshold), of `Shares` (over, pinned, pyramid), of
-            `Schedule` (when, chunk, every, drop), of `Protected` (first, last), and `critical=True` for CriticalKV's
-            second stage. A name that the selection has in common with them (`ratio`) means theirs.
+            `Schedule` (when, chunk, every, drop, observers), of `Protected` (first, last), and `critical=True` for
+            CriticalKV's second stage. If an eviction and a selection both take `ratio`, it goes to the eviction.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -169,9 +169,10 @@ def _evicting(
             f"{label} looks back at the last {method.observed} tokens, which must still be in the window: "
             f"window must be at least {method.observed}, got {policy.window}"
         )
-    if not everything and schedule.when == "patched":
+    if not everything and schedule.patched:
         raise UserError(
-            f"{label}: when='patched' reads tokens behind a chunk, which would push its own out of an admission's ring"
+            f"{label}: observers='prompt' reads tokens behind a chunk, which would push its own out of an admission's "
+            "ring"
         )
     if not everything and plan.by_chunk:
         raise UserError(

@@ -11,7 +11,10 @@ from kvjax.errors import UserError, one_of, real_number, whole_number
 from kvjax.mesh import axis_size
 from kvjax.policies.budget import Budget, Shares, whole
 
-WHEN = "prompt", "chunk", "patched", "every", "overflow"
+WHEN = "prompt", "chunk", "every", "overflow"
+"""Moments of a compaction."""
+OBSERVERS = "own", "prompt"
+"""Who looks at what is scored: the last tokens of what was read, or those of the whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,14 @@ class Schedule:
     """One of `WHEN`.
 
     "prompt": once the prompt was read. "chunk": after every `chunk` tokens of it and at its end, so that the cache
-    never holds all of it. "patched" (PruLong, arXiv:2506.17121, Sec. 4.3): the same, but what looks at a chunk are the
-    prompt's own last tokens, read once more behind each chunk but the last and dropped again. "every": at the prompt's
-    end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133). "overflow": as soon as there
-    are more entries than the budget allows, when every head loses a share `drop` of what it has beyond the window
-    (WG-KV's composition with SnapKV).
+    never holds all of it. "every": at the prompt's end and after `every` tokens of an answer, again and again (R-KV,
+    arXiv:2505.24133). "overflow": as soon as there are more entries than the budget allows, when every head loses a
+    share `drop` of what it has beyond the window (WG-KV's composition with SnapKV).
     """
+    observers: str = "own"
+    """One of `OBSERVERS`. "prompt", with chunks: the prompt's own last tokens are read once more behind each chunk but
+    the last, look at it, and are dropped again (a patch: PruLong, arXiv:2506.17121, Sec. 4.3). Other tokens are given
+    to `prefill(observers=…)`."""
     chunk: int = 0
     """Tokens of a chunk."""
     every: int = 0
@@ -37,6 +42,7 @@ class Schedule:
 
     def __post_init__(self):
         one_of("schedule", "when", self.when, WHEN)
+        one_of("schedule", "observers", self.observers, OBSERVERS)
         whole = {"chunk": 0, "every": 1 if self.when == "every" else 0}
         for name, least in whole.items():
             object.__setattr__(self, name, whole_number("schedule", name, getattr(self, name), least))
@@ -44,8 +50,9 @@ class Schedule:
             object.__setattr__(self, "drop", real_number("schedule", "drop", self.drop, above=0.0, most=1.0))
             if self.when != "overflow":
                 raise UserError(f"drop={self.drop:g} needs when='overflow'")
-        if self.chunk and not self.in_chunks:
-            raise UserError(f"chunk={self.chunk} needs when='chunk' or when='patched'")
+        for name, given in (("chunk", self.chunk), ("observers", self.patched)):
+            if given and not self.in_chunks:
+                raise UserError(f"{name}={getattr(self, name)!r} needs when='chunk'")
         if self.every and self.when != "every":
             raise UserError(f"every={self.every} needs when='every'")
 
@@ -56,7 +63,12 @@ class Schedule:
 
     @property
     def in_chunks(self) -> bool:
-        return self.when in ("chunk", "patched")
+        return self.when == "chunk"
+
+    @property
+    def patched(self) -> bool:
+        """Whether chunks are looked at by the whole prompt's last tokens."""
+        return self.observers == "prompt"
 
     @property
     def while_decoding(self) -> bool:
@@ -87,8 +99,8 @@ class Plan:
         when, chunk = self.schedule.when, self.schedule.chunk
         if self.schedule.in_chunks and chunk <= self.observed:
             raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
-        if when == "patched" and not self.observed:
-            raise UserError("when='patched' is for methods that look back at the last tokens")
+        if self.schedule.patched and not self.observed:
+            raise UserError("observers='prompt' is for methods that look back at the last tokens")
         if self.schedule.in_chunks and self.budget.size is None:
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)

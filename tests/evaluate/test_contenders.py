@@ -45,9 +45,11 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     assert jax.tree.structure(small.traced) == jax.tree.structure(large.traced)
     if small.plan is not None:
         assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
-        when = {"chunked": "chunk", "patched": "patched"}.get(name.rpartition("_")[2], "prompt")
-        assert small.plan.schedule.when == when
-        assert small.plan.schedule.chunk == (0 if when == "prompt" else 32)
+        way = name.rpartition("_")[2]
+        schedule = small.plan.schedule
+        assert schedule.when == ("chunk" if way in ("chunked", "patched") else "prompt")
+        assert schedule.patched == (way == "patched")
+        assert schedule.chunk == (32 if schedule.in_chunks else 0)
     elif small.selection is not None:
         assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
     else:

@@ -138,7 +138,9 @@ def test_real_chunks_hold_what_is_planned():
 
 def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     model, calls = tiny_model(qk_norm=False), Calls()
-    policy = make_policy("snapkv", model=model, ratio=0.5, when="patched", chunk=8, observed=4)
+    policy = make_policy(
+        "snapkv", model=model, ratio=0.5, when="chunk", observers="prompt", chunk=8, observed=4
+    )
     cache = sampling.prefill(model, [np.arange(20)], policy=policy, calls=calls)
     question = Calls(list(calls.held), list(calls.tokens), list(calls.passing))
     sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=(), calls=question)

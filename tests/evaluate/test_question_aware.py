@@ -43,10 +43,11 @@ def test_what_the_question_looks_at_is_kept(model, contexts):
 def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(model, contexts):
     """PyramidKV after every chunk: patched with the question's tokens, and naive (KV footprint, section 4)."""
 
-    def score(when):
-        policy = make_policy("pyramidkv", model=model, ratio=RATIO, observed=8, when=when, chunk=128)
+    def score(observers):
+        chunks = {"when": "chunk", "chunk": 128, "observers": observers}
+        policy = make_policy("pyramidkv", model=model, ratio=RATIO, observed=8, **chunks)
         return measure(model, policy, contexts, MANNER).score
 
-    patched, naive = score("patched"), score("chunk")
+    patched, naive = score("prompt"), score("own")
     assert patched >= 0.9
     assert patched > naive + 0.5

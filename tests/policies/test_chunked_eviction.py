@@ -39,17 +39,17 @@ def chunk_score(c, start, stop):
     return published.snapkv(part, behind)[:, : stop - start]
 
 
-@pytest.mark.parametrize("when", ["chunk", "patched"])
-def test_chunks_keep_what_the_formula_says(model, prompts, when):
+@pytest.mark.parametrize("observers", ["own", "prompt"])
+def test_chunks_keep_what_the_formula_says(model, prompts, observers):
     """In the first layer, whose keys and queries do not depend on what was evicted before."""
-    cache = read(model, prompts, when=when)
+    cache = read(model, prompts, observers=observers)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
     for b, prompt in enumerate(prompts):
         rows = [[] for _ in range(4)]
         for start in range(0, len(prompt), CHUNK):
             stop = min(start + CHUNK, len(prompt))
-            patched = when == "patched" and stop < len(prompt)
+            patched = observers == "prompt" and stop < len(prompt)
             tokens = np.concatenate([prompt[:stop], prompt[-OBSERVED:]]) if patched else prompt[:stop]
             c = captured_layers(model, tokens)[0]
             scored = stop if patched else max(stop - OBSERVED, start)
@@ -126,17 +126,17 @@ def test_one_chunk_is_the_whole_prompt(model, prompts):
 
 
 def test_everything_kept_is_the_full_cache(model, prompts):
-    cache = read(model, prompts, ratio=1.0, when="patched")
+    cache = read(model, prompts, ratio=1.0, observers="prompt")
     for b, prompt in enumerate(prompts):
         for layer, c in enumerate(captured_layers(model, prompt)):
             for head in range(4):
                 np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head], atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "when"), [("snapkv", "patched"), ("expected_attention", "chunk")])
-def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name, when):
+@pytest.mark.parametrize(("name", "observers"), [("snapkv", "prompt"), ("expected_attention", "own")])
+def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name, observers):
     """Lengths that end in different chunks; expected attention's state adds up over all tokens."""
-    mixed, twice = (read(model, rows, name=name, when=when) for rows in (prompts, prompts[:1] * 2))
+    mixed, twice = (read(model, rows, name=name, observers=observers) for rows in (prompts, prompts[:1] * 2))
     for layer, head in np.ndindex(3, 4):
         beside_a_short_one = entries(mixed, layer, 0, head)
         np.testing.assert_allclose(beside_a_short_one, entries(twice, layer, 1, head), atol=1e-5)
@@ -220,18 +220,21 @@ def test_layers_of_a_chunk_share_like_the_papers_code():
             "size",
         ),
         (
-            {"admission": "streaming_llm", "window": 9, "when": "patched"},
-            "snapkv: when='patched' reads tokens behind a chunk, which would push its own out of an admission's ring",
+            {"admission": "streaming_llm", "window": 9, "when": "chunk", "observers": "prompt"},
+            "snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an admission's "
+            "ring",
         ),
         (
             {"when": "sometimes"},
-            "schedule: when is one of prompt, chunk, patched, every, overflow, got 'sometimes'",
+            "schedule: when is one of prompt, chunk, every, overflow, got 'sometimes'",
         ),
-        ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk' or when='patched'"),
+        ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk'"),
+        ({"when": "prompt", "chunk": 0, "observers": "prompt"}, "observers='prompt' needs when='chunk'"),
+        ({"when": "chunk", "observers": "end"}, "schedule: observers is one of own, prompt, got 'end'"),
         ({"chunk": 6}, "when='chunk' needs a chunk of more than 6 tokens, got 6"),
         (
-            {"name": "knorm", "when": "patched"},
-            "when='patched' is for methods that look back at the last tokens",
+            {"name": "knorm", "when": "chunk", "observers": "prompt"},
+            "observers='prompt' is for methods that look back at the last tokens",
         ),
     ],
 )
@@ -246,7 +249,9 @@ def test_bad_schedules_are_one_line(model, options, says):
 
 def test_a_pool_has_room_for_a_patch(model):
     """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
-    policy = make_policy("snapkv", model=model, ratio=0.5, observed=4, when="patched", chunk=8)
+    policy = make_policy(
+        "snapkv", model=model, ratio=0.5, observed=4, when="chunk", observers="prompt", chunk=8
+    )
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
     sampling.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
 
