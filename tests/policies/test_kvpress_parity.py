@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference.sampling import extend, prefill
+from kvjax.inference.forward import extend
+from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
