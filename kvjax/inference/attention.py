@@ -1,4 +1,4 @@
-"""The one place where kvjax attends: the kernels inside `shard_map`, over the cache, and in training.
+"""Attention over the cache, and in training: the kernels inside `shard_map`.
 
 Everything in here is split over batch and kv heads and nothing else, so the code inside is local and needs no
 collective.
