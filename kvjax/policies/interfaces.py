@@ -11,6 +11,7 @@ mask.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,25 +63,28 @@ class Role:
         return planes
 
 
-class Admission(Role):
+class Admission(Role, abc.ABC):
     """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
 
+    @abc.abstractmethod
     def score(self, state: State, step: Step) -> tuple[State, Float[Array, "b k t"], int]:
         """The priorities that this call makes known: `priority[…, i]` belongs to the token `delay` before token `i`
         of the call. NaN: not known yet, but it must be before that token leaves the ring (`delay < window`)."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def keep(self) -> Keep:
         """The rule on leaving the ring: data, not code."""
-        raise NotImplementedError
+        ...
 
+    @abc.abstractmethod
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv
         head. Sizes the default pool; called on the whole policy (with its layer axis), outside jit."""
-        raise NotImplementedError
+        ...
 
 
-class Eviction(Role):
+class Eviction(Role, abc.ABC):
     """Decides, once there are too many entries, which are worth least."""
 
     @property
@@ -92,9 +96,10 @@ class Eviction(Role):
         """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
         return state
 
+    @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         """What each entry is worth; a higher score stays."""
-        raise NotImplementedError
+        ...
 
     @property
     def looks(self) -> bool:

@@ -19,6 +19,7 @@ from kvjax.policies import make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining, load_gates, save_gates
+from kvjax.policies.interfaces import Admission, Eviction
 from tests.policies.steps import step
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -219,6 +220,12 @@ def test_a_pattern_file_with_words_in_it(tmp_path):
     (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.2\n")
     with pytest.raises(UserError, match="sink_size"):
         read_pattern(tmp_path)
+
+
+@pytest.mark.parametrize(("role", "missing"), [(Admission, "admitted, keep, score"), (Eviction, "score")])
+def test_a_method_that_lacks_a_function_is_refused_when_it_is_made(role, missing):
+    with pytest.raises(TypeError, match=missing.replace(", ", ".*")):
+        type("Half", (role,), {})()
 
 
 def test_the_example_of_contributing_is_a_policy(model, monkeypatch):
