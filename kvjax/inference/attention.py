@@ -93,6 +93,7 @@ def cached_attention(
         numbers = policy.numbers(states, step, attended)
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(pages, layer, kv, priority, kept, numbers, after(seen, o), valid, window)
+        # of the pool as it is now: the one before would have to be kept beside it
         attended = dataclasses.replace(attended, pool=pages.pool)
         planes = policy.update(states, pages.planes, step, attended)
         return o, dataclasses.replace(pages, planes=planes), layer
