@@ -4,10 +4,10 @@
 
 The protocol is WG-KV's (App. I): random admission at an exact sparsity with trained-size gates still evaluated, index
 building and page bookkeeping inside the clock, logits of the last position only, one warm-up, medians, greedy feedback.
-The rival is the same model with every key, by the fastest path here: blockwise causal attention and XLA's own, over
-plain contiguous caches, and kvjax's own pages under the full policy are timed, and each phase is held against the best.
-Runs are interleaved, so that a noisy machine is noisy for all. A dense prefill that took over twice as long as the best
-in the warm-up is not repeated.
+The rival is the same model with every key, by the fastest path here: blockwise causal attention, XLA's own and on a GPU
+cuDNN's, over plain contiguous caches, and kvjax's own pages under the full policy are timed, and each phase is held
+against the best. Runs are interleaved, so that a noisy machine is noisy for all. A dense prefill that took over twice
+as long as the best in the warm-up is not repeated.
 
     python infer/benchmark.py --policies streaming_llm snapkv pyramidkv_patched expected_attention h2o r_kv quest
 
@@ -22,7 +22,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 
@@ -47,6 +47,8 @@ class BenchmarkConfig:
     """Query heads; these and the next two are Llama-3.2-1B's."""
     kv_heads: int = 8
     head_dim: int = 64
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and cache: bfloat16 on an accelerator."""
     expand: float = 1.5
     """Hidden width of the gates over head_dim: the paper's for Qwen3, which this model is a narrow one of."""
     new_tokens: int = 32
@@ -182,7 +184,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
         model_type="qwen3", vocab_size=512, num_layers=config.layers, width=config.width, mlp_width=config.mlp_width,
         num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
     )  # fmt: skip
-    model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
+    model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
     tokens = np.random.default_rng(0).integers(0, 512, config.context)
     draw = sampling.Draw().arrays()
     first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)

@@ -1,4 +1,4 @@
-"""Full attention over plain contiguous caches, by the fastest paths XLA has: what a sparse cache is held against."""
+"""Full attention over plain contiguous caches, by the fastest paths there are: what a sparse cache is held against."""
 
 import functools
 import math
@@ -58,7 +58,7 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
     def einsum_decode(q, k, v, length):
         q = rearrange(q, "b (k g) 1 h -> b k g h", k=config.kv_heads)
         s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
-        p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1)
+        p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1).astype(v.dtype)
         return rearrange(jnp.einsum("bkgs,bksh->bkgh", p, v), "b k g h -> b (k g) 1 h")
 
     def decode(attention, layout, model, state, start):
@@ -86,11 +86,27 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
 
         return jax.lax.scan(one, state, jnp.arange(config.new_tokens))[0]
 
-    paths = {}
-    for name, layout, causal, single in (
+    @local
+    def cudnn_causal(step):
+        q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+        return rearrange(o, "b t n h -> b n t h")
+
+    @local
+    def cudnn_decode(q, k, v, length):
+        q, length = rearrange(q, "b n t h -> b t n h"), length[None]
+        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+        o = attend(q, k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length)
+        return rearrange(o, "b t n h -> b n t h")
+
+    forms = [
         ("blockwise", "b k s h", causal_attention, einsum_decode),
         ("dot_product_attention", "b s k h", xla_causal, xla_decode),
-    ):
+    ]
+    if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
+        forms.append(("cuDNN", "b s k h", cudnn_causal, cudnn_decode))
+    paths = {}
+    for name, layout, causal, single in forms:
         before = jax.jit(functools.partial(prefill, causal, layout))
         after = jax.jit(functools.partial(decode, single, layout), donate_argnums=1)
         paths[name] = (

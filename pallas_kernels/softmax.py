@@ -5,6 +5,7 @@ Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Flas
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 MASKED = -1e30
@@ -14,10 +15,17 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 """Maximum `[… q]`, sum of exponentials `[… q]` and unnormalised output `[… q h]`, all float32."""
 
 
+def product(subscripts: str, x: jax.Array, y: jax.Array) -> Float[Array, "..."]:
+    """An einsum with float32 sums, exact where an argument is float32: left to themselves GPUs take TF32 for it, TPUs
+    bfloat16."""
+    exact = jnp.float32 in (x.dtype, y.dtype)
+    precision = lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT
+    return jnp.einsum(subscripts, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+
 def logits(q: Float[Array, "*r q h"], k: Float[Array, "*r s h"]) -> Float[Array, "*r q s"]:
     """q · k / sqrt(h) in float32; scaled after the product, since scaling a bfloat16 q first costs three digits."""
-    product = jnp.einsum("...qh,...sh->...qs", q, k, preferred_element_type=jnp.float32)
-    return product * (q.shape[-1] ** -0.5)
+    return product("...qh,...sh->...qs", q, k) * (q.shape[-1] ** -0.5)
 
 
 def start(q: Float[Array, "*r q h"]) -> State:
@@ -32,7 +40,7 @@ def update(state: State, x: Float[Array, "*r q s"], v: Float[Array, "*r s h"]) -
     m_new = jnp.maximum(m, x.max(-1))
     p = jnp.exp(x - m_new[..., None])
     kept = jnp.exp(m - m_new)
-    pv = jnp.einsum("...qs,...sh->...qh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    pv = product("...qs,...sh->...qh", p.astype(v.dtype), v)
     return m_new, l * kept + p.sum(-1), o * kept[..., None] + pv
 
 

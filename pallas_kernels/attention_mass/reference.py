@@ -15,7 +15,7 @@ def reference(q, k, valid, lse, over, group, offset):
         counted &= valid[:, :, None]
         k = jnp.where(valid[..., None], k, 0)
     grouped = q.reshape(b, heads, n // heads, t, h)
-    x = jnp.einsum("bkgth,bksh->bkgts", grouped.astype(exact), k.astype(exact)) / h**0.5
+    x = jnp.einsum("bkgth,bksh->bkgts", grouped.astype(exact), k.astype(exact), precision="highest") / h**0.5
     x = jnp.where(counted[:, :, None], x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1) if lse is None else lse.reshape(x.shape[:4])
     seen = jnp.isfinite(lse)[..., None]

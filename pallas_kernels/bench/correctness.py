@@ -12,6 +12,7 @@ from pallas_kernels.bench.offered import OFFERED
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.running_topk import ranks, running_topk
 from pallas_kernels.vertical_slash import ends, vertical_slash
+from pallas_kernels.vertical_slash.hopper import targeted
 
 LIMITS = {jnp.float32.dtype: 1e-5, jnp.bfloat16.dtype: 1e-2}
 """Of results by their own dtype, which of a log-sum-exp is always float32; of gradients by that of q."""
@@ -66,9 +67,9 @@ def check(implementations: Iterable[str], key: jax.Array) -> list[dict]:
 
 
 def _takes(implementation: str, case: Case) -> bool:
-    """Hopper's kernels are for bfloat16 alone."""
+    """Hopper's kernels are for its GPUs and bfloat16 alone."""
     offered = implementation in OFFERED[case.op]
-    return offered and (implementation != "hopper" or case.dtype == jnp.bfloat16)
+    return offered and (implementation != "hopper" or (targeted() and case.dtype == jnp.bfloat16))
 
 
 def _exact(args):

@@ -11,6 +11,7 @@ from pallas_kernels.bench.rivals import dense, dense_name, whole
 from pallas_kernels.bench.setting import Setting
 from pallas_kernels.bench.timing import Candidate, program, runs
 from pallas_kernels.vertical_slash import ends, vertical_slash
+from pallas_kernels.vertical_slash.hopper import targeted
 
 BACKWARD = 2.5
 """Products of the backward pass to those of the forward pass."""
@@ -60,6 +61,12 @@ def bound(setting: Setting) -> str:
     return dense_name(setting) if setting.dense == "cudnn" else "matrix product"
 
 
+def forms(setting: Setting) -> tuple[str, ...]:
+    """What is timed, which on an H100 is Hopper's kernel for Triton's, and what beside it."""
+    own = "hopper" if setting.implementation == "gpu" and targeted() else setting.implementation
+    return tuple(dict.fromkeys((own, setting.implementation, *setting.beside)))
+
+
 def prefill(setting: Setting, key: jax.Array, s: int) -> Job:
     q, k, v = arrays(setting, key, s)
     swapped = tuple(x.swapaxes(1, 2) for x in (q, k, v))
@@ -82,9 +89,10 @@ def prefill(setting: Setting, key: jax.Array, s: int) -> Job:
     lines = []
     for share, end in kept(setting, key, s).items():
         work = flops(setting, pairs(end))
-        ours = f"{setting.implementation}, {share}"
-        beside = {form: f"{form}, {share}" for form in setting.beside}
-        for form, candidate in {setting.implementation: ours, **beside}.items():
+        own, *others = forms(setting)
+        ours = f"{own}, {share}"
+        beside = {form: f"{form}, {share}" for form in others}
+        for form, candidate in {own: ours, **beside}.items():
             call = functools.partial(vertical_slash, window=setting.window, implementation=form)
             candidates[candidate] = program(call, (q, k, v, end), work)
         rivals = always | beside

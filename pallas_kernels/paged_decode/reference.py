@@ -23,9 +23,14 @@ def reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, 
         k, v = (jnp.concatenate([a, x.astype(exact)], 2) for a, x in zip((k, v), new, strict=True))
         causal = jnp.broadcast_to(jnp.tri(t, dtype=bool), (b, heads, t, t))
         visible = jnp.concatenate([visible, causal], -1)
-    x = jnp.einsum("bkgth,bksh->bkgts", q.reshape(b, heads, n // heads, t, h).astype(exact), k) / h**0.5
+    x = (
+        jnp.einsum(
+            "bkgth,bksh->bkgts", q.reshape(b, heads, n // heads, t, h).astype(exact), k, precision="highest"
+        )
+        / h**0.5
+    )
     x = jnp.where(visible[:, :, None], x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
-    o = jnp.einsum("bkgts,bksh->bkgth", p, v)
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v, precision="highest")
     return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t)

@@ -10,7 +10,7 @@ from pallas_kernels.supported import require_whole
 from pallas_kernels.varying import alike
 from pallas_kernels.vertical_slash.gpu import gpu
 from pallas_kernels.vertical_slash.gpu_backward import gpu_backward
-from pallas_kernels.vertical_slash.hopper import hopper
+from pallas_kernels.vertical_slash.hopper import hopper, takes
 from pallas_kernels.vertical_slash.reference import reference
 from pallas_kernels.vertical_slash.tpu import tpu
 from pallas_kernels.vertical_slash.tpu_backward import tpu_backward
@@ -58,8 +58,9 @@ def vertical_slash(
             only keys of their own. A document's indices are neighbours.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
             "hopper" rounds to bfloat16 all the same, and returns that as this dtype.
-        implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, bfloat16 and head_dim 64, 128 or
-            256; not yet run on hardware, so never chosen by itself) or "reference" (dense); None: the platform's own.
+        implementation: "xla" (a CPU's), "tpu", "gpu" (Triton), "hopper" (Mosaic GPU, forward, bfloat16 and head_dim 64,
+            128 or 256) or "reference" (dense); None: the platform's own, which on an H100 or H200 is "hopper" wherever
+            that takes q and gives `dtype`.
 
     Returns:
         The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
@@ -69,6 +70,9 @@ def vertical_slash(
         ValueError: shapes that disagree, window < 1, t > s, an `end` or segment_ids that are no integers, an unknown
             implementation, a dtype, head_dim or group of query heads that a kernel does not take.
     """
+    dtype = jnp.dtype(q.dtype if dtype is None else dtype)
+    if implementation is None and takes(q, dtype):
+        implementation = "hopper"
     call = choose(IMPLEMENTATIONS, implementation, "vertical_slash")
     _check(q, k, v, end, log_gate, segment_ids, window)
     if segment_ids is not None:
@@ -80,7 +84,6 @@ def vertical_slash(
     if log_gate is not None:
         log_gate = log_gate.astype(jnp.float32)
     q, k, v, end, log_gate = alike(q, k, v, end, log_gate)
-    dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3]:
         return jnp.zeros_like(q, dtype), jnp.zeros_like(q[..., 0], jnp.float32)
     return call(q, k, v, end, log_gate, min(window, k.shape[2]), dtype)

@@ -18,7 +18,7 @@ from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.gpu_walk import LOG2E, Blocks, Walk, blocks_of, dot, part, put
 
 BACKWARD = {
-    "bfloat16": {64: Blocks(64, 64, 4), 128: Blocks(64, 64, 8), 256: Blocks(64, 32, 8)},
+    "bfloat16": {64: Blocks(64, 64, 4), 128: Blocks(64, 64, 4), 256: Blocks(64, 32, 8)},
     "float32": {64: Blocks(32, 32, 4), 128: Blocks(32, 32, 8), 256: Blocks(16, 32, 8)},
 }
 """As `FORWARD`; two products more are in the registers."""

@@ -85,6 +85,16 @@ class Plan(NamedTuple):
         return QUERIES * WORKERS // self.heads
 
 
+def targeted() -> bool:
+    """Whether the computation is for such a GPU."""
+    return any(kind in target().kind for kind in KINDS)
+
+
+def takes(q: jax.Array, dtype: Any) -> bool:
+    """Whether it is, and the kernel takes q and gives `dtype`."""
+    return targeted() and q.dtype == dtype == jnp.bfloat16 and q.shape[-1] in SIZES
+
+
 def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     # rounded to bfloat16 in shared memory, where there is no room for more
     band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window)
@@ -95,7 +105,6 @@ def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
 def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
     """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]`, lse `[b n t]`."""
     b, n, t, h = q.shape
-    kind = target().kind
     require(
         "vertical_slash",
         "hopper",
@@ -105,7 +114,7 @@ def attend(q, band, far, *, first=0, window=1, interpret=None, machine=HOPPER):
             (x.dtype == q.dtype, f"{name} of q's dtype {q.dtype}, not {x.dtype}")
             for name, x in (("k", far.k), ("v", far.v))
         ),
-        (interpret is not None or any(x in kind for x in KINDS), f"{' or '.join(KINDS)}, not {kind}"),
+        (interpret is not None or targeted(), f"{' or '.join(KINDS)}, not {target().kind}"),
     )
     keys, stages = SIZES[h]
     group = b * n // far.k.shape[0]

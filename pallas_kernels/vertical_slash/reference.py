@@ -15,11 +15,11 @@ def reference(q, k, v, end, log_gate, window, dtype):
         visible &= index < end[:, :, None]
         v = jnp.where((end > key)[..., None], v, 0)
     grouped = q.reshape(b, heads, n // heads, t, h)
-    x = jnp.einsum("bkgth,bksh->bkgts", grouped.astype(exact), k.astype(exact)) / h**0.5
+    x = jnp.einsum("bkgth,bksh->bkgts", grouped.astype(exact), k.astype(exact), precision="highest") / h**0.5
     if log_gate is not None:
         x += jnp.where(index - key >= window, log_gate[:, :, None], 0)[:, :, None]
     x = jnp.where(visible[:, :, None], x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
-    o = jnp.einsum("bkgts,bksh->bkgth", p, v.astype(exact))
+    o = jnp.einsum("bkgts,bksh->bkgth", p, v.astype(exact), precision="highest")
     return o.reshape(b, n, t, h).astype(dtype), lse.reshape(b, n, t)

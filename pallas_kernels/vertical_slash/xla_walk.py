@@ -14,8 +14,6 @@ from pallas_kernels import softmax
 from pallas_kernels.blocks import Blocks
 from pallas_kernels.vertical_slash.key_lists import shown
 
-_dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
 
 class _Walk(Blocks):
     """Blocks of queries, each with the tiles of keys up to its diagonal."""
@@ -78,7 +76,7 @@ def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):
     walk = _Walk(q, k, end, log_gate, window)
     scale = shape[-1] ** -0.5
     # d lse adds p·dlse to every logit's gradient p·(dp − delta), so it joins delta
-    delta = _dot("bkgth,bkgth->bkgt", o, do) - dlse
+    delta = softmax.product("bkgth,bkgth->bkgt", o, do) - dlse
 
     def block(group, i, grads):
         q_block, do_block, delta_block, lse_block = (walk.queries(x, group, i) for x in (q, do, delta, lse))
@@ -88,14 +86,14 @@ def xla_backward(q, k, v, end, log_gate, window, o, lse, do, dlse):
         def step(j, carry):
             dq, dk, dv, dg = carry
             p = jnp.exp(walk.logits(q_block, group, i, j) - lse_block[..., None])
-            dp = _dot("bkqh,bksh->bkqs", do_block, walk.keys(v, group, j))
+            dp = softmax.product("bkqh,bksh->bkqs", do_block, walk.keys(v, group, j))
             dx = p * (dp - delta_block[..., None])
             if dg is not None:
                 dg = walk.add_keys(dg, group, j, jnp.where(walk.beyond(i, j), dx, 0).sum(2))
             dx = (dx * scale).astype(q.dtype)
-            dq += _dot("bkqs,bksh->bkqh", dx, walk.keys(k, group, j))
-            dk = walk.add_keys(dk, group, j, _dot("bkqs,bkqh->bksh", dx, q_block))
-            dv = walk.add_keys(dv, group, j, _dot("bkqs,bkqh->bksh", p.astype(do.dtype), do_block))
+            dq += softmax.product("bkqs,bksh->bkqh", dx, walk.keys(k, group, j))
+            dk = walk.add_keys(dk, group, j, softmax.product("bkqs,bkqh->bksh", dx, q_block))
+            dv = walk.add_keys(dv, group, j, softmax.product("bkqs,bkqh->bksh", p.astype(do.dtype), do_block))
             return dq, dk, dv, dg
 
         def tile(j, carry):
