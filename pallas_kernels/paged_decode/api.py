@@ -52,7 +52,7 @@ def paged_decode(
             "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
             which rounds each part to bfloat16 all the same.
         implementation: "xla", "tpu", "gpu" (Triton) and "hopper" (Mosaic GPU, bfloat16, head_dim 64, 128 or 256, pages
-            of a multiple of 8; not yet run on hardware, so never chosen by itself), which all read what is stored, or
+            of a multiple of 8; as fast as Triton's, and never chosen by itself), which all read what is stored, or
             "reference" (dense); None: the platform's own.
 
     Returns:
