@@ -3,7 +3,9 @@
 import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.command.options import assignments
@@ -21,16 +23,17 @@ class GenerateConfig:
     """A file with the text instead."""
     model: str = "builtin"
     """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
-    policy: str = "full"
+    policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
     """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
-    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest."""
+    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest; or what another
+    package brings: its name, or package.module:NAME."""
     eviction: str | None = None
     """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
     selection: str | None = None
     """How a decoded token chooses the pages that it reads: quest."""
     gates: Path | None = None
-    """wgkv: a folder with trained gates (the `gates` of a training run's --out), or `builtin` for the built-in
-    model's."""
+    """What was trained for the policy: the `gates` of a training run's --out, or for wgkv `builtin`, those of the
+    built-in model."""
     window: int | None = None
     """Last tokens that are always visible."""
     ratio: float | None = None

@@ -30,7 +30,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
-from kvjax.train.config import TrainConfig
+from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.step import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
 from tests.pallas_kernels.compile_cases import copies
@@ -64,9 +64,10 @@ def programs(mesh, config):
     pages = POOL // (PAGE * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
-    train = TrainConfig(window=256, sequences=10)
-    state = jax.eval_shape(functools.partial(initial_state, train, config))
-    yield "training", make_update(train), (state, model, row(jnp.int32, (2, 2048), BATCH, None)), {}
+    train = WriteGates(window=256, sequences=10)
+    state = jax.eval_shape(functools.partial(initial_state, train), model)
+    tokens = row(jnp.int32, (2, 2048), BATCH, None)
+    yield "training", make_update(train), (state, model, tokens, row(jnp.int32, ())), {}
 
     policy = jax.eval_shape(functools.partial(wgkv, config))
 

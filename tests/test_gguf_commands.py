@@ -17,8 +17,8 @@ from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
-from kvjax.train.config import TrainConfig
 from kvjax.train.loop import Trained
+from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.validation import Validation
 from tests.models.cases import LLAMA, weights
 from tests.models.gguf_cases import write_gguf
@@ -101,8 +101,8 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     gates = tiny_gates(loaded)
     described = {"tau": 0.1, "lambda": 0.04, "window": window, "rate": np.full((2, 2), 0.5).tolist()}
     save_gates(tmp_path / "gates", gates, described)
-    config = TrainConfig(model=str(model), window=window)
-    validation = Validation(0.1, 0.1, 0.5, 0.5, 0.5, 1, np.full((1, 2, 2), 0.5))
+    config = WriteGates(model=str(model), window=window)
+    validation = Validation({"admitted": 0.5}, {"rates": np.full((1, 2, 2), 0.5)}, 1)
     trained = Trained(loaded, gates, make_mesh(), tmp_path, validation)
     compare = printed(train.summary(config, trained), "compare them: python -m kvjax.evaluate ")
     told = parse_evaluate(compare)

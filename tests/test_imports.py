@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = (
     {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
-    {"kvjax.command", "kvjax.orbax_export"},
+    {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
+    {"kvjax.exported"},
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},
@@ -23,9 +24,11 @@ POLICIES_MAY_IMPORT = {
     *(
         "kvjax.builtin",
         "kvjax.errors",
+        "kvjax.exported",
         "kvjax.files",
         "kvjax.struct",
         "kvjax.mesh",
+        "kvjax.plugins",
         "kvjax.step",
         "kvjax.top",
     ),

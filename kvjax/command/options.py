@@ -44,7 +44,7 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
         UserError: no such file, no YAML mapping, an unknown key (with the nearest known), or a value of another type.
     """
     file = find_config(name)
-    values = _read(file)
+    values = read_values(file)
     known = {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     args: list[str] = []
     for key, value in values.items():
@@ -109,7 +109,8 @@ def write_values(file: Path, config: Any, *, omit: Sequence[str] = (), new: bool
     write_text(file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True), new=new)
 
 
-def _read(file: Path) -> dict[Any, Any]:
+def read_values(file: Path) -> dict[Any, Any]:
+    """A YAML mapping. Raises UserError if the file is none."""
     import yaml
 
     try:

@@ -1,6 +1,8 @@
 """The methods that are compared, by name: how each is made for a budget. One line adds one."""
 
 import difflib
+import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +15,10 @@ from kvjax.command.options import assignments
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
+from kvjax.exported import describe
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, make_policy
+from kvjax.policies import Policy, brought, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.admission.wgkv import load_gates
 from kvjax.policies.policy import head_table
 
 
@@ -70,6 +72,8 @@ class Contender:
     """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
     over_gates: bool = False
     """It evicts or selects from what gates let in, which are those of `gates.above`."""
+    gated: bool = False
+    """It needs what was trained for it: the first folder of --gates."""
     chosen: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
 
@@ -99,7 +103,7 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
         weights = read_pattern(folder)[0]
         orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
-        described = load_gates(sizing.gates, sizing.model)[1]
+        described = describe(sizing.gates)
         window = int(described.get("window", window))
         if "rate" in described:
             orders["the gates' rates"] = head_table("--gates", "rate", described["rate"], *sizing.shape)
@@ -195,17 +199,36 @@ def contender(name: str) -> Contender:
 
     Raises UserError with the nearest names, and for arguments where they mean nothing.
     """
-    base, colon, told = name.partition(":")
-    if base not in CONTENDERS:
+    parts = re.fullmatch(r"(?P<base>[^:=]+(?::\w+)?)(?P<colon>:(?P<told>.*=.*))?", name)
+    base, colon, told = (parts["base"], parts["colon"], parts["told"]) if parts else name.partition(":")
+    found = CONTENDERS.get(base) or _brought(base)
+    if found is None:
         near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
         raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
-    found = CONTENDERS[base]
     if not colon:
         return found
-    if found.fixed or found.chosen is not None:
+    if base in CONTENDERS and (found.fixed or found.chosen is not None):
         raise UserError(f"--policies {name}: {base} takes no arguments here")
     own = assignments(told.split(","), f"--policies {base}:")
     return replace(found, make=lambda sizing: found.make(replace(sizing, arguments=own)), reads="")
+
+
+def _brought(name: str) -> Contender | None:
+    """Another package's policy, told the budget by `ratio` or `entries` if it takes either, and the gates if it takes
+    any."""
+    make = brought(name)
+    if make is None:
+        return None
+    takes = inspect.signature(make).parameters
+
+    def made(sizing: Sizing) -> Policy:
+        known = {"gates": sizing.gates, "ratio": sizing.ratio, "entries": round(sizing.entries)}
+        given = {key: value for key, value in known.items() if key in takes and value is not None}
+        if "ratio" in given:
+            given.pop("entries", None)
+        return _made(name, sizing, **given)
+
+    return Contender(made, fixed=not {"ratio", "entries"} & set(takes), gated="gates" in takes)
 
 
 def sized(name: str, sizing: Sizing) -> Policy:

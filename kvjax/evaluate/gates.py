@@ -12,9 +12,10 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
+from kvjax.exported import describe
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy
-from kvjax.policies.admission.wgkv import WGKV, describe_gates
+from kvjax.policies.admission.wgkv import WGKV
 
 LOWEST, HIGHEST = -60.0, 16.0
 """Logits between which τ is searched for; a float32 below 1 is at most that of 16.6."""
@@ -35,7 +36,7 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
         raise UserError(f"{FIXED_TAU} needs --gates, a folder that training exported, or several")
     found: dict[float, str] = {}
     for folder in folders:
-        described = describe_gates(folder)
+        described = describe(folder)
         if not isinstance(described.get("lambda"), int | float):
             raise UserError(f"--gates {folder}: config.json does not say with which lambda they were trained")
         name = float(described["lambda"])
@@ -55,7 +56,7 @@ def above(folders: Sequence[str], ratio: float, tokens: int) -> str:
     """
 
     def size(folder: str) -> float:
-        described = describe_gates(folder)
+        described = describe(folder)
         window, rate = int(described["window"]), float(np.mean(described.get("rate", 1.0)))
         return (window + rate * max(0, tokens - window)) / max(window, tokens)
 

@@ -12,9 +12,9 @@ from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Found
 from kvjax.evaluate.workloads import Workload
+from kvjax.exported import digest
 from kvjax.files import write_text
 from kvjax.policies.admission.pattern_folder import pattern_digest
-from kvjax.policies.admission.wgkv import gates_digest
 
 MEASURED_WITH = (
     *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "documents"),
@@ -139,7 +139,7 @@ class Results:
     def __init__(self, config: EvaluateConfig):
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
         self._settings = {name: _plain(getattr(config, name)) for name in MEASURED_WITH} | {
-            "gates": [[folder, gates_digest(folder)] for folder in config.gates],
+            "gates": [[folder, digest(folder)] for folder in config.gates],
             "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
         }
         if self._file.exists() or (config.out / HEADS).exists():

@@ -19,6 +19,7 @@ from kvjax.evaluate.results import HEADS, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.evaluate.workloads import Workload, for_rivals
+from kvjax.exported import describe
 from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
@@ -67,7 +68,8 @@ class Evaluation:
 
     def __post_init__(self):
         for gates in self.config.gates:
-            load_gates(gates, self.model)
+            if describe(gates).get("method") == "wgkv":
+                load_gates(gates, self.model)
         for workload, (policy, budget) in itertools.product(self.workloads, pairs(self.config)):
             self._possible(policy, self._sizing(workload, policy, budget))
         for workload in self.workloads:

@@ -33,23 +33,37 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
     return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v)
 
 
-def gated_attention(
+def masked_attention(
     method: Trainable, step: Step, *, window: int, implementation: str | None = None
 ) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
-    """Training's attention of one layer: the method's masks beyond the window, and its scalars of each sequence and kv
-    head (float32)."""
+    """Training's attention of one layer, the weighted sum over the method's masks beyond the window, and its figures of
+    each sequence and kv head."""
 
     def local(method, step):
-        state, masks = method.masks((), step)
-        outputs = []
-        for weight, end, log_gate in masks:
-            o, lse = vertical_slash(
-                step.q, step.k, step.v, end, window=window, log_gate=log_gate, implementation=implementation
+        state, masks = method.masks(step)
+        attended = []
+        for mask in masks:
+            attended.append(
+                vertical_slash(
+                    *(step.q, step.k, step.v, mask.end),
+                    window=window,
+                    log_gate=mask.log_gate,
+                    implementation=implementation,
+                )
             )
-            group = o.shape[1] // step.k.shape[1]
-            outputs.append(o if weight is None else o * jnp.repeat(weight, group)[None, :, None, None])
-        o = sum(outputs[1:], outputs[0])
-        return o, method.auxiliary(state, step, o, lse)
+        group = step.q.shape[1] // step.k.shape[1]
+        outputs = [
+            o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None].astype(o.dtype)
+            for mask, (o, _) in zip(masks, attended, strict=True)
+        ]
+        figures = method.figures(state, step, attended)
+        for name, figure in figures.items():
+            if figure.shape != step.k.shape[:2]:
+                raise ValueError(
+                    f"{type(method).__name__}.figures: {name} is {figure.shape}, expected one number for each sequence "
+                    f"and kv head, {step.k.shape[:2]}"
+                )
+        return sum(outputs[1:], outputs[0]), figures
 
     return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
 

@@ -8,10 +8,12 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import use_mesh
+from kvjax.plugins import METHODS, find
+from kvjax.plugins import POLICIES as PLUGINS
 from kvjax.policies.admission.full import Full, full, stores_all
 from kvjax.policies.admission.head_pattern import head_pattern
 from kvjax.policies.admission.random import random
@@ -63,6 +65,23 @@ SELECTIONS: dict[str, Callable[..., Selection]] = {
 POLICIES = (*ADMISSIONS, *EVICTIONS, *OVER_ANY_SCORE, *SELECTIONS)
 
 
+def brought(name: str | None) -> Callable[..., Policy] | None:
+    """What makes the policy of another package, by an entry point's name or `package.module:NAME`: a function of
+    keyword arguments, or the `policy` of a recipe; None for a name that is neither.
+
+    Raises:
+        UserError: it cannot be imported, or is no function.
+    """
+    if name is None or name in POLICIES:
+        return None
+    found = find(name, PLUGINS, "policy") or find(name, METHODS, "policy")
+    if found is None:
+        return None
+    if not callable(made := getattr(found, "policy", found)):
+        raise UserError(f"policy {name}: {shown(found)} is neither a function nor a recipe")
+    return cast(Callable[..., Policy], made)
+
+
 def make_policy(
     name: str | None = None,
     *,
@@ -76,7 +95,7 @@ def make_policy(
 
     Args:
         name: one of `POLICIES`: an admission, an eviction or a selection, to which the others may be added, or one of
-            `OVER_ANY_SCORE`, for which `eviction` names the scores.
+            `OVER_ANY_SCORE`, for which `eviction` names the scores; or what another package brings (`brought`).
         eviction: may also be one of `OVER_ANY_SCORE`, over SnapKV's scores.
         model: the model it is for, whose shape some methods need. What was made for another model is refused. A policy
             that needs none may be made without, for any.
@@ -95,13 +114,14 @@ def make_policy(
             raise UserError(f"make_policy: {what} must be the name of a method, got {shown(given)}")
     if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
+    admissions = ADMISSIONS | {x: make for x in (name, admission) if (make := brought(x)) is not None}
     made_of = (name,) if name else (admission, eviction)
     label = "+".join(x for x in (*made_of, selection) if x) or "full"
     if name in SELECTIONS:
         if selection not in (None, name):
             raise UserError(f"{name} is a selection itself, got selection={selection!r} beside it")
         label = selection = name
-    elif name in ADMISSIONS:
+    elif name in admissions:
         if admission not in (None, name):
             raise UserError(f"{name} is an admission itself, got admission={admission!r} beside it")
         admission = name
@@ -118,7 +138,7 @@ def make_policy(
         arguments = {"values": False} | arguments  # CriticalKV weighs by values itself
     parts: dict[str, Callable[..., Any]] = {}
     if admission is not None or eviction is None:
-        parts["admission"] = ADMISSIONS[_known(admission or "full", ADMISSIONS, "admission")]
+        parts["admission"] = admissions[_known(admission or "full", admissions, "admission")]
     if eviction is not None:
         parts["eviction"] = EVICTIONS[_known(eviction, EVICTIONS | OVER_ANY_SCORE, "eviction")]
         parts |= {"budget": Budget, "shares": Shares, "schedule": Schedule}
@@ -193,6 +213,9 @@ def _known(name: str, known: Any, what: str) -> str:
     return name
 
 
+_ANY = inspect.Parameter("any", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+
 def _divided(
     label: str, parts: Mapping[str, Callable[..., Any]], model: Any, arguments: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
@@ -200,7 +223,17 @@ def _divided(
     known = {part: dict(inspect.signature(function).parameters) for part, function in parts.items()}
     if "selection" in known and any("ratio" in known[part] for part in known if part != "selection"):
         known["selection"].pop("ratio", None)
-    names = dict.fromkeys(name for parameters in known.values() for name in parameters)
+    names = dict.fromkeys(
+        name for parameters in known.values() for name, x in parameters.items() if x.kind is not x.VAR_KEYWORD
+    )
+    # what a part takes by ** is its own to refuse
+    for parameters in known.values():
+        if any(x.kind is x.VAR_KEYWORD for x in list(parameters.values())):
+            parameters |= {x: _ANY for x in arguments if x not in names}
+    known = {
+        part: {x: kind for x, kind in parameters.items() if kind.kind is not kind.VAR_KEYWORD}
+        for part, parameters in known.items()
+    }
     for argument in arguments:
         owners = [part for part, parameters in known.items() if argument in parameters]
         if not owners:

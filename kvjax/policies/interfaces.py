@@ -12,10 +12,9 @@ mask.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -135,22 +134,30 @@ class Selection(Protocol):
         ...
 
 
+class Mask(NamedTuple):
+    """What a query sees in training: `weight` times attention with `end` and `log_gate` (as `vertical_slash` has them).
+    None: weight 1, plain causal attention, no gate."""
+
+    weight: Float[Array, " k"] | None = None
+    end: Int[Array, "b k t"] | None = None
+    log_gate: Float[Array, "b k t"] | None = None
+
+
 @runtime_checkable
 class Trainable(Protocol):
-    """What training asks of a method's parameters."""
+    """What training asks of a method's parameters, of one layer. Random masks are drawn before, by the recipe's loss,
+    which has the step's key."""
 
-    def sample(self, key: jax.Array) -> Trainable:
-        """The method with its random masks drawn, once a step and before the layer scan."""
+    def masks(self, step: Step) -> tuple[Any, Sequence[Mask]]:
+        """What `figures` is given, and one or more masks, whose attention is added."""
         ...
 
-    def masks(
-        self, state: State, step: Step
-    ) -> tuple[State, Iterable[tuple[Float[Array, " k"] | None, Int[Array, "b k t"] | None, Any]]]:
-        """One or two of (weight[k], end[b k t], log_gate[b k t]): attention's output is Σ weight · attend(end,
-        log_gate). `None` stands for weight 1, for plain causal attention, and for no gate."""
-        ...
-
-    def auxiliary(self, state: State, step: Step, o: Any, lse: Any) -> dict[str, Float[Array, "b k"]]:
-        """Scalars of this layer's sequences and kv heads, averaged into the loss or the log (sparsity, score
-        losses)."""
+    def figures(
+        self,
+        state: Any,
+        step: Step,
+        attended: Sequence[tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]],
+    ) -> dict[str, Float[Array, "b k"]]:
+        """Numbers of this layer's sequences and kv heads for the loss and the log (sparsity, score losses). `attended`:
+        of each mask the output before its weight and the log-sum-exp."""
         ...

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.train.config import TrainConfig, parse
+from kvjax.train.config import parse
+from kvjax.train.recipe import Recipe
 
 if TYPE_CHECKING:
     from kvjax.train.loop import Trained
@@ -17,15 +18,17 @@ def main(args: list[str] | None = None) -> None:
     """Train, then report."""
     config = parse(args)
 
-    # jax and the rest come only once the command line is known to be good
+    # the model's and the data's libraries come only once the command line is known to be good
     import jax
 
     from kvjax.models.folder import speaks_builtin
     from kvjax.train.loop import train
 
     trained = train(config)
+    with jax.set_mesh(trained.mesh):
+        said = summary(config, trained)  # in every process, since all of them place the policy
     if jax.process_index() == 0:
-        print(summary(config, trained))
+        print(said)
     if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
         return
 
@@ -33,35 +36,38 @@ def main(args: list[str] | None = None) -> None:
 
     with jax.set_mesh(trained.mesh):
         print("the report: each method's cache is filled before the questions come")
-        rows = report.report(trained.model, trained.gates, config, trained.folder, print)
+        rows = report.report(trained.model, trained.params, config, trained.folder, print)
     print(
         f"\n{report.table(rows)}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}"
     )
 
 
-def summary(config: TrainConfig, trained: "Trained") -> str:
-    """Where the gates are, what they are worth, and how to use them."""
-    found, gates = trained.validation, trained.folder / "gates"
+def summary(config: Recipe, trained: "Trained") -> str:
+    """Where the parameters are, what they are worth, and how to use them."""
+    found, folder = trained.validation, trained.folder / config.exports
+    own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
-    use = ["generate", *model, "--policy", "wgkv", "--gates", str(gates), "--prompt-file", "FILE"]
-    compare = ["evaluate", *model, "--gates", str(gates), *_compared(config), "--out", "FOLDER"]
+    model = ["--model", str(own)] if own.is_dir() else model
+    use = ["generate", *model, "--policy", config.method, "--gates", str(folder), "--prompt-file", "FILE"]
+    compare = ["evaluate", *model, *config.compared, "--gates", str(folder), *_compared(config, trained)]
     return "\n".join(
         [
-            f"gates: {gates}",
-            f"{found}: at τ {config.tau:g} they admit {100 * found.admitted:.1f}% of the tokens",
+            f"{config.exports}: {folder}",
+            ": ".join(filter(None, [str(found), config.remark(found)])),
             f"use them: python -m kvjax.{shlex.join(use)}",
-            f"compare them: python -m kvjax.{shlex.join(compare)}",
+            f"compare them: python -m kvjax.{shlex.join([*compare, '--out', 'FOLDER'])}",
         ]
     )
 
 
-def _compared(config: TrainConfig) -> list[str]:
+def _compared(config: Recipe, trained: "Trained") -> list[str]:
     """Tasks that mean something to the model, and contexts of which the smallest budget holds the window."""
     from kvjax.models.folder import speaks_builtin
 
     tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
     # contexts of text are shorter than they may be, by the answer and by what more would not have fitted
-    usual, least = min(EvaluateConfig.context), 1.5 * config.window / min(EvaluateConfig.budgets)
+    window = config.deployed(trained.params, trained.model).window
+    usual, least = min(EvaluateConfig.context), 1.5 * window / min(EvaluateConfig.budgets)
     return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]
 
 

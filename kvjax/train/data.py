@@ -16,7 +16,7 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
@@ -60,16 +60,23 @@ class Rows:
         return self.total // self.count
 
 
-def to_mesh(mesh: Mesh, rows: Rows, tokens: Tokens) -> Int[Array, "B t"]:
-    """A step's tokens on the mesh, its batch split over (data, fsdp), from each process's own rows."""
+def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
+    """A step's arrays on the mesh, their rows split over (data, fsdp), from each process's own rows; what is on devices
+    already stays as it is."""
 
-    def part(index):
-        start, stop, _ = index[0].indices(rows.total)
-        return tokens[start - rows.start : stop - rows.start]
+    def place(own):
+        if isinstance(own, jax.Array):
+            return own
 
-    return jax.make_array_from_callback(
-        (rows.total, tokens.shape[1]), NamedSharding(mesh, P(BATCH, None)), part, dtype=np.int32
-    )
+        def part(index):
+            start, stop, _ = index[0].indices(rows.total)
+            return own[start - rows.start : stop - rows.start]
+
+        spec = P(BATCH, *[None] * (own.ndim - 1))
+        shape = (rows.total, *own.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=own.dtype)
+
+    return jax.tree.map(place, batch)
 
 
 def step_lengths(

@@ -1,7 +1,10 @@
-"""A training run from its configuration to exported gates."""
+"""A training run from its configuration to what it exports."""
 
+import bisect
 import dataclasses
+import functools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +14,32 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.command.launch import start
-from kvjax.errors import LARGEST_INT, UserError
-from kvjax.models import Decoder, load_model, load_tokenizer, read_config
+from kvjax.errors import UserError
+from kvjax.mesh import AXES, gather
+from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.orbax_export import abstract
-from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.orbax_export import abstract, export
 from kvjax.train.checkpoints import Checkpoints, check_finite
-from kvjax.train.config import TrainConfig, prepare_folder
+from kvjax.train.config import prepare_folder
 from kvjax.train.data import Rows, open_data, step_lengths, to_mesh
-from kvjax.train.exported import export_gates
 from kvjax.train.metrics import Metrics, check_tensorboard
-from kvjax.train.step import TrainState, initial_state, make_update
-from kvjax.train.validation import Validate, Validation, make_validate
-
-SHOWN = {"loss": ".4f", "distillation": ".4f", "sparsity": ".3f", "kv_size": ".3f"}
+from kvjax.train.recipe import Recipe
+from kvjax.train.step import TrainState, enter, halves, initial_state, make_update, seen_parameters
+from kvjax.train.validation import Validation, make_validate
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What a run leaves: the frozen model, its gates, where they are, and what they are worth on held-out data."""
+    """What a run leaves: the model, loaded or trained, the method's own parameters, the folder, and the validation."""
 
     model: Decoder
-    gates: WriteGate
+    params: Any
     mesh: Mesh
     folder: Path
     validation: Validation
 
 
-def check(config: TrainConfig) -> None:
+def check(config: Recipe) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
     folder = find_model(config.model)
     model = read_config(folder)
@@ -48,12 +49,8 @@ def check(config: TrainConfig) -> None:
             f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the model's "
             f"{model.num_kv_heads} kv heads"
         )
-    # half a neuron and less is rounded to none
-    if config.expand is not None and not 0.5 < (width := model.head_dim * config.expand) <= LARGEST_INT:
-        raise UserError(
-            f"--expand {config.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
-            "expected at least 1"
-        )
+    for phase in config.phases():
+        phase.check_model(model)
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
@@ -65,41 +62,69 @@ def check(config: TrainConfig) -> None:
         check_tensorboard()
 
 
-def train(config: TrainConfig) -> Trained:
-    """Train gates as `config` (from `parse`) says: checkpoints and metrics on the way, the gates exported at the end.
+def train(config: Recipe) -> Trained:
+    """Train as `config` (from `parse`) says: checkpoints and metrics on the way, the parameters exported at the end.
 
     Raises:
         UserError: whatever is wrong with the model, the data, the folder or the devices, before anything compiles.
     """
     check(config)
+    phases = tuple(config.phases())
     mesh = start(config.mesh)
     with jax.set_mesh(mesh):
-        model = load_model(config.model, dtype=config.dtype, max_length=max(config.lengths))
+        longest = max(max(phase.lengths) for phase in phases)
+        model = load_model(config.model, dtype=config.dtype, max_length=longest)
         rows = Rows.of_this_process(mesh, config.rows)
-        lengths = step_lengths(config.steps, config.lengths, config.shares, config.seed)
+        lengths = np.concatenate(
+            [step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
+        )
         sequences, held_out = open_data(
             config.data,
             rows=rows,
             schedule=lengths,
-            lengths=config.lengths,
-            validation=step_lengths(config.validation, config.lengths, config.shares, config.seed),
+            lengths=sorted({length for phase in phases for length in phase.lengths}),
+            validation=step_lengths(
+                config.validation, phases[-1].lengths, phases[-1].shares, phases[-1].seed
+            ),
             seed=config.seed,
             tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
             instruction=config.instruction,
         )
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
-        validate = make_validate(config, mesh, held_out)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            run = Run(config, folder, mesh, model, rows, sequences, checkpoints, validate)
-            state, found = run.steps(*run.begin(), tokens=rows.total * int(lengths.sum()))
-        export_gates(folder / "gates", state.gates, config, found)
-        return Trained(model, state.gates, mesh, folder, found)
+            dtypes = halves(config, model)
+            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
+            state, first = run.begin(model)
+            read = None if config.takes_model else model
+            state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
+        return _export(phases[-1], mesh, folder, seen_parameters(state.params, dtypes), read, found)
 
 
-def plan(config: TrainConfig, first: int, tokens: int) -> str:
+def _export(
+    recipe: Recipe, mesh: Mesh, folder: Path, params: Any, loaded: Decoder | None, found: Validation
+) -> Trained:
+    own, trained = recipe.split(params)
+    model = loaded if trained is None else trained
+    assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
+    into = folder / recipe.exports
+    recipe.export(into, own, model, found)
+    export(into / "orbax", params)
+    if trained is not None:
+        whole = gather(trained, *AXES)
+        if jax.process_index() == 0:
+            save_model(whole, into / "model", tokenizer_from=recipe.model)
+    return Trained(model, own, mesh, folder, found)
+
+
+def _tokens(batch: Any) -> int:
+    """How many tokens a batch is of: rows and places of its first array."""
+    return math.prod(jax.tree.leaves(batch)[0].shape[:2])
+
+
+def plan(config: Recipe, first: int, tokens: int) -> str:
     """What a run is going to do, or to go on with, in one line."""
-    rows, steps = config.rows, config.steps
+    rows, steps = config.rows, sum(phase.steps for phase in config.phases())
     text = f"{rows * steps:,} sequences, {tokens:,} tokens in all: {steps} updates of {rows}"
     if rows > config.batch:
         shards = config.mesh.batch_shards
@@ -113,25 +138,38 @@ def plan(config: TrainConfig, first: int, tokens: int) -> str:
 class Run:
     """What stays the same from the first step to the last."""
 
-    config: TrainConfig
+    config: Recipe
+    phases: tuple[Recipe, ...]
     folder: Path
     mesh: Mesh
-    model: Decoder
     rows: Rows
     sequences: grain.DatasetIterator
+    held_out: list[np.ndarray]
     checkpoints: Checkpoints
-    validate: Validate
+    dtypes: Any
+    """Of parameters with master weights (`halves`)."""
 
-    def begin(self) -> tuple[TrainState, int]:
+    @property
+    def ends(self) -> list[int]:
+        """The updates of the run after which each phase is over."""
+        return np.cumsum([phase.steps for phase in self.phases]).tolist()
+
+    def first_state(self, model: Decoder, phase: int) -> TrainState:
+        """A state of the structure and shardings that the phase's have; of the first, the one before any update."""
+        state = initial_state(self.phases[0], model)
+        for later in self.phases[1 : phase + 1]:
+            state = enter(later, state.params)
+        return state
+
+    def begin(self, model: Decoder) -> tuple[TrainState, int]:
         """The state to go on with and its step, the data moved there: the last checkpoint's, or the first ones."""
-
-        def make():
-            return initial_state(self.config, self.model.config)
-
         step = self.checkpoints.latest() if self.config.resume else None
         if step is None:
-            return jax.jit(make)(), 0
-        state, notes = self.checkpoints.restore(step, abstract(make, self.mesh))
+            given = 0 if self.config.takes_model else ()
+            return jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0), 0
+        phase = bisect.bisect_left(self.ends, step)
+        like = abstract(lambda: self.first_state(model, phase), self.mesh)
+        state, notes = self.checkpoints.restore(step, like)
         positions = notes["data"]
         if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):
             raise UserError(
@@ -141,42 +179,53 @@ class Run:
         self.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
         return state, step
 
-    def steps(self, state: TrainState, first: int, *, tokens: int) -> tuple[TrainState, Validation]:
+    def steps(
+        self, state: TrainState, first: int, model: Decoder | None, *, tokens: int
+    ) -> tuple[TrainState, Validation]:
         """The steps from `first` on; the state after them, and its validation. tokens: of the whole run.
 
         A checkpoint of step n is saved once the metrics up to n are on disk.
 
         Raises:
-            UserError: the loss or the gates are no longer finite.
+            UserError: the loss or the parameters are no longer finite.
         """
-        config, update = self.config, make_update(self.config)
+        config, ends = self.config, self.ends
+        total, found = ends[-1], None
         validate_every = config.validate_every or config.checkpoint_every
-        found = None
         with Metrics(
             self.folder,
-            total=config.steps,
+            total=total,
             first=first,
-            shown=SHOWN,
+            shown=config.shown,
             tensorboard=config.tensorboard,
             quiet=jax.process_index() > 0,
         ) as metrics:
             metrics.say(plan(config, first, tokens))
             metrics.say(f"the run is kept in {self.folder}")
-            for step in range(first, config.steps):
-                batch = to_mesh(self.mesh, self.rows, next(self.sequences))
-                state, numbers = update(state, self.model, batch)
-                metrics.step(step, numbers, tokens=batch.size)
-                done, last = step + 1, step + 1 == config.steps
-                if done % validate_every == 0 or last:
-                    metrics.flush()
-                    found = self.validate(state.gates, self.model)
-                    metrics.note(step, "validation", found.numbers)
-                    metrics.say(f"step {done}: {found}")
-                if done % config.checkpoint_every == 0 or last:
-                    metrics.flush()
-                    check_finite(f"step {done}", state)
-                    self.checkpoints.save(done, state, {"data": self.positions()})
-        return state, found or self.validate(state.gates, self.model)
+            for at, recipe in enumerate(self.phases):
+                began, last = ([0, *ends][at], ends[at])
+                validate = make_validate(recipe, self.mesh, self.held_out, self.dtypes)
+                if first >= last:
+                    continue
+                if at and first <= began:
+                    state = jax.jit(functools.partial(enter, recipe), donate_argnums=0)(state.params)
+                    metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
+                update, batches = make_update(recipe, self.dtypes), recipe.batches(self.sequences, model)
+                for step in range(max(first, began), last):
+                    batch = to_mesh(self.mesh, self.rows, next(batches))
+                    state, numbers = update(state, model, batch, np.int32(step - began))
+                    metrics.step(step, numbers, tokens=_tokens(batch))
+                    done = step + 1
+                    if done % validate_every == 0 or done == last:
+                        metrics.flush()
+                        found = validate(state, model)
+                        metrics.note(step, "validation", found.numbers | {"sequences": found.sequences})
+                        metrics.say(f"step {done}: {found}")
+                    if done % config.checkpoint_every == 0 or done == last:
+                        metrics.flush()
+                        check_finite(f"step {done}", state)
+                        self.checkpoints.save(done, state, {"data": self.positions()})
+        return state, found or validate(state, model)
 
     def positions(self) -> list[Any]:
         """Where each of the `rows.groups` parts of the data stands, a JSON value each."""

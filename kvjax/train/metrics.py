@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,7 +49,7 @@ class Metrics:
         *,
         total: int,
         first: int,
-        shown: dict[str, str],
+        shown: Mapping[str, str],
         tensorboard: bool = False,
         quiet: bool = False,
     ):

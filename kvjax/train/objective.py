@@ -1,40 +1,75 @@
-"""What gates are trained for: the frozen model's own hidden states under a small cache (WG-KV, §3)."""
+"""What recipes minimise: a student under a small cache, beside the frozen model that it is distilled from or by the
+tokens that follow."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
-from kvjax.inference.attention import gated_attention
+from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.interfaces import Trainable
 
 
-def distillation(
-    method: Trainable,
-    model: Decoder,
-    tokens: Int[Array, "b t"],
-    *,
-    window: int,
-    weight: Float[Array, ""],
-) -> tuple[Float[Array, ""], dict[str, Any]]:
-    """Mean squared error between the final hidden states of student and teacher, plus `weight` times the sparsity term.
+def student(
+    method: Trainable, model: Decoder, tokens: Int[Array, "b t"], *, window: int
+) -> tuple[Float[Array, "b t d"], dict[str, Float[Array, "l b k"]]]:
+    """The final hidden states of the model with every layer's attention masked by the method at once, and the method's
+    figures. Layers are recomputed in the backward pass.
 
-    Means go over sequences, tokens and width (the error, in float32), and over layers, sequences and kv heads (the
-    method's scalars).
-
-    Returns:
-        the loss, and the scalars to log: loss, distillation, and the method's own.
+    Args:
+        method: its arrays have a leading layer axis; tables by layer and kv head are split with the heads here, so that
+            who makes them writes no sharding.
     """
-    teacher = jax.lax.stop_gradient(model.hidden(tokens))
-    squares, scalars = student_errors(method, model, tokens, teacher, window=window)
-    error = jnp.mean(squares)
-    means = jax.tree.map(lambda scalar: scalar.mean((1, 2)).mean(), scalars)
-    loss = error + weight * means["sparsity"]
-    return loss, {"loss": loss, "distillation": error} | means
+    method = jax.tree.map(lambda x: _split_heads(x, model), method)
+    position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
+
+    def attend(step, carry, layer):
+        o, figures = masked_attention(layer, step, window=window)
+        return o, carry, figures
+
+    x, _, figures = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=method, remat=True)
+    return model.norm(x), figures
+
+
+def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:
+    heads = x.shape[:2] == (model.config.num_layers, model.config.num_kv_heads)
+    if heads and not any(jax.typeof(x).sharding.spec):
+        return reshard(x, P(None, "tensor"))
+    return x
+
+
+TOKENS_AT_ONCE = 512
+"""Of a sequence, whose logits are there at one time."""
+
+
+def next_token_loss(
+    model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"]
+) -> Float[Array, ""]:
+    """The mean cross-entropy (nats, float32) of every token but the first, given the hidden states before it. The
+    logits of a part of each sequence are there at a time, and are made again in the backward pass."""
+    b, t = tokens.shape
+    part = min(TOKENS_AT_ONCE, t)
+    row = P(BATCH, None)
+    labels = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
+    counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), row)
+
+    @jax.checkpoint
+    def some(total: Any, first: Any):
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, part, 1)  # noqa: E731
+        logits = model.logits(cut(hidden))
+        errors = optax.softmax_cross_entropy_with_integer_labels(logits, cut(labels))
+        # the last part begins early enough to be whole
+        new = jnp.arange(part) + first >= total[1]
+        return (total[0] + jnp.sum(jnp.where(cut(counts) & new, errors, 0)), first + part), None
+
+    starts = jnp.minimum(jnp.arange(-(-t // part)) * part, t - part)
+    (total, _), _ = jax.lax.scan(some, (jnp.float32(0), jnp.int32(0)), starts)
+    return total / (b * (t - 1))
 
 
 def student_errors(
@@ -45,18 +80,8 @@ def student_errors(
     *,
     window: int,
 ) -> tuple[Float[Array, "b t d"], dict[str, Float[Array, "l b k"]]]:
-    """The squared differences between the final hidden states of the student and of `teacher`, in float32, and the
-    method's scalars.
-
-    The teacher is `model` with plain causal attention (`model.hidden`); the student the same weights with every layer
-    gated at once, its layers recomputed in the backward pass.
-    """
-    position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
-
-    def attend(step, carry, layer):
-        o, scalars = gated_attention(layer, step, window=window)
-        return o, carry, scalars
-
-    x, _, scalars = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=method, remat=True)
-    difference = model.norm(x).astype(jnp.float32) - teacher.astype(jnp.float32)
-    return jnp.square(difference), scalars
+    """The squared differences between the final hidden states of the student and of `teacher` (`model.hidden`, with
+    plain causal attention), in float32, and the method's figures."""
+    hidden, figures = student(method, model, tokens, window=window)
+    difference = hidden.astype(jnp.float32) - teacher.astype(jnp.float32)
+    return jnp.square(difference), figures

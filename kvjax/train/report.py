@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,11 +22,10 @@ from kvjax.evaluate.static_heads import Rivals, orders
 from kvjax.evaluate.teacher_forced import TeacherForced
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.tasks import make_task
 from kvjax.tasks.context import Context, exact
 from kvjax.tasks.splits import CALIBRATION_SEED, FIRST_SEED
-from kvjax.train.config import TrainConfig
+from kvjax.train.recipe import Recipe, option
 
 CONTEXT = 1024
 """Tokens of the report's contexts."""
@@ -87,18 +87,16 @@ def same_size(
 
 def compare(
     model: Decoder,
-    gates: WriteGate,
+    trained: tuple[str, Policy],
     tasks: dict[str, tuple[Sequence[Context], Sequence[Context]]],
     *,
     context: int,
-    window: int,
-    tau: float,
     seed: int,
     say: Callable[[str], None],
 ) -> tuple[list[Row], Float[np.ndarray, "l k"]]:
-    """Measure every method on every task, whose contexts are those compared and those for calibration; returns the rows
-    and the gates' admission rates on the first task."""
-    rows, first_rates = [], None
+    """Measure every method, the trained one by its name, on every task, whose contexts are those compared and those for
+    calibration; returns the rows and the share of the tokens that it keeps in each head on the first task."""
+    (method, policy), rows, first_rates = trained, [], None
     for task, (contexts, calibration) in tasks.items():
 
         def row(method, policy, choice="", task=task, contexts=contexts):
@@ -109,21 +107,20 @@ def compare(
             return found
 
         row("full", make_policy("full", model=model))
-        # its real size is not known yet, so the pool takes everything
-        gated = row("wgkv", make_policy("wgkv", model=model, gates=gates, tau=tau, window=window))
-        first_rates = gated.rates if first_rates is None else first_rates
-        run, shape = TeacherForced(model, calibration), gated.rates.shape
-        known = orders(run, shape, window) | {"the gates' rates": gated.rates}
-        static = Rivals(run, known, len(contexts[0].tokens), window, shape)
-        sizes = {"kv_ratio": gated.kv_ratio, "rates": gated.rates, "window": window}
-        for method, (policy, choice) in same_size(model, static, seed=seed, **sizes).items():
-            row(method, policy, choice)
+        own = row(method, policy)
+        first_rates = own.rates if first_rates is None else first_rates
+        run, shape = TeacherForced(model, calibration), own.rates.shape
+        known = orders(run, shape, policy.window) | {"the gates' rates": own.rates}
+        static = Rivals(run, known, len(contexts[0].tokens), policy.window, shape)
+        sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
+        for rival, (other, choice) in same_size(model, static, seed=seed, **sizes).items():
+            row(rival, other, choice)
     assert first_rates is not None
     return rows, first_rates
 
 
 def report(
-    model: Decoder, gates: WriteGate, config: TrainConfig, folder: Path, say: Callable[[str], None]
+    model: Decoder, params: Any, config: Recipe, folder: Path, say: Callable[[str], None]
 ) -> list[Row]:
     """Measure, write the report's files into `folder`, and return the rows. For models with the built-in vocabulary."""
     began, worked = time.perf_counter(), time.process_time()
@@ -134,16 +131,16 @@ def report(
             [exact(task.sample(first + index, CONTEXT)) for index in range(number)]
             for first, number in ((FIRST_SEED, count), (FIRST_SEED + CALIBRATION_SEED, CALIBRATION[name]))
         )
-    rows, rates = compare(
-        model, gates, tasks, context=CONTEXT, window=config.window, tau=config.tau, seed=config.seed, say=say
-    )
+    policy = config.deployed(params, model)
+    rows, rates = compare(model, (config.method, policy), tasks, context=CONTEXT, seed=config.seed, say=say)
+    own = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
     described = {
-        "model": config.model, "lambda": config.lambda_, "tau": config.tau, "window": config.window,
-        "steps": config.steps, "seed": config.seed, "mesh": str(config.mesh), "jax": jax.__version__,
-        "device": jax.devices()[0].device_kind, "report seconds": round(time.perf_counter() - began),
+        "model": config.model, "method": config.method, **own, "steps": config.steps, "seed": config.seed,
+        "mesh": str(config.mesh), "jax": jax.__version__, "device": jax.devices()[0].device_kind,
+        "report seconds": round(time.perf_counter() - began),
         "report processor seconds": round(time.process_time() - worked),
     }  # fmt: skip
-    write(folder, rows, rates, described)
+    write(folder, rows, rates, described, config.method)
     return rows
 
 
@@ -159,7 +156,7 @@ def table(rows: list[Row]) -> str:
 
 
 def write(
-    out: Path, rows: list[Row], rates: Float[np.ndarray, "l k"], description: dict[str, object]
+    out: Path, rows: list[Row], rates: Float[np.ndarray, "l k"], description: dict[str, object], trained: str
 ) -> None:
     """`report.json`, `report.md`, `tradeoff.png` and `heads.png` in `out`."""
     found = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
@@ -169,11 +166,11 @@ def write(
     }
     notes = "\n".join(f"- {key}: {value}" for key, value in (chosen | description).items())
     (out / "report.md").write_text(f"# Accuracy against KV size\n\n{table(rows)}\n\n{notes}\n")
-    _draw_tradeoff(out / "tradeoff.png", rows)
+    _draw_tradeoff(out / "tradeoff.png", rows, trained)
     _draw_heads(out / "heads.png", rates)
 
 
-def _draw_tradeoff(file: Path, rows: list[Row]) -> None:
+def _draw_tradeoff(file: Path, rows: list[Row], trained: str) -> None:
     tasks = list(dict.fromkeys(row.task for row in rows))
     figure = pictures.figure(4.5 * len(tasks), 3.6)
     for index, task in enumerate(tasks):
@@ -181,7 +178,7 @@ def _draw_tradeoff(file: Path, rows: list[Row]) -> None:
         mine = [row for row in rows if row.task == task]
         for row in mine:
             axes.plot(
-                row.kv_ratio, 100 * row.accuracy, "*" if row.method == "wgkv" else "o", label=row.method
+                row.kv_ratio, 100 * row.accuracy, "*" if row.method == trained else "o", label=row.method
             )
         axes.set(xscale="log", ylim=(-3, 103), xlabel="share of the full KV cache", ylabel="answers right, %")
         smallest = min(row.kv_ratio for row in mine)

@@ -1,86 +1,115 @@
-"""One update: gates and AdamW's moments in, the next ones and the numbers to log out."""
+"""One update: parameters and the optimizer's state in, the next ones and the numbers to log out."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
-from jaxtyping import Array, Float, Int
+from jax.sharding import reshard
 
-from kvjax.models.config import ModelConfig
+from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
-from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining
 from kvjax.struct import struct
-from kvjax.train.config import TrainConfig
-from kvjax.train.objective import distillation
+from kvjax.train.recipe import Recipe
+
+MASTER = jnp.float32
+"""What 16-bit parameters are kept in between updates, if they are."""
 
 
 @struct
 class TrainState:
-    """All that changes while training: a `WriteGate`, and optax's state, split over the mesh as the gates are."""
+    """All that changes while training, split over the mesh as the parameters are."""
 
-    gates: Any
+    params: Any
+    """The recipe's; with master weights in float32."""
     opt: Any
+    """optax's."""
+    held: Any = None
+    """What a later phase holds of the one before; no update changes it."""
 
 
-def schedule(sequences: int, rows: int, peak: float) -> optax.Schedule:
-    """The learning rate of the update that begins with sequence s of the run: peak · s/w during the first tenth
-    (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
-
-    WG-KV, App. C: 7,500 sequences, one an update, w = 750. Its code steps the schedule once a sequence, too.
-    """
-    warmup = max(1, math.floor(sequences / 10))
-
-    def rate(update: Any) -> Float[Array, ""]:
-        sequence = update * rows
-        after = (sequence - warmup) / max(1, sequences - warmup)
-        return peak * jnp.where(sequence < warmup, sequence / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
-
-    return rate
+def initial_state(recipe: Recipe, model: Decoder) -> TrainState:
+    """The state before the first update. To be jitted under a mesh."""
+    params = _masters(recipe, recipe.init(model))
+    return TrainState(params, recipe.optimizer().init(params))
 
 
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with decay on every gate parameter; no clipping (WG-KV, App. C)."""
-    rate = schedule(config.sequences, config.rows, config.lr)
-    return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=config.weight_decay)
+def enter(recipe: Recipe, before: Any) -> TrainState:
+    """The first state of a later phase, from the parameters of the one before. To be jitted under a mesh."""
+    params, held = recipe.enter(before)
+    params = _masters(recipe, params)
+    return TrainState(params, recipe.optimizer().init(params), held)
 
 
-def initial_state(config: TrainConfig, model: ModelConfig) -> TrainState:
-    """Random gates for the model, and the optimiser before the first update. To be jitted under a mesh."""
-    usual = 1.5 if model.model_type == "qwen3" else 4.0
-    gates: Any = WriteGate(
-        model.num_layers,
-        model.num_kv_heads,
-        model.head_dim,
-        expand=config.expand or usual,
-        rngs=nnx.Rngs(config.seed),
-    )
-    return TrainState(gates, optimizer(config).init(gates))
+def _masters(recipe: Recipe, params: Any) -> Any:
+    if not recipe.master_weights:
+        return params
+
+    def master(x):
+        return x.astype(MASTER) if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2 else x
+
+    return jax.tree.map(master, params)
 
 
-def trained_method(config: TrainConfig, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
-    """The gates as they are trained; `hard`: as they are used, binarised at τ."""
-    tau = jnp.full(gates.b2.shape[0], config.tau, jnp.float32)
-    return WriteGateTraining(gates, tau, window=config.window, sparsity=config.sparsity, hard=hard)
+def halves(recipe: Recipe, model: Decoder) -> Any:
+    """The dtypes that the recipe made its parameters of, where the state keeps master weights; else None."""
+    if not recipe.master_weights:
+        return None
+    return jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model))
 
 
-Update = Callable[[TrainState, Decoder, Any], tuple[TrainState, dict[str, Any]]]
+def seen_parameters(params: Any, dtypes: Any) -> Any:
+    """The parameters as the loss sees them and as they are exported: rounded, if these are master weights."""
+    return params if dtypes is None else jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
 
 
-def make_update(config: TrainConfig) -> Update:
-    """The jitted step `(state, model, tokens [b t]) -> (state, numbers)`; it takes the state's memory over."""
-    tx = optimizer(config)
+Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict[str, Any]]]
 
-    def loss(gates: WriteGate, model: Decoder, tokens: Int[Array, "b t"]):
-        method = trained_method(config, gates)
-        return distillation(method, model, tokens, window=config.window, weight=jnp.float32(config.lambda_))
 
-    def update(state: TrainState, model: Decoder, tokens: Int[Array, "b t"]):
-        (_, numbers), gradient = jax.value_and_grad(loss, has_aux=True)(state.gates, model, tokens)
-        change, opt = tx.update(gradient, state.opt, state.gates)
-        return TrainState(optax.apply_updates(state.gates, change), opt), numbers
+def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
+    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over. `dtypes`: of
+    parameters with master weights (`halves`)."""
+    tx = recipe.optimizer()
+
+    def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
+        def loss(params):
+            frozen = recipe.frozen(model, state.held)
+            value, numbers = recipe.loss(seen_parameters(params, dtypes), frozen, batch, key, step)
+            return value, {"loss": value} | numbers
+
+        (_, numbers), found = jax.value_and_grad(loss, has_aux=True)(state.params)
+        return found, numbers
+
+    def update(state: TrainState, model: Decoder | None, batch: Any, step: Any):
+        key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+        if recipe.accumulate == 1:
+            found, numbers = gradient(state, model, batch, key, step)
+        else:
+            found, numbers = _accumulated(recipe.accumulate, gradient, state, model, batch, key, step)
+        change, opt = tx.update(found, state.opt, state.params)
+        return TrainState(optax.apply_updates(state.params, change), opt, state.held), numbers
 
     return jax.jit(update, donate_argnums=0)
+
+
+def _accumulated(parts, gradient, state, model, batch, key, step):
+    """The means over the batch's parts, one after another; each part has as many rows of every device."""
+
+    def split(x):
+        rest = (None,) * (x.ndim - 1)
+        x = jax.lax.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]), out_sharding=P(BATCH, None, *rest))
+        return jnp.moveaxis(x, 1, 0)
+
+    def one(total, inputs):
+        index, part = inputs
+        part = jax.tree.map(lambda x: reshard(x, P(BATCH, *(None,) * (x.ndim - 1))), part)
+        found = gradient(state, model, part, jax.random.fold_in(key, index), step)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype) / parts, total, found), None
+
+    batches = jax.tree.map(split, batch)
+    first = jax.tree.map(lambda x: x[0], batches)
+    shapes = jax.eval_shape(gradient, state, model, first, key, step)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, out_sharding=x.sharding), shapes)
+    total, _ = jax.lax.scan(one, zeros, (jnp.arange(parts), batches))
+    return total

@@ -1,5 +1,4 @@
-"""What gates are worth on held-out documents: the distillation loss of the soft gates, which are trained, and of the
-hard ones, which are used (WG-KV's code logs both); the mean gate; and the sizes."""
+"""What parameters are worth on held-out sequences: a recipe's figures of each, whatever the mesh."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -13,86 +12,68 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
-from kvjax.policies.admission.wgkv import WriteGate
-from kvjax.train.config import TrainConfig
 from kvjax.train.data import Rows, to_mesh
-from kvjax.train.objective import student_errors
-from kvjax.train.step import trained_method
+from kvjax.train.recipe import Recipe
+from kvjax.train.step import TrainState, seen_parameters
 
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """Means over the held-out sequences."""
+    """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
 
-    distillation: float
-    """Of the soft gates."""
-    hard_distillation: float
-    """Of the gates binarised at τ."""
-    gate: float
-    """The mean soft gate."""
-    admitted: float
-    """Share of tokens whose gate is at least τ."""
-    kv_size: float
-    """Share of a sequence's entries that are left at its end, ring included."""
+    numbers: dict[str, float]
+    """Means of those that are one number a sequence."""
+    by_sequence: dict[str, Float[np.ndarray, "s ..."]]
+    """The others, of every sequence."""
     sequences: int
     """How many."""
-    rates: Float[np.ndarray, "s l k"]
-    """`admitted` by sequence, layer and kv head."""
-
-    @property
-    def numbers(self) -> dict[str, float]:
-        """For metrics.jsonl and the exported gates' config.json."""
-        return {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name != "rates"
-        }
 
     def __str__(self) -> str:
-        return (
-            f"held out ({self.sequences} sequences): distillation {self.distillation:.4g} soft, "
-            f"{self.hard_distillation:.4g} hard, gate {self.gate:.3f}, kv_size {self.kv_size:.3f}"
-        )
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
+        return f"held out ({self.sequences} sequences): {figures}"
 
 
-Validate = Callable[[WriteGate, Decoder], Validation]
+Validate = Callable[[TrainState, Decoder | None], Validation]
 
 
-def make_validate(config: TrainConfig, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " _"]]) -> Validate:
-    """A function that measures gates on the held-out sequences. A sequence's figures do not depend on the mesh."""
+def make_validate(
+    recipe: Recipe, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " _"]], dtypes: Any = None
+) -> Validate:
+    """A function that measures a state on the held-out sequences. A sequence's figures do not depend on the mesh.
+    `dtypes`: of parameters with master weights (`halves`)."""
+
+    shards = recipe.mesh.batch_shards
+    # the loss is a mean over its batch: each sequence is then in every row
+    alone = type(recipe).measure is Recipe.measure
 
     @jax.jit
-    def measure(gates: WriteGate, model: Decoder, tokens: Int[Array, "b t"]) -> dict[str, Any]:
-        teacher = model.hidden(tokens)
+    def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
+        params, frozen = seen_parameters(state.params, dtypes), recipe.frozen(model, state.held)
+        if not alone:
+            return reshard(recipe.measure(params, frozen, batch), P())
+        key, step = jax.random.key(recipe.seed), jnp.int32(recipe.steps)
+        value, numbers = recipe.loss(params, frozen, batch, key, step)
+        return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
 
-        def error(hard: bool):
-            method = trained_method(config, gates, hard=hard)
-            squares, scalars = student_errors(method, model, tokens, teacher, window=config.window)
-            return jnp.mean(squares, (1, 2)), scalars
-
-        soft, gated = error(False)
-        hard, used = error(True)
-        found = {
-            "distillation": soft,
-            "hard_distillation": hard,
-            "gate": gated["gate"].mean((0, 2)),
-            "kv_size": used["kv_size"].mean((0, 2)),
-            "rates": used["admitted"].transpose(1, 0, 2),
-        }
-        return reshard(found, P())
-
-    def validate(gates: WriteGate, model: Decoder) -> Validation:
-        found: dict[str, list[Any]] = {}
-        for group in _groups(sequences, config.mesh.batch_shards):
-            rows = Rows.of_this_process(mesh, config.mesh.batch_shards)
-            padded = np.stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
-            for name, values in jax.device_get(measure(gates, model, to_mesh(mesh, rows, padded))).items():
-                found.setdefault(name, []).extend(values[: len(group)])
-        rates = np.stack(found.pop("rates"))
-        means = {name: float(np.mean(values, dtype=np.float64)) for name, values in found.items()}
-        return Validation(
-            **means, admitted=float(rates.mean(dtype=np.float64)), sequences=len(rates), rates=rates
+    def batches(model: Decoder | None):
+        rows = Rows.of_this_process(mesh, shards)
+        groups = list(_groups(sequences, 1 if alone else shards))
+        padded = (
+            np.stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
+            for group in groups
         )
+        for group, batch in zip(groups, recipe.batches(padded, model), strict=True):
+            yield len(group), to_mesh(mesh, rows, batch)
+
+    def validate(state: TrainState, model: Decoder | None) -> Validation:
+        found: dict[str, list[Any]] = {}
+        for count, batch in batches(model):
+            for name, values in jax.device_get(measure(state, model, batch)).items():
+                found.setdefault(name, []).extend(values[:count])
+        figures = {name: np.stack(values) for name, values in found.items()}
+        numbers = {name: float(x.mean(dtype=np.float64)) for name, x in figures.items() if x.ndim == 1}
+        rest = {name: x for name, x in figures.items() if name not in numbers}
+        return Validation(numbers, rest, len(sequences))
 
     return validate
 

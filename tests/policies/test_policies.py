@@ -139,7 +139,7 @@ def test_sparsity_forms_on_the_worked_example(gates):
     forms: tuple[tuple[Literal["lifetime", "paper"], float], ...] = ("lifetime", 0.96875), ("paper", paper)
     for form, want in forms:
         method = WriteGateTraining(gates, jnp.float32(0.1), window=2, sparsity=form)
-        found = method.auxiliary(gate, step([[0, 1, 2, 3]]), None, None)
+        found = method.figures(gate, step([[0, 1, 2, 3]]), None)
         np.testing.assert_allclose(found["sparsity"], want, atol=1e-6)
     np.testing.assert_allclose(found["kv_size"], 1.0)
 
@@ -149,8 +149,10 @@ def test_the_soft_gate_has_a_floor(gates):
     closed = layer(gates, 0)
     closed.b2[...] = closed.b2[...] - 1e3
     method = WriteGateTraining(closed, jnp.float32(0.1), window=1)
-    _, [(_, _, log_gate)] = method.masks((), at)
-    np.testing.assert_allclose(log_gate, np.log(GATE_FLOOR), rtol=1e-6)
+    _, [mask] = method.masks(at)
+    assert mask.weight is None
+    assert mask.end is None
+    np.testing.assert_allclose(mask.log_gate, np.log(GATE_FLOOR), rtol=1e-6)
 
 
 def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, gates):

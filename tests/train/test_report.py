@@ -10,7 +10,7 @@ from kvjax.evaluate.static_heads import Rivals
 from kvjax.evaluate.teacher_forced import Outcome
 from kvjax.inference.sampling import prefill
 from kvjax.train import report as report_module
-from kvjax.train.config import TrainConfig
+from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.report import EVICTIONS, Row, same_size, table, write
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -43,7 +43,7 @@ def test_the_report_is_written(tmp_path):
         Row("wgkv", "recall", 64, 0.2, 0.4, 0.8, 10, {"F": 0.8}),
         Row("head pattern", "recall", 64, 0.2, 0.4, 0.3, 10, {"F": 0.3}, "order one whole"),
     ]
-    write(tmp_path, rows, np.full((3, 4), 0.2), {"lambda": 0.3})
+    write(tmp_path, rows, np.full((3, 4), 0.2), {"lambda": 0.3}, "wgkv")
     assert "| recall, 64 tokens | wgkv | 0.200 | 0.400 | 80.0% | 10 |" in table(rows)
     assert (
         "head pattern on recall, chosen on other contexts: order one whole"
@@ -59,14 +59,14 @@ def test_the_report_is_written(tmp_path):
 def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkeypatch, tmp_path):
     taken = {}
 
-    def compare(model, gates, tasks, **_):
+    def compare(model, trained, tasks, **_):
         taken.update(tasks)
         return [], np.zeros((1, 1))
 
     monkeypatch.setattr(report_module, "compare", compare)
     monkeypatch.setattr(report_module, "write", lambda *_: None)
     model = tiny_model()
-    report_module.report(model, tiny_gates(model), TrainConfig(report=how), tmp_path, print)
+    report_module.report(model, tiny_gates(model), WriteGates(report=how), tmp_path, print)
     for contexts, calibration in taken.values():
         assert sum(len(c.questions) for c in contexts) >= least
         assert not {c.tokens.tobytes() for c in contexts} & {c.tokens.tobytes() for c in calibration}

@@ -1,5 +1,6 @@
 """Whole runs on the test-size model: what they leave, and that one which is killed ends like one which is not."""
 
+import functools
 import json
 import os
 import shutil
@@ -25,8 +26,9 @@ from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
-from kvjax.train.config import TrainConfig, parse
+from kvjax.train.config import parse
 from kvjax.train.loop import Run, train
+from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.step import TrainState
 from kvjax.train.validation import Validation
 from tests.tiny_models import tiny_model
@@ -63,6 +65,11 @@ def written(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     validations = {line["step"]: line["validation"] for line in lines if "validation" in line}
     return [line for line in lines if "validation" not in line], validations
+
+
+def logged(validation):
+    """A validation as metrics.jsonl and the exported gates have it."""
+    return validation.numbers | {"sequences": validation.sequences}
 
 
 def losses(folder):
@@ -132,7 +139,7 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
     again = train(parse(["--resume", "--out", str(folder), "--mesh", "8"]))
     assert losses(folder) == losses(whole.folder)
     assert written(folder)[1] == written(whole.folder)[1]
-    np.testing.assert_array_equal(again.gates.w1[...], whole.gates.w1[...])
+    np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
 def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
@@ -140,7 +147,7 @@ def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
     assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
     again = resumed(killed, tmp_path, "8")
     assert losses(again.folder) == losses(whole.folder)
-    for mine, theirs in zip(jax.tree.leaves(again.gates), jax.tree.leaves(whole.gates), strict=True):
+    for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
@@ -157,17 +164,17 @@ def test_a_run_leaves_gates_that_make_policy_loads(whole):
         policy = make_policy("wgkv", model=model, gates=whole.folder / "gates")
     assert policy.window == 8
     for mine, theirs in zip(
-        jax.tree.leaves(policy.admission.gates), jax.tree.leaves(whole.gates), strict=True
+        jax.tree.leaves(policy.admission.gates), jax.tree.leaves(whole.params), strict=True
     ):
         np.testing.assert_array_equal(mine, theirs)
     described = json.loads((whole.folder / "gates" / "config.json").read_text())
     assert (described["lambda"], described["tau"], described["window"]) == (0.3, 0.1, 8)
     assert (described["sequences"], described["batch"], described["lengths"]) == (48, 8, [64])
-    found = whole.validation
-    np.testing.assert_allclose(described["rate"], found.rates.mean(0), atol=1e-4)
-    np.testing.assert_allclose(described["peak_rate"], found.rates.max(0), atol=1e-4)
-    np.testing.assert_allclose(policy.admission.rate, found.rates.max(0), atol=1e-4)
-    assert found.rates.shape == (8, *whole.gates.b2.shape)
+    rates = whole.validation.by_sequence["rates"]
+    np.testing.assert_allclose(described["rate"], rates.mean(0), atol=1e-4)
+    np.testing.assert_allclose(described["peak_rate"], rates.max(0), atol=1e-4)
+    np.testing.assert_allclose(policy.admission.rate, rates.max(0), atol=1e-4)
+    assert rates.shape == (8, *whole.params.b2.shape)
     assert (whole.folder / "gates" / "orbax").is_dir()
 
 
@@ -175,7 +182,7 @@ def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
     _, validations = written(whole.folder)
     assert list(validations) == [1, 3, 5]
     described = json.loads((whole.folder / "gates" / "config.json").read_text())["validation"]
-    assert described == validations[5] == whole.validation.numbers
+    assert described == validations[5] == logged(whole.validation)
     assert set(described) == {
         *("distillation", "hard_distillation", "gate", "admitted", "kv_size", "sequences")
     }
@@ -189,37 +196,39 @@ def test_validations_as_often_as_told(whole, tmp_path):
     assert list(validations) == [2, 5]
     assert other.validation.sequences == 3
     # the first three of the same sequences, on another mesh
-    assert other.validation.rates == pytest.approx(whole.validation.rates[:3], abs=0.05)
+    rates, first = (run.validation.by_sequence["rates"] for run in (other, whole))
+    assert rates == pytest.approx(first[:3], abs=0.05)
 
 
 def test_the_end_of_a_run_says_what_it_left(whole):
     config = parse(["--resume", "--out", str(whole.folder), "--mesh", "8"])
-    said, found = summary(config, whole), whole.validation
+    text, found = summary(config, whole), whole.validation.numbers
     for part in (
-        f"gates: {whole.folder}/gates", "held out (8 sequences)", f"{found.distillation:.4g} soft",
-        f"{found.hard_distillation:.4g} hard", "at τ 0.1", f"--model {config.model}", "kvjax.generate",
-        f"--policy wgkv --gates {whole.folder}/gates",
+        f"gates: {whole.folder}/gates", "held out (8 sequences): ",
+        *(f"{name} {value:.4g}" for name, value in found.items()),
+        f"at τ 0.1 they admit {100 * found['admitted']:.1f}% of the tokens", f"--model {config.model}",
+        "kvjax.generate", f"--policy wgkv --gates {whole.folder}/gates",
     ):  # fmt: skip
-        assert part in said, part
+        assert part in text, part
 
 
 @pytest.mark.parametrize("broken", ["loss", "gates"])
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
     folder, made = tmp_path / "run", []
 
-    def make_update(config):
-        def update(state, model, tokens):
+    def make_update(*args):
+        def update(state, model, batch, step):
             made.append(1)
             bad = len(made) == 4
             if bad and broken == "gates":
-                state.gates.b2[...] = state.gates.b2[...] * jnp.nan
+                state.params.b2[...] = state.params.b2[...] * jnp.nan
             return state, {"loss": jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)}
 
         return update
 
-    found = Validation(1.0, 1.0, 0.5, 0.5, 0.5, 1, np.zeros((1, 2, 4)))
+    found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
-    monkeypatch.setattr(loop, "make_validate", lambda *args: lambda gates, model: found)
+    monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
     with pytest.raises(
         UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"
     ):
@@ -242,7 +251,7 @@ def test_a_finished_run_is_left_as_it_is(whole):
     before = (whole.folder / "metrics.jsonl").read_text()
     again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", str(MeshShape(fsdp=8))]))
     assert (whole.folder / "metrics.jsonl").read_text() == before
-    np.testing.assert_array_equal(again.gates.w1[...], whole.gates.w1[...])
+    np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
 def test_two_processes_train_like_one(whole, tmp_path):
@@ -282,7 +291,7 @@ def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path)
     found = train(parse([*args, "--out", str(tmp_path / "run")]))
     _, validations = written(found.folder)
     assert list(validations) == [4, 5]
-    assert found.validation.numbers == validations[5]
+    assert logged(found.validation) == validations[5]
     assert sorted(file.name for file in (found.folder / "checkpoints").iterdir()) == ["4", "6"]
 
 
@@ -302,17 +311,20 @@ def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, mon
 def resuming(notes, group, groups):
     """Where a run goes on whose checkpoint has these notes."""
     places, mesh, state = [], make_mesh(), TrainState(None, None)
+    config = WriteGates(resume=True, window=4, expand=4.0)
     checkpoints = SimpleNamespace(latest=lambda: 3, restore=lambda step, like: (state, {"data": notes}))
     with jax.set_mesh(mesh):
         run = SimpleNamespace(
-            config=TrainConfig(resume=True, window=4, expand=4.0),
+            config=config,
+            phases=(config,),
+            ends=[config.steps],
             mesh=mesh,
-            model=tiny_model(),
             rows=SimpleNamespace(group=group, groups=groups),
             checkpoints=checkpoints,
             sequences=SimpleNamespace(set_state=places.append),
         )
-        assert Run.begin(run)[1] == 3
+        run.first_state = functools.partial(Run.first_state, run)
+        assert Run.begin(run, tiny_model())[1] == 3
     return places
 
 

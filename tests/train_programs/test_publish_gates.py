@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kvjax.exported import describe
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from kvjax.policies.admission.wgkv import WriteGate, describe_gates, load_gates, save_gates
+from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
 from train.publish_gates import main
 
 
@@ -26,7 +27,7 @@ def test_published_gates_are_those_of_the_run_in_half_the_bytes(tmp_path):
     main(["--run", str(tmp_path / "run"), "--out", str(out), "--model", "some/model", "--data", "text"])
     sizes = [(folder / "gates.safetensors").stat().st_size for folder in (tmp_path / "run" / "gates", out)]
     assert sizes[1] < 0.6 * sizes[0]
-    assert describe_gates(out).items() >= (described | {"model": "some/model", "data": "text"}).items()
+    assert describe(out).items() >= (described | {"model": "some/model", "data": "text"}).items()
     published, _ = load_gates(out)
     for one, other in zip(jax.tree.leaves(gates), jax.tree.leaves(published), strict=True):
         assert other.dtype == jnp.float32

@@ -7,7 +7,7 @@ a token is written to the global region iff g ≥ τ.
 gate: the network. policy: the admission. soft: what is trained. files: exported gates.
 """
 
-from kvjax.policies.admission.wgkv.files import describe_gates, gates_digest, load_gates, save_gates
+from kvjax.policies.admission.wgkv.files import load_gates, save_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
 from kvjax.policies.admission.wgkv.policy import WGKV, wgkv
 from kvjax.policies.admission.wgkv.soft import GATE_FLOOR, WriteGateTraining
@@ -17,8 +17,6 @@ __all__ = [
     "WGKV",
     "WriteGate",
     "WriteGateTraining",
-    "describe_gates",
-    "gates_digest",
     "load_gates",
     "save_gates",
     "wgkv",

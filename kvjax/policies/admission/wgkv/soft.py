@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.admission.wgkv.gate import WriteGate
+from kvjax.policies.interfaces import Mask
 from kvjax.step import Step
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import ends
@@ -30,20 +30,17 @@ class WriteGateTraining:
     sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
     hard: bool = static(default=False)
 
-    def sample(self, key: jax.Array) -> "WriteGateTraining":
-        return self
-
-    def masks(self, state: Any, step: Step):
+    def masks(self, step: Step):
         gate = self.gates(step.k_pre, step.k)
         if self.hard:
-            return gate, [(None, ends(gate >= self.tau, self.window), None)]
-        return gate, [(None, None, jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
+            return gate, [Mask(end=ends(gate >= self.tau, self.window))]
+        return gate, [Mask(log_gate=jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
 
-    def auxiliary(
-        self, state: Float[Array, "b k t"], step: Step, o: Any, lse: Any
-    ) -> dict[str, Float[Array, "..."]]:
-        """Per sequence and kv head `[b k]`: the sparsity term, the mean gate, the share of tokens that the hard gate
-        admits, and the share of the sequence's entries that it would leave in the cache at the end, ring included."""
+    def figures(
+        self, state: Float[Array, "b k t"], step: Step, attended: Any
+    ) -> dict[str, Float[Array, "b k"]]:
+        """The sparsity term, the mean gate, the share of tokens that the hard gate admits, and the share of the
+        sequence's entries that it would leave in the cache at the end, ring included."""
         admitted, tokens = state >= self.tau, state.shape[-1]
         # the loss sees the floor everywhere, and no gradient comes from below it (WG-KV's code)
         gate = jnp.maximum(state, GATE_FLOOR)

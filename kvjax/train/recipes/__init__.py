@@ -1,0 +1,22 @@
+"""Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV)."""
+
+from kvjax.errors import UserError
+from kvjax.plugins import METHODS, find, names
+from kvjax.train.recipe import Recipe
+
+RECIPES = {"wgkv": "kvjax.train.recipes.wgkv:WriteGates"}
+
+
+def find_recipe(method: str) -> type[Recipe]:
+    """The recipe called so: kvjax's, an installed package's, or the class at package.module:NAME.
+
+    Raises:
+        UserError: there is none, or it is no recipe.
+    """
+    found = find(RECIPES.get(method, method), METHODS, "--method")
+    if found is None:
+        known = ", ".join([*RECIPES, *names(METHODS)])
+        raise UserError(f"--method {method}: known are {known}, and package.module:NAME")
+    if not (isinstance(found, type) and issubclass(found, Recipe)):
+        raise UserError(f"--method {method} is no recipe, a subclass of kvjax.train.recipe.Recipe")
+    return found

@@ -1,0 +1,191 @@
+"""WG-KV: write gates of a frozen model, distilled from its own hidden states (paper §3, App. C)."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.errors import LARGEST_INT, UserError
+from kvjax.mesh import AXES, gather
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gates
+from kvjax.train.objective import student_errors
+from kvjax.train.recipe import Recipe, Rule
+
+if TYPE_CHECKING:
+    from kvjax.train.validation import Validation
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteGates(Recipe):
+    """Train WG-KV write gates for a frozen model.
+
+    With nothing but --mesh: gates for the built-in small model (configs/builtin.yaml), a report of accuracy against
+    measured cache size, checkpoints and plots. Without --config, another --model starts from the paper's values.
+    """
+
+    lambda_: Annotated[float, tyro.conf.arg(name="lambda")] = 0.04
+    """Weight of the sparsity term: a larger one keeps less."""
+    window: int = 256
+    """The last tokens that are always visible."""
+    tau: float = 0.1
+    """A token is kept for good iff its gate is at least this."""
+    sparsity: Literal["lifetime", "paper"] = "lifetime"
+    """Sparsity term: weighted by the share of a token's life spent outside the window (the paper's code), or the plain
+    mean (the paper's text)."""
+    expand: float | None = None
+    """Hidden width of the gates over head_dim; by default 1.5 for Qwen3 and 4 for the others."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    weight_decay: float = 0.01
+    """AdamW's, on every gate parameter."""
+
+    exports: ClassVar[str] = "gates"
+    builtin: ClassVar[str | None] = "builtin"
+    shown: ClassVar[Mapping[str, str]] = {
+        "loss": ".4f",
+        "distillation": ".4f",
+        "sparsity": ".3f",
+        "kv_size": ".3f",
+    }
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        yield self.lambda_ >= 0, "--lambda", "at least 0", self.lambda_
+        yield self.window >= 1, "--window", "at least 1", self.window
+        yield 0 <= self.tau <= 1, "--tau", "between 0 and 1", self.tau
+        yield self.expand is None or self.expand > 0, "--expand", "a finite number above 0", self.expand
+        yield self.lr > 0, "--lr", "above 0", self.lr
+        yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
+
+    def check(self) -> None:
+        if self.lengths and self.lengths[0] <= self.window:
+            raise UserError(
+                f"--lengths {self.lengths[0]} is not above --window {self.window}: no token would leave the window"
+            )
+        super().check()
+
+    def check_model(self, model: ModelConfig) -> None:
+        # half a neuron and less is rounded to none
+        if self.expand is not None and not 0.5 < (width := model.head_dim * self.expand) <= LARGEST_INT:
+            raise UserError(
+                f"--expand {self.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
+                "expected at least 1"
+            )
+
+    def init(self, model: Decoder) -> WriteGate:
+        shape = model.config
+        usual = 1.5 if shape.model_type == "qwen3" else 4.0
+        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        return WriteGate(*sizes, expand=self.expand or usual, rngs=nnx.Rngs(self.seed))
+
+    def masks(self, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
+        """The gates as they are trained; `hard`: as they are used, binarised at τ."""
+        tau = jnp.full(gates.b2.shape[0], self.tau, jnp.float32)
+        return WriteGateTraining(gates, tau, window=self.window, sparsity=self.sparsity, hard=hard)
+
+    def loss(self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"], key: jax.Array, step: Any):
+        """The mean squared error between the final hidden states of student and teacher, plus λ times the sparsity
+        term. Means go over sequences, tokens and width, and over layers, sequences and kv heads."""
+        teacher = jax.lax.stop_gradient(frozen.hidden(batch))
+        squares, scalars = student_errors(self.masks(params), frozen, batch, teacher, window=self.window)
+        error = jnp.mean(squares)
+        means = jax.tree.map(lambda scalar: scalar.mean((1, 2)).mean(), scalars)
+        return error + jnp.float32(self.lambda_) * means["sparsity"], {"distillation": error} | means
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW with decay on every gate parameter; no clipping (App. C)."""
+        rate = warmup_cosine(self.sequences, self.rows, self.lr)
+        return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=self.weight_decay)
+
+    def measure(self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"]) -> dict[str, Any]:
+        """The distillation loss of the soft gates, which are trained, and of the hard ones, which are used (the
+        authors' code logs both); the mean gate; the share of a sequence's entries that are left at its end, ring
+        included; and the share of tokens whose gate is at least τ, by layer and kv head (`rates`)."""
+        teacher = frozen.hidden(batch)
+
+        def error(hard: bool):
+            squares, scalars = student_errors(
+                self.masks(params, hard=hard), frozen, batch, teacher, window=self.window
+            )
+            return jnp.mean(squares, (1, 2)), scalars
+
+        soft, gated = error(False)
+        hard, used = error(True)
+        return {
+            "distillation": soft,
+            "hard_distillation": hard,
+            "gate": gated["gate"].mean((0, 2)),
+            "kv_size": used["kv_size"].mean((0, 2)),
+            "admitted": used["admitted"].mean((0, 2)),
+            "rates": used["admitted"].transpose(1, 0, 2),
+        }
+
+    def remark(self, found: "Validation") -> str:
+        return f"at τ {self.tau:g} they admit {100 * found.numbers['admitted']:.1f}% of the tokens"
+
+    def export(self, folder: Path, params: WriteGate, model: Decoder, found: "Validation") -> None:
+        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads; the rates, of
+        held-out sequences, size its pool."""
+        rates = found.by_sequence["rates"]
+        description = {
+            "tau": self.tau,
+            "window": self.window,
+            "rate": _rounded(rates.mean(0)),
+            "peak_rate": _rounded(rates.max(0)),
+            "validation": found.numbers | {"sequences": found.sequences},
+            "model": self.model,
+            "data": self.data,
+            "lambda": self.lambda_,
+            "sparsity": self.sparsity,
+            "sequences": self.sequences,
+            "batch": self.rows,
+            "lengths": list(self.lengths),
+            "seed": self.seed,
+        }
+        whole = gather(params, *AXES)
+        if jax.process_index() == 0:
+            save_gates(folder, whole, description)
+
+    @property
+    def compared(self) -> Sequence[str]:
+        return ()
+
+    def deployed(self, params: WriteGate, model: Decoder) -> Policy:
+        # without rates the pool takes everything: the real size is not known yet
+        return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
+
+    @classmethod
+    def policy(cls, *, gates: Any, model: Any = None, **options: Any) -> Policy:
+        return make_policy("wgkv", gates=gates, model=model, **options)
+
+
+def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:
+    """The learning rate of the update that begins with sequence s of the run: peak · s/w during the first tenth
+    (w = sequences/10), then a cosine from peak to 0. Update i begins with sequence i · rows.
+
+    WG-KV, App. C: 7,500 sequences, one an update, w = 750. Its code steps the schedule once a sequence, too.
+    """
+    warmup = max(1, math.floor(sequences / 10))
+
+    def rate(update: Any) -> Float[Array, ""]:
+        sequence = update * rows
+        after = (sequence - warmup) / max(1, sequences - warmup)
+        return peak * jnp.where(sequence < warmup, sequence / warmup, (1 + jnp.cos(jnp.pi * after)) / 2)
+
+    return rate
+
+
+def _rounded(rates: np.ndarray) -> list[list[float]]:
+    return np.round(rates.astype(np.float64), 4).tolist()

@@ -1,0 +1,200 @@
+"""What every recipe must do: a recipe is added to `RECIPES`, with what it is told for the test-size model."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.inference.sampling import sample
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from kvjax.train import loop
+from kvjax.train.config import parse
+from kvjax.train.data import Rows, to_mesh
+from kvjax.train.recipes import find_recipe
+from kvjax.train.step import enter, initial_state, make_update
+from tests.tiny_models import filled, tiny_config, tiny_model
+
+RECIPES = {
+    "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
+    "tests.probes.head_masks:HeadMasks": {"window": 8, "sink": 2},
+    "tests.train.recipes.whole_model:WholeModel": {"window": 8},
+}
+DRAWING = {"tests.probes.head_masks:HeadMasks"}
+"""Those whose loss draws, so that the parts of an update draw differently."""
+MESHES = {"8": {"fsdp": 8}, "2x4": {"fsdp": 2, "tensor": 4}}
+each = pytest.mark.parametrize("method", RECIPES)
+
+
+def made(method, **changes):
+    told = {{"lambda": "lambda_"}.get(name, name): value for name, value in RECIPES[method].items()}
+    return find_recipe(method)(method=method, lengths=(32,), shares=(1.0,), sequences=24, **told | changes)
+
+
+def updates(recipe, mesh, count=3):
+    """The logged numbers of so many updates of the tiny model, and the state after them."""
+    numbers = []
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        update, read = make_update(recipe), None if recipe.takes_model else model
+        for step in range(count):
+            tokens = np.random.default_rng(step).integers(0, 61, (8, 32)).astype(np.int32)
+            batch = to_mesh(mesh, Rows(0, 8, 8), tokens)
+            state, found = update(state, read, batch, np.int32(step))
+            numbers.append({name: float(value) for name, value in found.items()})
+    return numbers, state
+
+
+@each
+def test_every_mesh_gives_the_same(method):
+    alone, _ = updates(made(method), make_mesh())
+    for shape in MESHES.values():
+        for mine, theirs in zip(updates(made(method), make_mesh(**shape))[0], alone, strict=True):
+            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
+    assert alone[0]["loss"] != alone[2]["loss"]
+
+
+@pytest.mark.parametrize("method", [method for method in RECIPES if method not in DRAWING])
+def test_an_update_in_parts_is_the_update(method):
+    whole, _ = updates(made(method, batch=8), make_mesh(fsdp=2))
+    parts, _ = updates(made(method, batch=8, accumulate=4), make_mesh(fsdp=2))
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5)
+
+
+@pytest.mark.parametrize("method", sorted(DRAWING))
+def test_every_part_and_every_update_draws_anew(method):
+    """Parameters that do not change, and one batch."""
+    recipe, mesh = made(method, lr=0.0), make_mesh()
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        update, tokens, found = make_update(recipe), jnp.zeros((8, 32), jnp.int32) + jnp.arange(32), []
+        for step in (0, 0, 1):
+            state, numbers = update(state, model, tokens, np.int32(step))
+            found.append(float(numbers["cross_entropy"]))
+        parts = make_update(dataclasses.replace(recipe, accumulate=2))
+        _, numbers = parts(state, model, tokens, np.int32(0))
+    assert found[0] == found[1] != found[2]
+    assert float(numbers["cross_entropy"]) not in found
+
+
+def arguments(method, folder, *more):
+    told = [text for name, value in RECIPES[method].items() for text in (f"--{name}", str(value))]
+    return [
+        *(
+            "--method",
+            method,
+            "--model",
+            str(builtin_model("test_model")),
+            "--dtype",
+            "float32",
+            "--mesh",
+            "2",
+        ),
+        *("--lengths", "64", "--shares", "1", "--batch", "4", "--sequences", "16", "--checkpoint-every", "1"),
+        *("--validation", "2", "--report", "none", "--out", str(folder), *told, *more),
+    ]
+
+
+class Stopped(Exception):
+    pass
+
+
+@each
+def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
+    """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
+    whole = loop.train(parse(arguments(method, tmp_path / "whole")))
+    make, done = make_update, []
+
+    def stopping(*args):
+        update = make(*args)
+
+        def stopped(*args):
+            if len(done) == 3:
+                raise Stopped
+            done.append(1)
+            return update(*args)
+
+        return stopped
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "make_update", stopping)
+        with pytest.raises(Stopped):
+            loop.train(parse(arguments(method, tmp_path / "run")))
+    resumed = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+    for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert resumed.validation.numbers == whole.validation.numbers
+
+    recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
+    assert json.loads((exported / "config.json").read_text())["method"] == method
+    tokens = np.random.default_rng(0).integers(4, 60, 40)
+    with jax.set_mesh(make_mesh()):
+        model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")
+        policy = make_policy(method, gates=exported, model=model)
+        read = sample(model, [tokens], policy=policy, max_new_tokens=8)
+    with jax.set_mesh(whole.mesh):
+        own = recipe.deployed(whole.params, whole.model)
+        kept = sample(whole.model, [tokens, tokens], policy=own, max_new_tokens=8)
+    np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])
+    assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)
+
+
+@each
+def test_what_is_frozen_stays(method):
+    recipe = made(method)
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        before = jax.device_get(jax.tree.leaves(model))
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        later = recipe.phases()[-1]
+        if later is not recipe:
+            state = jax.jit(lambda params: enter(later, params))(state.params)
+        held = jax.device_get(jax.tree.leaves(state.held))
+        params = jax.device_get(jax.tree.leaves(state.params))
+        read = None if recipe.takes_model else model
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
+        for step in range(2):  # the first may have a rate of 0
+            state, _ = make_update(later)(state, read, tokens, np.int32(step))
+    for mine, theirs in zip(jax.tree.leaves((state.held, model)), [*held, *before], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]
+    assert any(changed)
+
+
+def test_a_trained_model_its_gradients_and_its_moments_are_split():
+    """Each of 8 devices has an eighth of parameters and moments, but for what is too small to split."""
+    _, state = updates(made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8), count=1)
+    leaves = jax.tree.leaves(state)
+    total = sum(x.nbytes for x in leaves)
+    own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    assert total / 8 <= own < 1.15 * total / 8
+
+
+def test_master_weights_keep_what_halves_would_lose():
+    """Steps of a thousandth of a bfloat16's last place add up; the loss sees rounded weights."""
+    method, mesh = "tests.train.recipes.whole_model:WholeModel", make_mesh()
+    ends = {}
+    for kept in (False, True):
+        recipe = made(method, lr=1e-5, master_weights=kept)
+        with jax.set_mesh(mesh):
+            model = filled(tiny_config(), jnp.bfloat16)
+            first = np.asarray(model.layers.down[...], np.float32)
+            dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model)) if kept else None
+            state = jax.jit(lambda model, recipe=recipe: initial_state(recipe, model))(model)
+            tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
+            update = make_update(recipe, dtypes)
+            for step in range(4):
+                state, _ = update(state, None, tokens, np.int32(step))
+        weights = state.params["model"].layers.down[...]
+        assert weights.dtype == (jnp.float32 if kept else jnp.bfloat16)
+        ends[kept] = np.mean(np.asarray(weights, np.float32) != first)
+    assert ends[True] > 0.99
+    assert ends[False] < 0.5

@@ -1,0 +1,251 @@
+"""Write gates' maths: the paper's schedule, AdamW, the loss, what they lose held out, and what a run leaves."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from kvjax.command.launch import MeshShape
+from kvjax.exported import describe
+from kvjax.inference.forward import extend
+from kvjax.inference.room import empty_cache
+from kvjax.mesh import adopt, make_mesh
+from kvjax.policies import make_policy
+from kvjax.policies.admission.wgkv import GATE_FLOOR
+from kvjax.train.objective import student_errors
+from kvjax.train.recipes.wgkv import WriteGates, warmup_cosine
+from kvjax.train.step import initial_state
+from kvjax.train.validation import Validation
+from tests.tiny_models import tiny_gates, tiny_model
+from tests.train.write_gates import CONFIG, TAU, WINDOW, batch, held_out, validated
+
+
+def test_the_schedule_is_the_papers():
+    rate = warmup_cosine(7500, 1, 1e-3)
+    for update in (0, 1, 400, 749):
+        assert float(rate(update)) == pytest.approx(1e-3 * update / 750, rel=1e-6)
+    for update in (750, 3000, 7499):
+        wanted = 1e-3 * (1 + math.cos(math.pi * (update - 750) / 6750)) / 2
+        assert float(rate(update)) == pytest.approx(wanted, rel=1e-4, abs=1e-10)
+
+
+def test_the_schedule_is_in_sequences():
+    """An update has the rate of the sequence that it begins with, whatever the mesh: the paper's own at 0, 8, 16, …"""
+    ones, eights = warmup_cosine(7500, 1, 1e-3), warmup_cosine(7500, 8, 1e-3)
+    for update in (0, 1, 93, 94, 500, 937):
+        assert float(eights(update)) == pytest.approx(float(ones(8 * update)), rel=1e-6)
+    rates = [float(warmup_cosine(20, 1, 1.0)(update)) for update in range(20)]
+    assert rates[:3] == pytest.approx([0, 0.5, 1])
+    assert rates[11] == pytest.approx(0.5)
+    assert float(warmup_cosine(1, 1, 1.0)(0)) == 0
+
+
+def test_a_tenth_is_rounded_down():
+    assert [float(warmup_cosine(25, 1, 1.0)(i)) for i in range(3)] == pytest.approx([0, 0.5, 1])
+
+
+def test_the_built_in_recipe_has_the_rates_of_200_updates():
+    """Bit for bit: w = 20 updates, and a cosine over the other 180."""
+    rate = warmup_cosine(1600, 8, 5e-3)
+    for update in range(200):
+        falling = (1 + jnp.cos(jnp.pi * ((jnp.int32(update) - 20) / 180))) / 2
+        wanted = 5e-3 * jnp.where(update < 20, jnp.int32(update) / 20, falling)
+        assert float(rate(jnp.int32(update))) == float(wanted), update
+
+
+def test_adamw_by_hand():
+    """torch's AdamW: p ← p (1 − lr·wd) − lr · m̂ / (√v̂ + ε), decay on every parameter, lr 0 in the first update."""
+    config = WriteGates(sequences=20, lr=0.1, weight_decay=0.01)
+    tx, p, gradients = config.optimizer(), jnp.float32(2), [0.5, -0.25, 1.0]
+    state, m, v, wanted = tx.init(p), 0.0, 0.0, 2.0
+    for i, gradient in enumerate(gradients):
+        change, state = tx.update(jnp.float32(gradient), state, p)
+        p = p + change
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        step = m / (1 - 0.9 ** (i + 1)) / (math.sqrt(v / (1 - 0.999 ** (i + 1))) + 1e-8)
+        lr = 0.1 * i / 2
+        wanted = wanted * (1 - lr * 0.01) - lr * step
+        assert float(p) == pytest.approx(wanted, rel=1e-5)
+    assert float(p) != 2
+
+
+def test_the_optimiser_counts_sequences_and_its_batch_is_rounded_up():
+    """Constant gradients: every step of Adam is −lr."""
+    config = WriteGates(mesh=MeshShape(fsdp=8), batch=3, sequences=160, lr=1.0, weight_decay=0.0)
+    tx, rate, p = config.optimizer(), warmup_cosine(160, 8, 1.0), jnp.float32(0)
+    state = tx.init(p)
+    for update in range(6):
+        change, state = tx.update(jnp.float32(1), state, p)
+        assert float(change) == pytest.approx(-float(rate(update)), abs=1e-5), update
+
+
+@pytest.fixture(scope="module")
+def student():
+    mesh = make_mesh(fsdp=4, tensor=2)
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        return mesh, model, jax.jit(CONFIG.init)(model)
+
+
+def evaluate(student, *, window, gates=None, sparsity="lifetime", weight=0.5):
+    mesh, model, own = student
+    config = WriteGates(window=window, sparsity=sparsity, lambda_=weight)
+    with jax.set_mesh(mesh):
+        arguments = own if gates is None else gates, model, batch(mesh), jax.random.key(0), np.int32(0)
+        return jax.device_get(jax.jit(config.loss)(*arguments))
+
+
+def biased(student, bias):
+    """Gates whose logits are all `bias`."""
+    mesh, _, gates = student
+    with jax.set_mesh(mesh):
+        flat = jax.tree.map(jnp.zeros_like, gates)
+        flat.b2[...] = flat.b2[...] + bias
+        return flat
+
+
+def test_a_window_over_everything_leaves_nothing_to_learn(student):
+    """WG-KV §12.1: W ≥ N equals full attention, and R = 1."""
+    loss, numbers = evaluate(student, window=24)
+    assert numbers["distillation"] < 1e-9
+    assert numbers["sparsity"] == 1
+    assert loss == pytest.approx(0.5)
+    assert numbers["kv_size"] == 1
+
+
+def test_open_gates_equal_full_attention_and_shut_ones_do_not(student):
+    opened, shut = biased(student, 30.0), biased(student, -30.0)
+    _, numbers = evaluate(student, window=4, gates=opened)
+    assert numbers["distillation"] < 1e-9
+    assert numbers["gate"] == pytest.approx(1)
+    assert numbers["sparsity"] == pytest.approx(1)
+    _, numbers = evaluate(student, window=4, gates=shut)
+    assert numbers["distillation"] > 1e-3
+    # o_s = min(1, W/(N − s)): what stays is the time spent in the window, and beyond it the gate's floor
+    lifetime = np.minimum(1, 4 / np.arange(24, 0, -1)).mean()
+    floor = 1 - (1 - GATE_FLOOR) ** 2
+    assert numbers["sparsity"] == pytest.approx(lifetime + (1 - lifetime) * floor, rel=1e-5)
+    assert numbers["kv_size"] == pytest.approx(4 / 24)
+    _, numbers = evaluate(student, window=4, gates=shut, sparsity="paper")
+    assert numbers["sparsity"] == pytest.approx(floor, rel=1e-4)
+
+
+def test_shut_soft_gates_see_the_window_that_hard_ones_see(student):
+    mesh, model, _ = student
+    flat = biased(student, -30.0)
+    with jax.set_mesh(mesh):
+        tokens = batch(mesh)
+        teacher = model.hidden(tokens)
+        soft, hard = (
+            float(
+                jnp.mean(student_errors(CONFIG.masks(flat, hard=hard), model, tokens, teacher, window=4)[0])
+            )
+            for hard in (False, True)
+        )
+    assert soft == pytest.approx(hard, rel=0.02)
+
+
+def test_the_loss_is_its_two_terms_and_only_gates_learn(student):
+    mesh, model, gates = student
+    loss, numbers = evaluate(student, window=4, weight=0.25)
+    assert loss == pytest.approx(numbers["distillation"] + 0.25 * numbers["sparsity"], rel=1e-6)
+    state = initial_state_on(mesh, model)
+    moments = {leaf.shape for leaf in jax.tree.leaves(state.opt) if leaf.ndim}
+    assert moments == {leaf.shape for leaf in jax.tree.leaves(gates)}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state.params)} == {"float32"}
+
+
+def initial_state_on(mesh, model, config=CONFIG):
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda model: initial_state(config, model))(model)
+
+
+def test_gates_begin_alike_on_every_mesh_and_differ_by_seed(student):
+    mesh, model, gates = student
+    alone = initial_state_on(make_mesh(), tiny_model())
+    for mine, theirs in zip(jax.tree.leaves(gates), jax.tree.leaves(alone.params), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    assert gates.w1[...].sharding.spec == P(None, "tensor", None, "fsdp")
+    changed = initial_state_on(mesh, model, WriteGates(window=4, seed=1, expand=4.0)).params
+    assert not np.array_equal(changed.w1[...], gates.w1[...])
+
+
+@pytest.mark.parametrize(("kind", "width"), [("qwen3", 12), ("llama", 32)])
+def test_the_gates_width_is_the_papers_for_each_model(kind, width):
+    with jax.set_mesh(make_mesh()):
+        made = jax.eval_shape(WriteGates().init, tiny_model(model_type=kind))
+    assert made.w1.shape == (3, 4, 16, width)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return validated(MeshShape())
+
+
+def test_hard_gates_lose_what_their_cache_loses(alone):
+    """Each sequence prefilled into the paged cache, its final hidden states against full attention's."""
+    _, mesh, model, gates, found = alone
+    errors, rates = [], []
+    with jax.set_mesh(mesh):
+        policy = adopt(make_policy("wgkv", model=model, gates=gates, tau=TAU, window=WINDOW))
+        run = jax.jit(extend)
+        for tokens in held_out():
+            cache = empty_cache(
+                policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=tokens.size, dtype=jnp.float32
+            )
+            rows = jnp.asarray(tokens)[None]
+            cache, hidden = run(model, policy, cache, rows, jnp.array([tokens.size]))
+            errors.append(float(jnp.square(hidden - model.hidden(rows)).mean()))
+            left = tokens.size - (WINDOW - 1)
+            rates.append(np.asarray(cache.layers.length)[:, 0] / left)
+    assert found.numbers["hard_distillation"] == pytest.approx(np.mean(errors), rel=1e-4)
+    assert found.numbers["hard_distillation"] > 1e-4
+    # of all tokens, also those that are still in the ring
+    np.testing.assert_allclose(found.by_sequence["rates"], np.stack(rates), atol=4 / 24)
+    assert 0.2 < found.by_sequence["rates"].mean() < 0.8
+
+
+def test_soft_gates_lose_what_training_says(alone):
+    config, mesh, model, gates, found = alone
+    errors, means = [], []
+    with jax.set_mesh(mesh):
+        for tokens in held_out():
+            rows = jnp.asarray(tokens)[None]
+            _, numbers = config.loss(gates, model, rows, jax.random.key(0), np.int32(0))
+            errors.append(float(numbers["distillation"]))
+            means.append(float(numbers["gate"]))
+    numbers = found.numbers
+    assert numbers["distillation"] == pytest.approx(np.mean(errors), rel=1e-5)
+    assert numbers["gate"] == pytest.approx(np.mean(means), rel=1e-5)
+    assert found.sequences == 5
+    assert numbers["admitted"] == pytest.approx(found.by_sequence["rates"].mean())
+    assert numbers["admitted"] < numbers["kv_size"] < 1
+
+
+def test_validation_hard_sizes_are_the_hard_students(alone):
+    config, mesh, model, gates, found = alone
+    own, soft = [], []
+    with jax.set_mesh(mesh):
+        for tokens in held_out():
+            rows = jnp.asarray(tokens)[None]
+            for hard, into in ((True, own), (False, soft)):
+                masks = config.masks(gates, hard=hard)
+                _, figures = student_errors(masks, model, rows, model.hidden(rows), window=WINDOW)
+                into.append([float(figures[name].mean()) for name in ("admitted", "kv_size")])
+    measured = [found.numbers[name] for name in ("admitted", "kv_size")]
+    assert measured == pytest.approx(np.mean(own, 0).tolist(), rel=1e-5)
+    assert np.abs(np.mean(own, 0) - np.mean(soft, 0)).min() > 1e-3, (np.mean(own, 0), np.mean(soft, 0))
+
+
+def test_exported_rates_are_the_mean_and_the_largest(tmp_path):
+    rates = np.linspace(0, 1, 24).reshape(2, 3, 4)
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        found = Validation({"distillation": 1.0}, {"rates": rates}, 2)
+        WriteGates(window=6).export(tmp_path / "gates", tiny_gates(model), model, found)
+        policy = make_policy("wgkv", model=model, gates=tmp_path / "gates")
+    np.testing.assert_allclose(policy.admission.rate, rates.max(0), atol=1e-4)
+    np.testing.assert_allclose(describe(tmp_path / "gates")["rate"], rates.mean(0), atol=1e-4)

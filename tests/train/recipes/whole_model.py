@@ -1,0 +1,75 @@
+"""A recipe that trains the model itself in two phases: on its tokens, then to do with little of its context what it
+did with all of it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from kvjax.policies import make_policy
+from kvjax.policies.interfaces import Mask
+from kvjax.struct import static, struct
+from kvjax.train.objective import next_token_loss, student
+from kvjax.train.recipe import Recipe
+
+
+@struct
+class Streaming:
+    """Sinks and the window, in every head; `none` gives the layer axis."""
+
+    none: jax.Array
+    window: int = static()
+
+    def masks(self, step):
+        place = jnp.arange(step.k.shape[2])
+        end = jnp.where(place < 2, jnp.iinfo(jnp.int32).max, place + self.window)
+        return None, [Mask(end=jnp.broadcast_to(end, step.k.shape[:3]))]
+
+    def figures(self, state, step, attended):
+        return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeModel(Recipe):
+    """Train the whole model for a constant cache."""
+
+    takes_model = True
+    window: int = 8
+    """Last tokens that are visible."""
+    lr: float = 1e-3
+    """AdamW's."""
+    phase: int = 1
+    """1: full attention; 2: distilled from what phase 1 left."""
+
+    def phases(self):
+        return self, dataclasses.replace(self, phase=2)
+
+    def init(self, model):
+        return {"model": model}
+
+    def enter(self, params):
+        return params, params["model"]
+
+    def frozen(self, model, held):
+        return held
+
+    def split(self, params):
+        return {}, params["model"]
+
+    def loss(self, params, frozen, batch, key, step):
+        model = params["model"]
+        if self.phase == 1:
+            return next_token_loss(model, model.hidden(batch, remat=True), batch), {}
+        teacher = frozen.hidden(batch)
+        hidden, _ = student(
+            Streaming(jnp.zeros(model.config.num_layers), self.window), model, batch, window=self.window
+        )
+        error = jnp.mean(jnp.square(hidden.astype(jnp.float32) - teacher.astype(jnp.float32)))
+        return error, {"apart": error}
+
+    def optimizer(self):
+        return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(self.lr))
+
+    def deployed(self, params, model):
+        return make_policy("streaming_llm", model=model, sink=2, window=self.window)
