@@ -48,15 +48,15 @@ def restore_export(folder: Path, like: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
 
 
-def abstract(make: Any, mesh: Mesh) -> Any:
-    """The shapes and shardings on `mesh` of what `make()` returns, without making it."""
+def abstract(make: Any, mesh: Mesh, *args: Any) -> Any:
+    """The shapes and shardings on `mesh` of what `make(*args)` returns, without making it."""
 
     def concrete(leaf):
         spec = P() if leaf.sharding is None else leaf.sharding.spec
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
     with jax.set_mesh(mesh):
-        return jax.tree.map(concrete, jax.eval_shape(make))
+        return jax.tree.map(concrete, jax.eval_shape(make, *args))
 
 
 def check_room(folder: Path, tree: Any) -> None:

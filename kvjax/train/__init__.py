@@ -1,6 +1,6 @@
-"""Training write gates: `python -m kvjax.train`.
+"""Training: `python -m kvjax.train --method NAME`.
 
-config: what a run is told. data, documents: its sequences. objective, step: the loss and one update. loop: the run.
-validation: what gates are worth on held-out sequences. checkpoints, metrics: what a run keeps. exported: what it leaves
-for use. report: the table at its end.
+recipe: what a way of training is; recipes: one file each. config: what a run is told. data, documents: its sequences.
+objective: what recipes minimise. step: one update. loop: the run. validation: figures of held-out sequences.
+checkpoints, metrics: what a run keeps. report: the table at its end.
 """

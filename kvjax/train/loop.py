@@ -168,7 +168,7 @@ class Run:
             given = 0 if self.config.takes_model else ()
             return jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0), 0
         phase = bisect.bisect_left(self.ends, step)
-        like = abstract(lambda: self.first_state(model, phase), self.mesh)
+        like = abstract(lambda model: self.first_state(model, phase), self.mesh, model)
         state, notes = self.checkpoints.restore(step, like)
         positions = notes["data"]
         if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):

@@ -29,4 +29,6 @@ def test_compiles_for_an_h100(op):
 def test_nothing_spills():
     spills = {row["op"]: row["spills"] for row in static.cuda_rows()}
     assert {"vertical_slash", "vertical_slash_dq", "vertical_slash_dkv", "paged_decode"} <= spills.keys()
+    # dk and dv at 4 warps: twice as fast on an H100 as at 8, which spill nothing
+    assert spills.pop("vertical_slash_dkv") <= 300
     assert not any(spills.values()), spills

@@ -1,0 +1,82 @@
+"""Admission of tokens whose values are large: by a limit for all heads (`value_norm`), or one learned for each."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kvjax.policies import Policy
+from kvjax.policies.interfaces import Admission, Keep, Mask
+from kvjax.struct import static, struct
+from kvjax.train.objective import student_errors
+from kvjax.train.recipe import Recipe
+
+
+@struct
+class ValueNorm(Admission):
+    """A token is admitted iff its value's norm is at least the limit."""
+
+    limit: Any  # NumPy: a number counts for all layers and heads, a table [l, k] for each of its own
+
+    def score(self, state, step):
+        limit = jnp.broadcast_to(self.limit, step.k.shape[1:2])
+        return state, jnp.linalg.norm(step.v, axis=-1) - limit[:, None], 0  # known at once
+
+    def keep(self):
+        return Keep(jnp.float32(0))  # stays iff priority ≥ threshold
+
+    def admitted(self, tokens):
+        return np.full((1, 1), tokens, np.float64)  # expected entries: sizes the default pool
+
+
+def value_norm(*, limit: float = 1.0, window: int = 16) -> Policy:
+    """The policy called so: `--policy value_norm --set limit=2`."""
+    return Policy(ValueNorm(np.array(limit, np.float32)), name="value_norm", window=window)
+
+
+@struct
+class SoftNorm:
+    """The same as a soft gate, of which training adds the logarithm to logits beyond the window."""
+
+    limit: jax.Array
+    sharpness: float = static()
+
+    def masks(self, step):
+        over = jnp.linalg.norm(step.v, axis=-1) - self.limit[:, None]
+        gate = jax.nn.sigmoid(self.sharpness * over)
+        return gate, [Mask(log_gate=jnp.log(jnp.maximum(gate, 1e-3)))]
+
+    def figures(self, state, step, attended):
+        return {"gate": state.mean(-1)}  # of each sequence and kv head
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnedValueNorm(Recipe):
+    """Learn a limit for each kv head: `--method learned_value_norm`."""
+
+    lambda_: float = 0.1
+    """Weight of the mean gate: a larger one keeps less."""
+    window: int = 16
+    """Last tokens that are always visible."""
+    lr: float = 0.05
+    """Adam's."""
+
+    def init(self, model):
+        return {"limit": jnp.full((model.config.num_layers, model.config.num_kv_heads), 1.0)}
+
+    def loss(self, params, frozen, batch, key, step):
+        teacher = jax.lax.stop_gradient(frozen.hidden(batch))
+        method = SoftNorm(params["limit"], sharpness=2.0)
+        squares, figures = student_errors(method, frozen, batch, teacher, window=self.window)
+        error, gate = squares.mean(), figures["gate"].mean()
+        return error + self.lambda_ * gate, {"distillation": error, "gate": gate}
+
+    def optimizer(self):
+        return optax.adam(self.lr)
+
+    def deployed(self, params, model):
+        policy = Policy(ValueNorm(np.asarray(params["limit"])), name="learned_value_norm", window=self.window)
+        return policy.placed(model.config.num_layers, model.config.num_kv_heads)

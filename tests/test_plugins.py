@@ -1,0 +1,95 @@
+"""Methods that other packages bring: CONTRIBUTING's example package, installed and run from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.policies import make_policy
+from kvjax.train.recipes import find_recipe
+
+EXAMPLE = Path(__file__).parent / "example_package"
+ROOT = EXAMPLE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs a kvjax command from an empty folder, with the example installed beside what there is."""
+    site, folder = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("empty")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*install, "--target", str(site), str(EXAMPLE)], check=True, capture_output=True)
+
+    def command(name, *args):
+        path = os.pathsep.join([str(ROOT), str(site)])
+        done = subprocess.run(
+            [sys.executable, "-m", f"kvjax.{name}", *map(str, args)],
+            env=os.environ | {"PYTHONPATH": path},
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return command
+
+
+def test_the_example_trains_generates_and_is_compared(run, tmp_path):
+    out = tmp_path / "run"
+    few = (
+        "--lengths",
+        64,
+        "--shares",
+        1,
+        "--batch",
+        8,
+        "--sequences",
+        64,
+        "--validation",
+        2,
+        "--validate-every",
+        1,
+    )
+    run("train", "--method", "learned_value_norm", *few, "--lr", 0.3, "--report", "none", "--out", out)
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["validation"]["loss"] for line in lines if "validation" in line]
+    assert losses[-1] < losses[0] - 0.002, losses
+    gates = out / "parameters"
+    assert json.loads((gates / "config.json").read_text())["options"]["lr"] == 0.3
+
+    prompt = "--prompt", "The city of " * 20, "--max-new-tokens", 4
+    learned = run("generate", "--method", "learned_value_norm", "--gates", gates, *prompt)
+    assert learned
+    everything = run("generate", "--policy", "value_norm", "--set", "limit=0", *prompt)
+    assert everything == run("generate", *prompt)
+    assert everything != run("generate", "--policy", "value_norm", "--set", "limit=1e9", "window=2", *prompt)
+
+    asked = "--tasks", "recall", "--context", 256, "--samples", 12, "--gates", gates
+    policies = "full", "value_norm:limit=1e9,window=4", "learned_value_norm"
+    report = run("evaluate", "--policies", *policies, *asked, "--out", tmp_path / "compared")
+    cells = [json.loads(x) for x in (tmp_path / "compared" / "results.jsonl").read_text().splitlines()]
+    kept = {cell["policy"]: cell["kv_ratio"] for cell in cells}
+    assert kept["full"] == 1
+    assert kept["value_norm:limit=1e9,window=4"] < 0.05
+    assert all(name in report for name in policies)
+
+
+def test_what_is_no_method_is_refused_in_one_line():
+    for method, said in (
+        ("nosuch", "--method nosuch: known are wgkv"),
+        ("no.such:X", "no.such cannot be imported"),
+        ("kvjax.errors:Nothing", "kvjax.errors has no Nothing"),
+        ("kvjax.errors:UserError", "is no recipe"),
+    ):
+        with pytest.raises(UserError, match=said):
+            find_recipe(method)
+    with pytest.raises(UserError, match="unknown policy 'nosuch'"):
+        make_policy("nosuch")
+    with pytest.raises(UserError, match="is neither a function nor a recipe"):
+        make_policy("kvjax.plugins:METHODS")
