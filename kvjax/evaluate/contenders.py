@@ -72,8 +72,6 @@ class Contender:
     """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
     over_gates: bool = False
     """It evicts or selects from what gates let in, which are those of `gates.above`."""
-    gated: bool = False
-    """It needs what was trained for it: the first folder of --gates."""
     chosen: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
 
@@ -228,7 +226,7 @@ def _brought(name: str) -> Contender | None:
             given.pop("entries", None)
         return _made(name, sizing, **given)
 
-    return Contender(made, fixed=not {"ratio", "entries"} & set(takes), gated="gates" in takes)
+    return Contender(made, fixed=not {"ratio", "entries"} & set(takes))
 
 
 def sized(name: str, sizing: Sizing) -> Policy:

@@ -70,6 +70,10 @@ def train(config: Recipe) -> Trained:
     """
     check(config)
     phases = tuple(config.phases())
+    if any(phase.rows != config.rows for phase in phases):
+        raise ValueError(
+            f"{type(config).__name__}.phases: each must have the run's {config.rows} sequences an update"
+        )
     mesh = start(config.mesh)
     with jax.set_mesh(mesh):
         longest = max(max(phase.lengths) for phase in phases)

@@ -5,12 +5,16 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from kvjax.inference.attention import cached_attention
+from kvjax.inference.attention import cached_attention, masked_attention
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.policies import make_policy
+from kvjax.policies.interfaces import Mask
 from kvjax.step import Step
+from kvjax.struct import struct
+from pallas_kernels.vertical_slash import ends, vertical_slash
 
 HEADS = P(BATCH, "tensor", None, None)
 
@@ -41,3 +45,54 @@ def test_what_is_stored_and_what_is_new_are_rounded_once():
         o, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, seen=two, valid=five)
     assert o.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(o, np.float32)[0, 0, -1], 1)
+
+
+@struct
+class TwoMasks:
+    """A third of full attention and two thirds of the window's, in head 0; the reverse in head 1."""
+
+    share: jax.Array
+
+    def masks(self, step):
+        nothing = ends(jnp.zeros(step.k.shape[:3], bool), 3)
+        return "state", [Mask(self.share), Mask(1 - self.share, nothing)]
+
+    def figures(self, state, step, attended):
+        assert state == "state"
+        (_, full), (_, near) = attended
+        return {"apart": (full - near).reshape(*step.k.shape[:2], -1).max(-1)}
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_weighted_masks_are_added_and_each_has_its_own_log_sum_exp(shape):
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, n, 12, 8)) for i, n in enumerate((4, 2, 2)))
+    share = jnp.array([1 / 3, 2 / 3])
+    near = ends(jnp.zeros((2, 2, 12), bool), 3)
+    parts = [vertical_slash(q, k, v, end, window=3, implementation="reference") for end in (None, near)]
+    weights = [jnp.repeat(w, 2)[:, None, None] for w in (share, 1 - share)]
+    wanted = sum(w * o for w, (o, _) in zip(weights, parts, strict=True))
+    apart = (parts[0][1] - parts[1][1]).reshape(2, 2, -1).max(-1)
+    with jax.set_mesh(make_mesh(**shape)):
+        q, k, v = (put(x, *HEADS) for x in (q, k, v))
+        rows = put(np.zeros((2, 12), np.int32), BATCH, None)
+        step = Step(
+            hidden=put(np.zeros((2, 12, 8), np.float32), BATCH, None, None), q=q, k=k, q_pre=q, k_pre=k, v=v,
+            position=rows, layer=jnp.int32(0), head=put(np.arange(2, dtype=np.int32), "tensor"),
+        )  # fmt: skip
+        attend = jax.jit(functools.partial(masked_attention, window=3))
+        o, figures = attend(TwoMasks(put(share, "tensor")), step)
+        np.testing.assert_allclose(o, wanted, atol=1e-5)
+        np.testing.assert_allclose(figures["apart"], apart, atol=1e-5)
+        assert np.min(apart) > 0.1
+
+
+def test_a_figure_that_is_not_one_of_each_head_is_refused():
+    class OneNumber(TwoMasks):
+        def figures(self, state, step, attended):
+            return {"mean": attended[0][1].mean()}
+
+    with (
+        jax.set_mesh(make_mesh()),
+        pytest.raises(ValueError, match=r"OneNumber.figures: mean is \(\), expected"),
+    ):
+        masked_attention(struct(OneNumber)(jnp.ones(1)), step_of(range(4)), window=3)

@@ -1,7 +1,9 @@
 """Merging attention over disjoint sets of keys."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels import softmax
 from pallas_kernels.softmax import merge
@@ -33,3 +35,12 @@ def test_merge_with_nothing_changes_nothing():
     o, lse = merge(*nothing, *nothing)
     assert not o.any()
     assert bool(jnp.isneginf(lse).all())
+
+
+@pytest.mark.parametrize(("dtype", "exact"), [(jnp.float32, True), (jnp.bfloat16, False)])
+def test_products_of_float32_are_exact_on_every_device(dtype, exact):
+    """A GPU's own precision is TF32, a TPU's bfloat16; a CPU has but one, so the program is read."""
+    x = jnp.zeros((2, 4, 8), dtype)
+    program = str(jax.make_jaxpr(attention)(x, x, x))
+    assert program.count("dot_general[") == 2
+    assert program.count("Precision.HIGHEST") == (4 if exact else 0)
