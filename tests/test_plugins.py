@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.evaluate.contenders import contender
 from kvjax.policies import make_policy
 from kvjax.train.recipes import find_recipe
 
@@ -78,6 +79,14 @@ def test_the_example_trains_generates_and_is_compared(run, tmp_path):
     assert kept["full"] == 1
     assert kept["value_norm:limit=1e9,window=4"] < 0.05
     assert all(name in report for name in policies)
+
+
+def test_a_module_s_name_has_a_colon_of_its_own():
+    """And what follows it are arguments, as behind any other name."""
+    assert contender("tests.probes.head_masks:HeadMasks").fixed
+    assert contender("tests.probes.head_masks:HeadMasks:target=0.2,window=4").fixed
+    with pytest.raises(UserError, match="HeadMasks:: target: expected NAME=VALUE"):
+        contender("tests.probes.head_masks:HeadMasks:target")
 
 
 def test_what_is_no_method_is_refused_in_one_line():

@@ -197,8 +197,10 @@ def contender(name: str) -> Contender:
 
     Raises UserError with the nearest names, and for arguments where they mean nothing.
     """
-    parts = re.fullmatch(r"(?P<base>[^:=]+(?::\w+)?)(?P<colon>:(?P<told>.*=.*))?", name)
-    base, colon, told = (parts["base"], parts["colon"], parts["told"]) if parts else name.partition(":")
+    base, colon, told = name.partition(":")
+    # package.module:NAME has a colon of its own
+    if base not in CONTENDERS and (brought_by := re.fullmatch(r"([\w.]+:\w+)(?:(:)(.*))?", name)):
+        base, colon, told = (part or "" for part in brought_by.groups())
     found = CONTENDERS.get(base) or _brought(base)
     if found is None:
         near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
