@@ -85,7 +85,7 @@ def test_a_module_s_name_has_a_colon_of_its_own():
     """And what follows it are arguments, as behind any other name."""
     assert contender("tests.probes.head_masks:HeadMasks").fixed
     assert contender("tests.probes.head_masks:HeadMasks:target=0.2,window=4").fixed
-    with pytest.raises(UserError, match="HeadMasks:: target: expected NAME=VALUE"):
+    with pytest.raises(UserError, match="HeadMasks: target: expected NAME=VALUE"):
         contender("tests.probes.head_masks:HeadMasks:target")
 
 
