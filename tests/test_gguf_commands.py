@@ -18,8 +18,8 @@ from kvjax.policies.admission.wgkv import save_gates
 from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
 from kvjax.train.loop import Trained
+from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.validation import Validation
 from tests.models.cases import LLAMA, weights
 from tests.models.gguf_cases import write_gguf
 from tests.tasks.ruler_inputs import smol

@@ -23,9 +23,9 @@ from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
 from kvjax.train.data import Rows, open_data, step_lengths, to_mesh
 from kvjax.train.metrics import Metrics, check_tensorboard
-from kvjax.train.recipe import Recipe
+from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.step import TrainState, enter, halves, initial_state, make_update, seen_parameters
-from kvjax.train.validation import Validation, make_validate
+from kvjax.train.validation import make_validate
 
 
 @dataclasses.dataclass(frozen=True)

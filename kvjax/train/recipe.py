@@ -9,21 +9,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import numpy as np
+from jaxtyping import Float
+
 from kvjax.command.launch import MeshShape
 from kvjax.errors import LARGEST_INT, UserError
 
 if TYPE_CHECKING:
     import jax
     import optax
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Array, Int
 
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.validation import Validation
 
 Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Validation:
+    """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
+
+    numbers: dict[str, float]
+    """Means of those that are one number a sequence."""
+    by_sequence: dict[str, Float[np.ndarray, "s ..."]]
+    """The others, of every sequence."""
+    sequences: int
+    """How many."""
+
+    def __str__(self) -> str:
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
+        return f"held out ({self.sequences} sequences): {figures}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What parameters are worth on held-out sequences: a recipe's figures of each, whatever the mesh."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,30 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.train.data import Rows, to_mesh
-from kvjax.train.recipe import Recipe
+from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.step import TrainState, seen_parameters
-
-
-@dataclasses.dataclass(frozen=True)
-class Validation:
-    """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
-
-    numbers: dict[str, float]
-    """Means of those that are one number a sequence."""
-    by_sequence: dict[str, Float[np.ndarray, "s ..."]]
-    """The others, of every sequence."""
-    sequences: int
-    """How many."""
-
-    def __str__(self) -> str:
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
-        return f"held out ({self.sequences} sequences): {figures}"
-
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
 

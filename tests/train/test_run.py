@@ -28,9 +28,9 @@ from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse
 from kvjax.train.loop import Run, train
+from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.step import TrainState
-from kvjax.train.validation import Validation
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gates
 from kvjax.train.objective import student_errors
-from kvjax.train.recipe import Recipe, Rule
-
-if TYPE_CHECKING:
-    from kvjax.train.validation import Validation
+from kvjax.train.recipe import Recipe, Rule, Validation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,10 +129,10 @@ class WriteGates(Recipe):
             "rates": used["admitted"].transpose(1, 0, 2),
         }
 
-    def remark(self, found: "Validation") -> str:
+    def remark(self, found: Validation) -> str:
         return f"at τ {self.tau:g} they admit {100 * found.numbers['admitted']:.1f}% of the tokens"
 
-    def export(self, folder: Path, params: WriteGate, model: Decoder, found: "Validation") -> None:
+    def export(self, folder: Path, params: WriteGate, model: Decoder, found: Validation) -> None:
         """`gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads; the rates, of
         held-out sequences, size its pool."""
         rates = found.by_sequence["rates"]

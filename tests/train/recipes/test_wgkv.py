@@ -16,9 +16,9 @@ from kvjax.mesh import adopt, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import GATE_FLOOR
 from kvjax.train.objective import student_errors
+from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates, warmup_cosine
 from kvjax.train.step import initial_state
-from kvjax.train.validation import Validation
 from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.write_gates import CONFIG, TAU, WINDOW, batch, held_out, validated
 
