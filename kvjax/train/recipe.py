@@ -198,8 +198,14 @@ class Recipe(abc.ABC):
 
     def measure(self, params: Any, frozen: Any, batch: Any) -> dict[str, Float[Array, "b ..."]]:
         """Figures of held-out sequences, each by itself: of those [b] means are logged and exported, of others every
-        sequence's is kept. By default what the loss gives for each alone, with one key and as after the last step."""
-        raise NotImplementedError
+        sequence's is kept. By default what the loss gives, with one key and as after the last step, for a batch that
+        has one sequence in every row."""
+        import jax
+        import jax.numpy as jnp
+
+        key, step = jax.random.key(self.seed), jnp.int32(self.steps)
+        value, numbers = self.loss(params, frozen, batch, key, step)
+        return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
 
     def remark(self, found: Validation) -> str:
         """What a person should know of the last validation besides its means."""

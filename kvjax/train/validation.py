@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, reshard
 from jaxtyping import Array, Int
@@ -31,11 +30,7 @@ def make_validate(
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
         params, frozen = seen_parameters(state.params, dtypes), recipe.frozen(model, state.held)
-        if not alone:
-            return reshard(recipe.measure(params, frozen, batch), P())
-        key, step = jax.random.key(recipe.seed), jnp.int32(recipe.steps)
-        value, numbers = recipe.loss(params, frozen, batch, key, step)
-        return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
+        return reshard(recipe.measure(params, frozen, batch), P())
 
     def batches(model: Decoder | None):
         rows = Rows.of_this_process(mesh, shards)

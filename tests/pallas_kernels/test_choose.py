@@ -41,3 +41,20 @@ def test_a_platform_without_a_kernel_is_one_line():
         ValueError, match="^op: there is no implementation 'cuda', only xla, tpu, gpu, reference$"
     ):
         choose(NAMES, "cuda", "op")
+
+
+@pytest.mark.parametrize(
+    ("kind", "q_dtype", "dtype", "head_dim", "kernel"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bfloat16", None, 128, "mosaic_gpu"),
+        ("NVIDIA H200", "bfloat16", None, 64, "mosaic_gpu"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", "float32", 128, "triton"),
+        ("NVIDIA H100 80GB HBM3", "float32", None, 128, "triton"),
+        ("NVIDIA H100 80GB HBM3", "bfloat16", None, 96, "triton"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", None, 128, "triton"),
+    ],
+)
+def test_what_an_h100_takes_by_itself(kind, q_dtype, dtype, head_dim, kernel):
+    q, k = (jax.ShapeDtypeStruct((1, heads, 256, head_dim), q_dtype) for heads in (4, 2))
+    program = lower_for_cuda(lambda q, k: vertical_slash(q, k, k, window=8, dtype=dtype)[0], q, k, kind=kind)
+    assert [name for name in ("mosaic_gpu", "triton") if name in program] == [kernel]

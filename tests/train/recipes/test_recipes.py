@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
+from kvjax.command.launch import MeshShape
 from kvjax.inference.sampling import sample
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -18,6 +19,7 @@ from kvjax.train.config import parse
 from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes import find_recipe
 from kvjax.train.step import enter, initial_state, make_update
+from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
 
 RECIPES = {
@@ -167,6 +169,21 @@ def test_what_is_frozen_stays(method):
         np.testing.assert_array_equal(mine, theirs)
     changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]
     assert any(changed)
+
+
+def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
+    """A loss is a mean over its batch, and a sequence's figures must not depend on the mesh."""
+    rows = [np.random.default_rng(seed).integers(0, 61, 32).astype(np.int32) for seed in range(3)]
+    found = []
+    for shape in (MeshShape(), MeshShape(fsdp=8)):
+        recipe = made("tests.probes.head_masks:HeadMasks", mesh=shape)
+        mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
+        with jax.set_mesh(mesh):
+            model = tiny_model()
+            state = jax.jit(lambda model, recipe=recipe: initial_state(recipe, model))(model)
+            found.append(make_validate(recipe, mesh, rows)(state, model))
+    assert found[0].numbers == pytest.approx(found[1].numbers, rel=2e-5)
+    assert [x.sequences for x in found] == [3, 3]
 
 
 def test_a_trained_model_its_gradients_and_its_moments_are_split():
