@@ -111,8 +111,8 @@ def random_gated(model: Any, config: BenchmarkConfig):
         def init(self, batch, heads):
             return self.random.init(batch, heads)
 
-        def score(self, state, step):
-            state, priority, delay = self.random.score(state, step)
+        def score(self, state, step, seen, valid):
+            state, priority, delay = self.random.score(state, step, seen, valid)
             # far below the resolution of the draw: the gate is computed and decides nothing
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 

@@ -2,17 +2,21 @@
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 room: an empty cache, and pools that grow and shrink. sizes: capacities in pages. compaction: what an eviction leaves,
-moved to the front. planes: the methods' own numbers of entries. stats: what a cache holds.
+moved to the front. planes: the methods' own numbers of entries. capacity: rows that keep their best. stats: what a
+cache holds.
 """
 
+from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
+from kvjax.cache.capacity import Turnover, ends, held, swapped
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
-from kvjax.cache.ring import push, ring_entries, ring_pages, ring_priority
+from kvjax.cache.ring import leaving, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.room import Layout, empty, grown, trimmed
 from kvjax.cache.sizes import MARGIN, CapacityError, largest_shard, pages_for, parse_capacity, rounded_up
 from kvjax.cache.stats import Stats, check, stats
 
 __all__ = [
+    "CAPACITY_PLANES",
     "MARGIN",
     "PAGE_SIZE",
     "Cache",
@@ -22,10 +26,14 @@ __all__ = [
     "Pages",
     "Quota",
     "Stats",
+    "Turnover",
     "check",
     "empty",
+    "ends",
     "grown",
+    "held",
     "largest_shard",
+    "leaving",
     "pages_for",
     "parse_capacity",
     "push",
@@ -34,5 +42,6 @@ __all__ = [
     "ring_priority",
     "rounded_up",
     "stats",
+    "swapped",
     "trimmed",
 ]

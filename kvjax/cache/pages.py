@@ -45,6 +45,11 @@ class Pages:
         """The entries at these places."""
         return as_floats(self.pool[page, offset], self.dtype)
 
+    def rows(self, page_table: Int[Array, "b k c"]) -> Float[Array, "b k s kv"]:
+        """The entries of these pages in order, unspecified where a column holds no page."""
+        pages = self.pool.at[page_table].get(mode="clip")
+        return as_floats(pages.reshape(*page_table.shape[:2], -1, pages.shape[-1]), self.dtype)
+
     def with_entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k s"], kv: Float[Array, "b k s kv"]
     ) -> "Pages":

@@ -40,3 +40,27 @@ def appended(
     page = jnp.where(written.any(-1) & (column < columns), page, capacity)
     rows = jnp.where(written, numbers, plane.at[page].get(mode="clip"))
     return plane.at[page].set(rows, mode="drop")
+
+
+def placed(
+    plane: Shaped[Array, "p page"],
+    page_table: Int[Array, "b k c"],
+    place: Int[Array, "b k t"],
+    new: Shaped[Array, "b k t"],
+) -> Shaped[Array, "p page"]:
+    """The plane with each row's new numbers at these places, different ones, in any order; a place past the row's end
+    is dropped. By whole pages, as `appended`: the one that a single token touches, or all of the row's."""
+    capacity, page_size = plane.shape
+    b, k, columns = page_table.shape
+    if columns == 0:
+        return plane
+    if place.shape[-1] == 1:
+        column = jnp.minimum(place // page_size, columns - 1)
+        page = jnp.where(place < columns * page_size, jnp.take_along_axis(page_table, column, 2), capacity)
+        at = jnp.arange(page_size) == (place % page_size)[..., None]
+        rows = jnp.where(at, new[..., None], plane.at[page].get(mode="clip"))
+        return plane.at[page].set(rows, mode="drop")
+    rows = plane.at[page_table].get(mode="clip").reshape(b, k, -1)
+    row, head = jnp.ogrid[:b, :k]
+    rows = rows.at[row[..., None], head[..., None], place].set(new, mode="drop")
+    return plane.at[page_table].set(rows.reshape(b, k, columns, page_size), mode="drop")

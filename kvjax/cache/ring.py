@@ -3,6 +3,8 @@
 A token is written to its rows' rings; when it leaves the ring (`window − 1` tokens later: with the query itself a query
 then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. A pool that
 runs out is counted, not overwritten: the free count is then negative.
+
+With a capacity (`kvjax.cache.capacity`) a token may take the place of one that was stored.
 """
 
 import dataclasses
@@ -10,8 +12,9 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.cache.capacity import POSITION, PRIORITY, Turnover
 from kvjax.cache.pages import LayerCache, Pages, with_keys
-from kvjax.cache.planes import appended, in_front
+from kvjax.cache.planes import appended, in_front, placed
 
 
 def ring_pages(window: int, page_size: int) -> int:
@@ -54,42 +57,59 @@ def _in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped
     return jnp.take_along_axis(by_slot, order[:, None], 2)
 
 
+def leaving(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int, window: int) -> Bool[Array, "b t"]:
+    """Of the oldest `tokens` tokens of the ring and a call, in order, those that leave the ring when the call's first
+    `valid` enter it."""
+    index = jnp.arange(tokens)
+    return (index < valid[:, None]) & (index >= window - 1 - seen[:, None])
+
+
 def push(
     pages: Pages,
     layer: LayerCache,
     kv: Float[Array, "b k t kv"],
     priority: Float[Array, "b k rt"],
-    kept: Bool[Array, "b k rt"],
+    turnover: Turnover,
     numbers: dict[str, Shaped[Array, "b k t"]],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     window: int,
 ) -> tuple[Pages, LayerCache]:
     """Write this call's first `valid` tokens of each sequence: they enter the ring, as many leave it, and those of
-    them that are `kept` enter the global region.
+    them that are kept enter the global region.
 
-    `priority` and `kept` are as from `ring_priority`. `numbers` are the planes' of this call's tokens, of planes that
+    `priority` is as from `ring_priority`. `numbers` are the planes' of this call's tokens, of planes that
     are written; they go where their tokens go.
     """
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
     leaving_from_ring = min(tokens, slots)
     old, _ = ring_entries(pages, layer, seen, leaving_from_ring, window)
-    leaving = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
-    index = jnp.arange(tokens)
-    left = (index < valid[:, None]) & (index >= slots - seen[:, None])
-    stays = kept[..., :tokens] & left[:, None]
+    outgoing = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
+    stays = turnover.kept & leaving(seen, valid, tokens, window)[:, None]
     had = layer.length
-    pages, layer, slot = _allocate(pages, layer, stays, ring_pages(window, page_size))
+    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, ring_pages(window, page_size))
     numbers = {
         name: jnp.concatenate([_in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
         for name, new in numbers.items()
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]
-    planes = {
-        name: appended(pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had)
-        for name, x in numbers.items()
-    }
+    if turnover.gone is None:
+        planes = {
+            name: appended(
+                pages.planes[name], table, had, in_front(x[..., :tokens], stays), layer.length - had
+            )
+            for name, x in numbers.items()
+        }
+    else:
+        position = jnp.broadcast_to((seen[:, None] - slots + jnp.arange(tokens))[:, None], stays.shape)
+        written = numbers | {PRIORITY: priority, POSITION: position}
+        planes = {
+            name: placed(pages.planes[name], table, place, x[..., :tokens]) for name, x in written.items()
+        }
+    column = ring_pages(window, page_size) + place // page_size
+    column = jnp.minimum(column, layer.page_table.shape[-1] - 1)
+    slot = jnp.where(stays, jnp.take_along_axis(layer.page_table, column, 2), capacity), place % page_size
 
     # newest tokens into the ring: the last min(t, slots) valid ones, each in the slot of its position
     entering = jnp.arange(leaving_from_ring) + valid[:, None] - leaving_from_ring
@@ -101,8 +121,8 @@ def push(
     shape = (batch, heads, leaving_from_ring)
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
     offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
-    pages = pages.with_entries(page, offset, jnp.concatenate([leaving, ring_kv], 2))
-    bounds = with_keys(pages.bounds, slot[0], leaving.astype(pages.dtype))
+    pages = pages.with_entries(page, offset, jnp.concatenate([outgoing, ring_kv], 2))
+    bounds = with_keys(pages.bounds, slot[0], outgoing.astype(pages.dtype))
     pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
 
     now = seen + valid
@@ -113,24 +133,29 @@ def push(
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
 
 
-def _allocate(pages, layer, stays, ring):
-    """Extend the rows of the tokens that stay; (page, offset) of each, past the pool's end for those that go."""
+def _allocate(pages, layer, stays, gone, ring):
+    """Extend the rows of the tokens that stay; the place of each in its row, past its end for those that go."""
     page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
-    tokens = stays.shape[-1]
-    rank = layer.length[..., None] + jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
-    length = layer.length + stays.sum(-1, dtype=jnp.int32)
+    tokens, columns = stays.shape[-1], layer.page_table.shape[-1]
+    rank = jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
+    if gone is None:
+        place, length = layer.length[..., None] + rank, layer.length + stays.sum(-1, dtype=jnp.int32)
+    else:
+        freed = gone.sum(-1, dtype=jnp.int32)[..., None]
+        all_places = jnp.broadcast_to(jnp.arange(gone.shape[-1], dtype=jnp.int32), gone.shape)
+        vacant = in_front(all_places, gone)
+        vacant = jnp.take_along_axis(vacant, jnp.clip(rank, 0, max(gone.shape[-1] - 1, 0)), 2)
+        place = jnp.where(rank < freed, vacant, layer.length[..., None] + rank - freed)
+        length = layer.length + stays.sum(-1, dtype=jnp.int32) - freed[..., 0]
     had, have = -(-layer.length // page_size), -(-length // page_size)
     need = have - had
     ends = jnp.cumsum(need.reshape(-1)).reshape(need.shape)
     column = jnp.arange(-(-tokens // page_size))
     source = pages.free_count[0] - 1 - ((ends - need)[..., None] + column)
     fresh = jnp.where(source >= 0, pages.free[jnp.maximum(source, 0)], capacity)
-    columns = layer.page_table.shape[-1]
     target = jnp.where(column < need[..., None], ring + had[..., None] + column, columns)
     b, k = jnp.ogrid[: stays.shape[0], : stays.shape[1]]
     table = layer.page_table.at[b[..., None], k[..., None], target].set(fresh, mode="drop")
-    page = jnp.take_along_axis(table, jnp.clip(ring + rank // page_size, 0, columns - 1), 2)
-    page = jnp.where(stays, page, capacity)
     layer = dataclasses.replace(layer, page_table=table, length=length)
     pages = dataclasses.replace(pages, free_count=pages.free_count - ends.reshape(-1)[-1])
-    return pages, layer, (page, rank % page_size)
+    return pages, layer, jnp.where(stays, place, columns * page_size)

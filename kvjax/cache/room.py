@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.pages import Cache, LayerCache, Pages
 from kvjax.cache.ring import ring_pages
 from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards
@@ -36,7 +37,7 @@ class Layout:
     bounds: Any = None
     """Of the bounds of each page's keys; None: there are none."""
     planes: tuple[tuple[str, Any], ...] = ()
-    """The methods' own numbers of entries: names and dtypes."""
+    """The methods' own numbers of entries, and a capacity's: names and dtypes."""
     bounded: bool = False
     """Whether the user stated the capacity."""
 
@@ -73,6 +74,7 @@ def empty(layout: Layout, state: Any) -> Cache:
     numbers = {
         name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
         for name, dtype in layout.planes
+        if name not in CAPACITY_PLANES
     }
     layer_cache = LayerCache(
         page_table=table,

@@ -19,7 +19,7 @@ from kvjax.step import Attended, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
-from pallas_kernels.vertical_slash import ends, vertical_slash
+from pallas_kernels.vertical_slash import vertical_slash
 
 HEADS = P(BATCH, "tensor")
 
@@ -87,26 +87,28 @@ def cached_attention(
     window = policy.window
 
     def local(policy, step, pages, layer, seen, valid):
-        admitting, priority, delay = policy.admission.score(layer.state.admission, step)
+        admitting, priority, delay = policy.admission.score(layer.state.admission, step, seen, valid)
         observing = layer.state.eviction
         if policy.eviction is not None:
             observing = policy.eviction.observe(observing, step, seen, valid)
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
-        kept = priority >= policy.admission.keep().threshold
         chosen = None
         if step.q.shape[2] == 1:
             chosen = _chosen(policy.selection, step, pages, layer, seen, window)
             o, lse = _decode(step, pages, layer, chosen, seen, window, implementation)
+            turnover = _turnover(policy, pages, layer, priority[..., 0], seen, valid)
         else:
-            o, lse = _prefill(policy, step, pages, layer, kept, seen, valid, implementation)
+            o, lse, turnover = _prefill(policy, step, pages, layer, priority, seen, valid, implementation)
         kv = jnp.concatenate([step.k, step.v], -1)
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
         attended = Attended(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
         numbers = policy.numbers(states, step, attended)
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
-        pages, layer = caches.push(pages, layer, kv, priority, kept, numbers, after(seen, o), valid, window)
+        pages, layer = caches.push(
+            pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window
+        )
         # of the pool as it is now: the one before would have to be kept beside it
         attended = dataclasses.replace(attended, pool=pages.pool)
         planes = policy.update(states, pages.planes, step, attended)
@@ -144,17 +146,39 @@ def _decode(step, pages, layer, chosen, seen, window, implementation):
     )
 
 
+def _turnover(
+    policy: Policy,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    priority: Float[Array, "b k"],
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+) -> caches.Turnover:
+    """What becomes of the one token that leaves the ring, of this priority."""
+    keep, window = policy.admission.keep(), policy.window
+    wanted = priority >= keep.threshold
+    if keep.capacity is None:
+        return caches.Turnover(wanted[..., None])
+    held = caches.held(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
+    wanted &= caches.leaving(seen, valid, 1, window)
+    return caches.swapped(held, layer.length, keep.capacity, wanted, priority)
+
+
 def _prefill(
     policy: Policy,
     step: Step,
     pages: caches.Pages,
     layer: caches.LayerCache,
-    kept: Bool[Array, "b k rt"],
+    priority: Float[Array, "b k rt"],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     implementation: str | None,
-):
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover]:
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+    keep = policy.admission.keep()
+    if keep.capacity is not None:
+        return _competing(policy, step, pages, layer, priority, seen, valid, implementation)
+    turnover = caches.Turnover((priority >= keep.threshold)[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
     alone = table.shape[-1] == 0  # nothing can have left the ring
     # what is merged is rounded once, after that
@@ -163,23 +187,52 @@ def _prefill(
         # nothing is masked: padding comes after every real token
         near = vertical_slash(step.q, step.k, step.v, window=1, **options)
     else:
-        near = _near(step, pages, layer, kept, seen, valid, policy.window, options)
+        k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
+        end = caches.ends(keep.threshold, None, priority, window=policy.window, exists=exists)
+        near = vertical_slash(step.q, k, v, end, window=policy.window, **options)
     if alone:
-        return near
+        return *near, turnover
     o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, **options))
-    return o.astype(step.q.dtype), lse
+    return o.astype(step.q.dtype), lse, turnover
 
 
-def _near(step, pages, layer, kept, seen, valid, window, options):
-    """The ring's tokens and the new ones."""
+def _competing(policy, step, pages, layer, priority, seen, valid, implementation):
+    """The same where the stored entries may be displaced between one query and the next: they, the ring's tokens and
+    the new ones are the keys of one call, each of which ends where better ones have taken its place."""
+    keep, window, tokens = policy.admission.keep(), policy.window, step.q.shape[2]
+    ring = caches.ring_pages(window, pages.pool.shape[1])
+    held = caches.held(pages, layer, ring)
+    stored = held.exists.shape[-1]
+    stored_k, stored_v = jnp.split(pages.rows(layer.page_table[..., ring:]).astype(step.k.dtype), 2, -1)
+    k, v, exists = _near(step, pages, layer, seen, valid, window)
+    priority = jnp.concatenate([held.priority, priority], -1)
+    exists = jnp.concatenate([held.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
+    # later than whatever is stored
+    position = jnp.broadcast_to(seen[:, None, None] - window + 1 + jnp.arange(k.shape[2]), k.shape[:3])
+    position = jnp.concatenate([held.position, position], -1)
+    # one more query, of a token that never comes: which keys are there after the call
+    priority, exists, position = (jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (priority, exists, position))
+    end = caches.ends(
+        keep.threshold, jnp.maximum(keep.capacity, layer.length), priority,
+        window=window, exists=exists, position=position, queries=tokens + 1,
+    )  # fmt: skip
+    following = (stored + window - 1 + valid)[:, None, None]
+    stays = end > following
+    turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])
+    o, lse = vertical_slash(
+        step.q,
+        jnp.concatenate([stored_k, k], 2),
+        jnp.concatenate([stored_v, v], 2),
+        end[..., :-1],
+        window=window,
+        implementation=implementation,
+    )
+    return o, lse, turnover
+
+
+def _near(step, pages, layer, seen, valid, window):
+    """Keys and values of the ring's tokens and the new ones, and which of them exist."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]
-    return vertical_slash(
-        step.q,
-        jnp.concatenate([ring_k, step.k], 2),
-        jnp.concatenate([ring_v, step.v], 2),
-        jnp.where(real, ends(kept, window), 0),
-        window=window,
-        **options,
-    )
+    return jnp.concatenate([ring_k, step.k], 2), jnp.concatenate([ring_v, step.v], 2), real

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache import Cache
+from kvjax.cache import CAPACITY_PLANES, Cache
 from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
@@ -120,6 +120,12 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
             f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"
+        )
+    has, needs = set(cache.pages.planes) >= set(CAPACITY_PLANES), policy.most_stored is not None
+    if has != needs:
+        its, own = ("a", "no") if has else ("no", "a")
+        raise UserError(
+            f"the cache was made with {its} capacity of its rows, policy {policy.name} has {own} capacity"
         )
     if policy.selection is not None and cache.pages.bounds is None:
         raise UserError(

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Layout
-from kvjax.errors import whole_number
+from kvjax.errors import UserError, whole_number
 from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
@@ -35,10 +35,14 @@ def empty_cache(
     """A cache that has seen nothing, for `batch` sequences (a multiple of the mesh's batch shards) of at most `tokens`
     tokens each (`rounded_up`), on the current mesh. `capacity` as in `kvjax.cache.pages_for`."""
     page_size = whole_number("cache", "page_size", page_size)
-    tokens = caches.rounded_up(tokens)
+    most = policy.most_stored
+    tokens = caches.rounded_up(tokens if most is None else min(tokens, most + policy.window - 1))
     dtype = jnp.dtype(dtype)
     stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
-    planes = tuple((name, jnp.dtype(own)) for name, own in policy.planes.items())
+    own = {} if most is None else caches.CAPACITY_PLANES
+    if taken := sorted(set(own) & set(policy.planes)):
+        raise UserError(f"policy {policy.name}: a plane called {taken[0]!r} is the cache's own")
+    planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
     page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
     pages = caches.pages_for(
@@ -121,12 +125,12 @@ def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray,
     return rows.reshape(layers, batch_shards(), -1, tensor, heads // tensor).sum((0, 2, 4))
 
 
-def more_pages(cache: Cache, tokens: int) -> int:
-    """The most pages of a shard that `tokens` more entries in each row take, beside those in use."""
+def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
+    """The most pages of a shard that `tokens` more entries in each row take, beside those in use, of rows of at most
+    `most` entries."""
     length = np.asarray(cache.layers.length)
-    return int(
-        _shard_sums(cache, -(-(length + tokens) // cache.page_size) - -(-length // cache.page_size)).max()
-    )
+    longer = length + tokens if most is None else np.maximum(np.minimum(length + tokens, most), length)
+    return int(_shard_sums(cache, -(-longer // cache.page_size) - -(-length // cache.page_size)).max())
 
 
 def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
@@ -141,7 +145,7 @@ def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
     each = np.ceil(np.minimum(kept, tokens) / cache.page_size) + 1
     tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
     need = used + batch // batch_shards() * caches.largest_shard(each, tensor)
-    need = min(need, used + more_pages(cache, tokens))
+    need = min(need, used + more_pages(cache, tokens, policy.most_stored))
     if plan is None or not plan.schedule.while_decoding:
         return need
     # or what the budget lets stand, and what comes between two compactions
@@ -160,10 +164,12 @@ def _lacking(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
     return 0 if cache.bounded or need <= have <= rounded else rounded - have
 
 
-def _columns(cache: Cache, tokens: int) -> int:
+def _columns(policy: Policy, cache: Cache, tokens: int) -> int:
     """Columns that the page table lacks for `tokens` more tokens; where it lacks any, of a number rounded up."""
     seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
     most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
+    if policy.most_stored is not None:
+        most = min(most, max(policy.most_stored, longest))
     ring = caches.ring_pages(cache.window, cache.page_size)
     have, need = cache.layers.page_table.shape[-1], ring + -(-most // cache.page_size)
     return caches.rounded_up(need) - have if need > have else 0
@@ -171,7 +177,7 @@ def _columns(cache: Cache, tokens: int) -> int:
 
 def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
     """The cache with a pool as large as what is stored takes and so many decoded tokens, unless its size was stated."""
-    lacking, columns = _lacking(policy, cache, 0, tokens), _columns(cache, tokens)
+    lacking, columns = _lacking(policy, cache, 0, tokens), _columns(policy, cache, tokens)
     if lacking < 0:
         cache = trimmed(cache, pool_pages(cache) + lacking)
     if columns or lacking > 0:
@@ -183,4 +189,4 @@ def with_room(cache: Cache, policy: Policy, asked: int, answered: int) -> Cache:
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence; its pool grows unless
     its size was stated."""
     lacking = _lacking(policy, cache, asked, answered)
-    return grown(cache, max(0, lacking), _columns(cache, asked + answered))
+    return grown(cache, max(0, lacking), _columns(policy, cache, asked + answered))

@@ -32,9 +32,14 @@ Planes = dict[str, Shaped[Array, "p page"]]
 
 @struct
 class Keep:
-    """Which of the tokens that leave the ring stay: those with priority ≥ `threshold`."""
+    """Which of the tokens that leave the ring stay."""
 
-    threshold: Float[Array, ""]
+    threshold: Number
+    """The least priority that stays."""
+    capacity: Number | None = None
+    """How many a kv head keeps at most: those of highest priority among all that have left the ring so far, of equal
+    ones the earlier. What is out stays out. None: as many as there are. A row that has more, of a policy that went
+    before, keeps as many."""
 
 
 class Role:
@@ -66,14 +71,21 @@ class Admission(Role, abc.ABC):
     """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
 
     @abc.abstractmethod
-    def score(self, state: State, step: Step) -> tuple[State, Float[Array, "b k t"], int]:
-        """The priorities that this call makes known: `priority[…, i]` belongs to the token `delay` before token `i`
-        of the call. NaN: not known yet, but it must be before that token leaves the ring (`delay < window`)."""
+    def score(
+        self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> tuple[State, Float[Array, "b k t"], int]:
+        """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before.
+
+        Returns:
+            the memory after these tokens; the priorities that they make known, where `priority[…, i]` belongs to the
+            token `delay` before token `i` of the call (NaN: not known yet, but it must be before that token leaves the
+            ring); and `delay`, less than the window.
+        """
         ...
 
     @abc.abstractmethod
     def keep(self) -> Keep:
-        """The rule on leaving the ring: data, not code."""
+        """The rule on leaving the ring: data, not code. Whether it has a capacity must not depend on numbers."""
         ...
 
     @abc.abstractmethod

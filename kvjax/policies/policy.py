@@ -40,6 +40,20 @@ class Policy:
     plan: Plan | None = static(default=None)
     selection: Selection | None = None
 
+    def __post_init__(self):
+        if self.admission.keep().capacity is None:
+            return
+        for what, other in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
+            if other is not None:
+                raise UserError(
+                    f"{self.name}: an admission with a capacity keeps its entries in no order, and {what} needs them "
+                    "in order of position"
+                )
+        if type(self.admission).update is not Admission.update:
+            raise UserError(
+                f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"
+            )
+
     def placed(self, layers: int, kv_heads: int) -> "Policy":
         """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets
         a layer axis, tables are split with the heads.
@@ -91,6 +105,12 @@ class Policy:
         """The methods' numbers beside entries: names and dtypes."""
         return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
 
+    @property
+    def most_stored(self) -> int | None:
+        """The most entries of a row's global region; None: there is no capacity. Outside jit."""
+        capacity = self.admission.keep().capacity
+        return None if capacity is None else int(np.asarray(capacity).max())
+
     def numbers(self, states: States, step: Step, attended: Attended) -> Numbers:
         """The planes' numbers of a call's own tokens."""
         found = self.admission.numbers(states.admission, step, attended)
@@ -110,6 +130,7 @@ class Policy:
         `entry_bytes`: one token's key and value in all layers and heads."""
         ring = min(tokens, self.window - 1)
         stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
+        stored = stored if self.most_stored is None else np.minimum(stored, self.most_stored)
         return ring + (
             stored if self.plan is None else np.minimum(stored, self.plan.most(tokens, entry_bytes))
         )

@@ -59,7 +59,8 @@ def advance(cache: caches.Cache, wanted, valid, window: int):
     kv = jnp.broadcast_to(kv[:, None], (BATCH, HEADS, TOKENS, 2))
     priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
     numbers = {"born": position[:, None] + 100 * jnp.arange(HEADS)[:, None]}
-    written = (kv, priority, priority > 0.5, numbers, cache.seen, valid, window)
+    turnover = caches.Turnover(priority[..., :TOKENS] > 0.5)
+    written = (kv, priority, turnover, numbers, cache.seen, valid, window)
     pages, layer = caches.push(cache.pages, layer, *written)
     layers = jax.tree.map(lambda a: a[None], layer)
     return caches.Cache(pages, layers, cache.seen + valid, cache.window, cache.bounded)

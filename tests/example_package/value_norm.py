@@ -21,7 +21,7 @@ class ValueNorm(Admission):
 
     limit: Any  # NumPy: a number counts for all layers and heads, a table [l, k] for each of its own
 
-    def score(self, state, step):
+    def score(self, state, step, seen, valid):
         limit = jnp.broadcast_to(self.limit, step.k.shape[1:2])
         return state, jnp.linalg.norm(step.v, axis=-1) - limit[:, None], 0  # known at once
 

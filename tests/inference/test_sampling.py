@@ -13,10 +13,10 @@ from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import empty_cache
-from kvjax.mesh import AXES, gather, make_mesh, use_mesh
-from kvjax.models.decoder import scan_layers
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from tests.inference.cached import cached_logits
+from tests.inference.dense import dense_logits
 from tests.tiny_models import policies_for, tiny_gates, tiny_model
 
 LENGTH = 40
@@ -30,31 +30,6 @@ def model():
 @pytest.fixture(scope="module")
 def tokens():
     return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
-
-
-def dense_logits(model, policy, tokens):
-    """Every token's logits with the mask {i − j < window} ∪ {j kept} spelled out, and what was kept [l b k t]."""
-
-    def attend(step, _, admission):
-        _, priority, _ = admission.score((), step)
-        kept = priority >= admission.keep().threshold
-        q, k, v, kept = gather((step.q, step.k, step.v, kept), *AXES)
-        t, groups = k.shape[2], q.shape[1] // k.shape[1]
-        age = jnp.arange(t)[:, None] - jnp.arange(t)
-        seen = (age >= 0) & ((age < policy.window) | kept[:, :, None])
-        k, v, seen = (jnp.repeat(x, groups, 1) for x in (k, v, seen))
-        s = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(k.shape[-1])
-        p = jax.nn.softmax(jnp.where(seen, s, -1e30), -1)
-        o = jnp.einsum("bnts,bnsh->bnth", p, v)
-        return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, kept
-
-    with use_mesh(model):
-        tokens = jnp.asarray(tokens, jnp.int32)
-        position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x = model.embed_tokens(tokens)
-        admission = gather(policy.admission, "data", "fsdp")
-        x, _, kept = scan_layers(model, x, position, attend, xs=admission)
-        return np.asarray(model.logits(model.norm(x))), np.asarray(kept)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +48,7 @@ def test_prefill_chunks_and_decode_see_exactly_the_window_and_what_was_kept(mode
     want, kept = dense_logits(model, policy, tokens)
     once, cache = cached_logits(model, policy, tokens, [LENGTH])
     assert np.abs(once - want).max() < 1e-4
-    left = kept[..., : LENGTH - window + 1].sum(-1)
+    left = kept.sum(-1)
     np.testing.assert_array_equal(np.asarray(cache.layers.length), left)
     mixed, cache = cached_logits(model, policy, tokens, [8] * 4 + [1] * 8, page_size=3)
     assert np.abs(mixed - want).max() < 1e-4

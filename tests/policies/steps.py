@@ -18,3 +18,9 @@ def step(positions, layer=0, heads=4, seed=0):
         v=draw(b, heads, t, 8), position=positions, layer=jnp.int32(layer), head=jnp.arange(heads),
         token=jnp.asarray(rng.integers(0, 61, (b, t)), jnp.int32),
     )  # fmt: skip
+
+
+def whole(step):
+    """What a method is told of sequences that begin with this step: tokens before it, and how many of it are real."""
+    b, t = step.position.shape
+    return jnp.zeros(b, jnp.int32), jnp.full(b, t, jnp.int32)

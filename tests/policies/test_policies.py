@@ -20,7 +20,7 @@ from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining, load_gates, save_gates
 from kvjax.policies.interfaces import Admission, Eviction
-from tests.policies.steps import step
+from tests.policies.steps import step, whole
 from tests.tiny_models import tiny_gates, tiny_model
 
 
@@ -43,7 +43,7 @@ def layer(tree, index):
 def kept(policy, at, index=0):
     admission = layer(policy.admission, index)
     with use_mesh(policy):
-        _, priority, delay = admission.score(admission.init(*at.k.shape[:2]), at)
+        _, priority, delay = admission.score(admission.init(*at.k.shape[:2]), at, *whole(at))
     assert delay == 0
     return np.asarray(priority >= admission.keep().threshold)
 

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.errors import whole_number
 from kvjax.policies.interfaces import Admission, Keep
@@ -15,7 +15,9 @@ from kvjax.struct import struct
 class Full(Admission):
     """Every token is admitted."""
 
-    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+    def score(
+        self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, jnp.ones(step.k.shape[:3], jnp.float32), 0
 
     def keep(self) -> Keep:

@@ -24,7 +24,9 @@ class HeadPattern(Admission):
     retrieval: Bool[Number, "... k"]
     sink: Int[Number, "..."]
 
-    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+    def score(
+        self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         admitted = self.retrieval[:, None] | (step.position < self.sink)[:, None, :]
         return state, admitted.astype(jnp.float32), 0
 

@@ -26,7 +26,7 @@ class Random(Admission):
         return no_text(batch)
 
     def score(
-        self, state: UInt32[Array, " b"], step: Step
+        self, state: UInt32[Array, " b"], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
     ) -> tuple[UInt32[Array, " b"], Float[Array, "b k t"], int]:
         text = text_hash(state, step)
         drawn = uniform(self.seed, step.layer, step.head[:, None], text[:, None])

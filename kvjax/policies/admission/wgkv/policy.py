@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
@@ -27,7 +27,9 @@ class WGKV(Admission):
     tau: Float[Number, "..."]
     rate: Float[Number, "... k"]
 
-    def score(self, state: tuple[()], step: Step) -> tuple[tuple[()], Float[Array, "b k t"], int]:
+    def score(
+        self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> tuple[tuple[()], Float[Array, "b k t"], int]:
         return state, self.gates(step.k_pre, step.k), 0
 
     def keep(self) -> Keep:

@@ -1,0 +1,99 @@
+"""A capacity: of the tokens that left the ring, a row keeps the best so far by priority; of equal ones the earlier.
+
+What is out stays out, so a row that is full only ever swaps its worst entry for a better one. The newcomer takes its
+place: the entries of such a row are in no order, and two planes say of each what it is worth and where it stood.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.pages import LayerCache, Pages
+from pallas_kernels import vertical_slash as attention
+from pallas_kernels.running_topk import running_topk
+
+PRIORITY, POSITION = "priority", "position"
+PLANES = {PRIORITY: "float32", POSITION: "int32"}
+"""Of every stored entry."""
+
+
+class Turnover(NamedTuple):
+    """What a call's tokens change in a layer's rows."""
+
+    kept: Bool[Array, "b k t"]
+    """Of as many of the oldest tokens of the ring and the call, in order, those that stay if they leave the ring."""
+    gone: Bool[Array, "b k s"] | None = None
+    """The stored entries whose places they take, by place; never more than are kept. None: there is no capacity."""
+
+
+class Held(NamedTuple):
+    """The stored entries of a layer by place, unspecified where there is none."""
+
+    exists: Bool[Array, "b k s"]
+    priority: Float[Array, "b k s"]
+    position: Int[Array, "b k s"]
+
+
+def held(pages: Pages, layer: LayerCache, ring: int) -> Held:
+    """What the planes say. ring: pages of the ring."""
+    table = layer.page_table[..., ring:]
+    place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
+    priority, position = (
+        pages.planes[name].at[table].get(mode="clip").reshape(*table.shape[:2], -1)
+        for name in (PRIORITY, POSITION)
+    )
+    return Held(place < layer.length[..., None], priority, position)
+
+
+def swapped(
+    held: Held,
+    length: Int[Array, "b k"],
+    capacity: Int[Array, "..."],
+    wanted: Bool[Array, "b k"],
+    priority: Float[Array, "b k"],
+) -> Turnover:
+    """One token leaves the ring: it is kept where it is `wanted` and there is a place, or a worse entry gives its."""
+    lowest = jnp.where(held.exists, held.priority, jnp.inf).min(-1, initial=jnp.inf)
+    lowest_ones = held.exists & (held.priority == lowest[..., None])
+    newest = jnp.where(lowest_ones, held.position, -1).max(-1, initial=-1)
+    worst = lowest_ones & (held.position == newest[..., None])
+    full = length >= capacity
+    kept = wanted & (~full | (priority > lowest))
+    return Turnover(kept[..., None], worst & (kept & full)[..., None])
+
+
+def ends(
+    threshold: Float[Array, ""],
+    capacity: Int[Array, "..."] | None,
+    priority: Float[Array, "b k s"],
+    *,
+    window: int,
+    exists: Bool[Array, "b k_or_1 s"] | None = None,
+    position: Int[Array, "b k s"] | None = None,
+    queries: int | None = None,
+) -> Int[Array, "b k s"]:
+    """`end` of `vertical_slash` for keys that stay, once they left the window, iff their priority is at least
+    `threshold` and among the `capacity` highest of those so far (KVPOP, App. C).
+
+    Args:
+        capacity: one number, or one of each row; None: no limit.
+        priority: NaN is below every threshold.
+        exists: False: nobody ever sees the key. None: all exist.
+        position: of equal priorities the lower one stays. None: the keys are in order.
+        queries: how many of the last indices are queries; None: all.
+    """
+    wanted = priority >= threshold
+    wanted = wanted if exists is None else wanted & exists
+    if capacity is None:
+        end = attention.ends(wanted, window)
+    else:
+        index = jnp.broadcast_to(jnp.arange(priority.shape[-1], dtype=jnp.int32), priority.shape)
+        keys = -priority, index if position is None else position, index
+        order = lax.sort(keys, num_keys=2)[2]
+        rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
+        of_rows = jnp.broadcast_to(capacity, priority.shape[:2])
+        _, end = running_topk(rank, k=of_rows, window=window, queries=queries, competes=wanted)
+        end = jnp.where(wanted, end, index + window)
+    return end if exists is None else jnp.where(exists, end, 0)

@@ -1,0 +1,39 @@
+"""An admission for tests: a recurrent scorer that knows of a token only `delay` tokens later what it is worth."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.policies.chance import uniform
+from kvjax.policies.interfaces import Admission, Keep, Number
+from kvjax.policies.policy import Policy
+from kvjax.struct import static, struct
+
+
+@struct
+class Delayed(Admission):
+    """Priorities of a few levels, drawn from a token and the one `delay` tokens behind it."""
+
+    threshold: Number
+    capacity: Number | None
+    delay: int = static()
+
+    def init(self, batch, heads):
+        return jnp.zeros((batch, self.delay), jnp.int32)
+
+    def score(self, state, step, seen, valid):
+        line, t = jnp.concatenate([state, step.token], 1), step.token.shape[1]
+        drawn = uniform(step.layer, step.head[:, None], line[:, None, :t], line[:, None, self.delay :])
+        last = jnp.take_along_axis(line, valid[:, None] + jnp.arange(self.delay), 1)
+        return last, jnp.floor(6 * drawn), self.delay
+
+    def keep(self):
+        return Keep(self.threshold, self.capacity)
+
+    def admitted(self, tokens):
+        return np.full((1, 1), tokens, np.float64)
+
+
+def delayed(*, window, capacity=None, delay=0, threshold=0.0):
+    """`capacity`: a number, or a table by layer and kv head."""
+    capacity = None if capacity is None else np.asarray(capacity, np.int32)
+    return Policy(Delayed(np.float32(threshold), capacity, delay), name="delayed", window=window)

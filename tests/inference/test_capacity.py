@@ -1,0 +1,142 @@
+"""Rows that keep their best: any cut of a sequence gives what comparing every token with every other gives."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill, sample
+from kvjax.mesh import make_mesh
+from kvjax.policies import make_policy
+from kvjax.policies.interfaces import Keep
+from pallas_kernels.vertical_slash.api import FOREVER
+from tests.inference.cached import cached_logits
+from tests.inference.delayed import delayed
+from tests.inference.dense import dense_logits, stored
+from tests.tiny_models import tiny_model
+
+LENGTH = 40
+TABLE = np.arange(12).reshape(3, 4)
+"""A capacity for each layer and kv head, 0 among them."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+
+
+def positions(cache):
+    """Where the stored entries stood, of every row: lists in order."""
+    table = np.asarray(cache.layers.page_table)[..., caches.ring_pages(cache.window, cache.page_size) :]
+    plane = np.asarray(cache.pages.planes["position"])
+    length = np.asarray(cache.layers.length)
+    return {
+        row: sorted(plane[table[row].clip(max=len(plane) - 1)].reshape(-1)[: length[row]].tolist())
+        for row in np.ndindex(length.shape)
+    }
+
+
+def lists(kept):
+    """The same of a mask."""
+    return {row: np.flatnonzero(kept[row]).tolist() for row in np.ndindex(kept.shape[:3])}
+
+
+def placed(policy, model):
+    return policy.placed(model.config.num_layers, model.config.num_kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "delay", "threshold"),
+    [(1, 5, 0, 0), (6, 5, 0, 3), (6, 7, 5, 2), (6, TABLE, 2, 0), (6, None, 5, 3)],
+)
+def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold):
+    with jax.set_mesh(make_mesh()):
+        rule = {"window": window, "capacity": capacity, "delay": delay, "threshold": threshold}
+        policy = placed(delayed(**rule), model)
+    want, kept = dense_logits(model, policy, tokens)
+    for calls in ([LENGTH], [8] * 4 + [1] * 8, [1] * 8 + [8] * 4):
+        got, cache = cached_logits(model, policy, tokens, calls, page_size=3)
+        assert np.abs(got - want).max() < 1e-4
+        np.testing.assert_array_equal(cache.layers.length, kept.sum(-1))
+        if capacity is not None:
+            assert positions(cache) == lists(kept)
+
+
+def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
+    """Lengths below, equal to and above the window, and one empty row."""
+    batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
+    with jax.set_mesh(make_mesh()):
+        policy = placed(delayed(window=6, capacity=TABLE, delay=2), model)
+    together, cache = cached_logits(model, policy, batch, [16, 24], lengths=lengths)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        split = tiny_model()
+        same = placed(delayed(window=6, capacity=TABLE, delay=2), split)
+        apart, own = cached_logits(split, same, batch, [16, 24], lengths=lengths)
+    for row, length in enumerate(lengths[:3]):
+        want, kept = dense_logits(model, policy, batch[row : row + 1, :length])
+        for got in (together, apart):
+            assert np.abs(got[row, :length] - want[0]).max() < 1e-4
+        for held in (cache, own):
+            np.testing.assert_array_equal(np.asarray(held.layers.length)[:, row], kept.sum(-1)[:, 0])
+    np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 3], 0)
+
+
+def test_training_masks_what_decoding_drops():
+    """`ends`, which recipes give to `vertical_slash`, by every query."""
+    priority = jnp.asarray(np.random.default_rng(1).integers(0, 5, (2, 4, 50)), jnp.float32)
+    for window in (1, 7):
+        for capacity in (None, 6, np.arange(4)):
+            keep = Keep(jnp.float32(1), None if capacity is None else jnp.asarray(capacity))
+            end = caches.ends(keep.threshold, keep.capacity, priority, window=window)
+            held, index = stored(priority, keep, window)[:, :, :50], jnp.arange(50)
+            near = index[:, None] - index < window
+            seen = (index[:, None] < end[:, :, None]) & (index <= index[:, None])
+            np.testing.assert_array_equal(seen, (held | near) & (index <= index[:, None]))
+    assert int(end.max()) == FOREVER
+
+
+def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model, tokens):
+    policy = delayed(window=6, capacity=8, delay=5)
+    prompt = [np.tile(tokens[0], 8)]
+    cache = prefill(model, prompt, policy=policy, page_size=4, chunk=32)
+    sizes = caches.stats(cache)
+    assert sizes.entries.max() == 5 + 8
+    assert sizes.pool_pages == sizes.pages == 12 * (2 + 2)
+    assert set(sizes.planes) == {"priority", "position"}
+    assert sizes.bytes == sizes.pool_pages * 4 * (2 * 8 * 4 + 8)
+    # a question and an answer leave the row as full as it was
+    got = sample(model, [tokens[1, :4]], policy=policy, cache=cache, max_new_tokens=9, eos=())
+    line = np.concatenate([prompt[0], tokens[1, :4]])
+    want = sample(model, [line], policy=policy, max_new_tokens=9, eos=(), page_size=4)
+    np.testing.assert_array_equal(got.tokens[0], want.tokens[0])
+    assert got.stats.entries.max() == 13
+    assert got.stats.pool_pages == sizes.pool_pages
+    np.testing.assert_array_equal(caches.stats(cache).entries, sizes.entries)
+
+
+def test_a_lower_capacity_later_keeps_as_many_as_there_are(model, tokens):
+    """A row never loses an entry without another in its place."""
+    cache = prefill(model, tokens[:1], policy=delayed(window=6, capacity=12), page_size=4)
+    lower = delayed(window=6, capacity=4)
+    got = sample(model, [tokens[1]], policy=lower, cache=cache, max_new_tokens=6, eos=())
+    assert (got.stats.entries == 5 + 12).all()
+
+
+def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):
+    policy = delayed(window=6, capacity=8)
+    for name, part in (("h2o", "eviction"), ("quest", "selection")):
+        other = make_policy(name, model=model, ratio=0.5)
+        with pytest.raises(UserError, match="keeps its entries in no order"):
+            dataclasses.replace(policy, **{part: getattr(other, part)})
+    cache = prefill(model, tokens[:1], policy=policy)
+    with pytest.raises(UserError, match="with a capacity of its rows, policy delayed has no capacity"):
+        sample(model, [[1]], cache=cache, policy=delayed(window=6))
