@@ -76,9 +76,11 @@ def cached_attention(
     *,
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
+    write: bool = True,
     implementation: str | None = None,
-) -> tuple[Float[Array, "b n t h"], caches.Pages, caches.LayerCache]:
-    """Attention of one layer's new tokens over the cache and among themselves, and the cache with them written.
+) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
+    """Attention of one layer's new tokens over the cache and among themselves, its log-sum-exp, and the cache with them
+    written; if they are not to be, with the methods' memories alone.
 
     A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
     that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
@@ -101,6 +103,8 @@ def cached_attention(
             turnover = _turnover(policy, pages, layer, priority[..., 0], seen, valid)
         else:
             o, lse, turnover = _prefill(policy, step, pages, layer, priority, seen, valid, implementation)
+        if not write:
+            return o, lse, pages, layer
         kv = jnp.concatenate([step.k, step.v], -1)
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
         attended = Attended(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
@@ -112,11 +116,11 @@ def cached_attention(
         # of the pool as it is now: the one before would have to be kept beside it
         attended = dataclasses.replace(attended, pool=pages.pool)
         planes = policy.update(states, pages.planes, step, attended)
-        return o, dataclasses.replace(pages, planes=planes), layer
+        return o, lse, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")
-    return jax.shard_map(local, out_specs=(HEADS, *specs))(whole, step, pages, layer, seen, valid)
+    return jax.shard_map(local, out_specs=(HEADS, HEADS, *specs))(whole, step, pages, layer, seen, valid)
 
 
 def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:

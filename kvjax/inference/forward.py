@@ -15,38 +15,76 @@ from kvjax.cache import Cache
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.record import Calls
 from kvjax.mesh import BATCH, P, batch_shards, put
-from kvjax.models.decoder import Decoder, scan_layers
-from kvjax.policies.policy import Policy
+from kvjax.models.decoder import Attend, Decoder, scan_layers
+from kvjax.policies.policy import Policy, States
+
+CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse", "state"
+"""What can be captured of every layer: fields of `Step`, each query's log-sum-exp over all that it saw [b n t], and the
+methods' memories after the tokens (`States`)."""
 
 
-def extend(
+def forward(
     model: Decoder,
     policy: Policy,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     *,
+    write: bool = True,
+    capture: Sequence[str] = (),
     implementation: str | None = None,
-) -> tuple[Cache, Float[Array, "b t d"]]:
-    """Run the first `valid` tokens of each sequence, writing them into the cache. To be jitted, the cache donated.
+) -> tuple[Cache, Float[Array, "b t d"], dict[str, Any]]:
+    """Run the first `valid` tokens of each sequence over the cache. To be jitted, the cache donated if it is written.
 
-    Returns the cache and the hidden states after the final norm (those of padding mean nothing).
+    Args:
+        write: False: they read the cache and each other as if they were written, and leave no trace.
+        capture: of `CAPTURED`. What is large is streamed layer by layer by `kvjax.inference.capture`.
+
+    Returns:
+        the cache, the hidden states after the final norm, and what was captured, with a leading layer axis. Those of
+        padding mean nothing.
     """
     tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
-    index = jnp.arange(tokens.shape[1])
-    position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
+    position = positions(cache.seen, valid, tokens.shape[1])
+    attend = attending(cache, valid, write, capture, implementation)
+    scanned = {"carry": cache.pages if write else None, "as_integers": cache.pages.as_integers}
+    x, pages, (layers, captured) = scan_layers(
+        model,
+        model.embed_tokens(tokens),
+        position,
+        attend,
+        xs=(cache.layers, policy),
+        token=tokens,
+        **scanned,
+    )
+    if write:
+        cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
+    return cache, model.norm(x), captured
+
+
+def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
+    """The true positions of a call's tokens, −1 for padding."""
+    index = jnp.arange(tokens)
+    return jnp.where(index < valid[:, None], seen[:, None] + index, -1)
+
+
+def attending(
+    cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
+) -> Attend:
+    """`scan_layers`' attention over the cache: carries its pages if they are written; from a layer's cache and policy
+    to the layer's cache, if it is written, and what is captured."""
 
     def attend(step, pages, xs):
         layer, policy = xs
-        return cached_attention(
-            policy, step, pages, layer, seen=cache.seen, valid=valid, implementation=implementation
-        )
+        o, lse, pages, layer = cached_attention(
+            policy, step, pages if write else cache.pages, layer,
+            seen=cache.seen, valid=valid, write=write, implementation=implementation,
+        )  # fmt: skip
+        found = {"lse": lse, "state": layer.state}
+        captured = {name: found[name] if name in found else getattr(step, name) for name in capture}
+        return o, pages if write else None, (layer if write else None, captured)
 
-    x = model.embed_tokens(tokens)
-    scanned = {"carry": cache.pages, "xs": (cache.layers, policy), "as_integers": cache.pages.as_integers}
-    x, pages, layers = scan_layers(model, x, position, attend, token=tokens, **scanned)
-    cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
-    return cache, model.norm(x)
+    return attend
 
 
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
@@ -80,7 +118,7 @@ def decode(
         token, running = fed(carry, x)
         before = cache.layers.length, cache.seen, running
         valid = running.astype(jnp.int32)
-        cache, hidden = extend(model, policy, cache, token[:, None], valid, implementation=implementation)
+        cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
         carry, y = said(carry, x, model.logits(hidden)[:, 0])
         return (cache, carry), (y, before)
 
@@ -97,10 +135,19 @@ def last_logits(
     valid: Int[Array, " b"],
     implementation: str | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """`extend`, and the logits that follow each sequence's last valid token."""
-    cache, hidden = extend(model, policy, cache, tokens, valid, implementation=implementation)
+    """`forward`, and the logits that follow each sequence's last valid token."""
+    cache, hidden, _ = forward(model, policy, cache, tokens, valid, implementation=implementation)
     last = jnp.maximum(valid - 1, 0)[:, None, None]
     return cache, model.logits(jnp.take_along_axis(hidden, last, 1))[:, 0]
+
+
+@jax.jit
+def memories(
+    model: Decoder, policy: Policy, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
+) -> States:
+    """The eviction's memory after it looked at tokens that leave no other trace."""
+    found = forward(model, policy, cache, tokens, valid, write=False, capture=("state",))[2]["state"]
+    return dataclasses.replace(cache.layers.state, eviction=found.eviction)
 
 
 def bucket(tokens: int) -> int:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache
 from kvjax.inference.eviction import compacted
-from kvjax.inference.forward import feed
+from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
 from kvjax.inference.room import fitted, grown, more_pages, pool_pages
@@ -90,26 +90,31 @@ def at_prompt_end(
     dropped = [0] * len(tokens)
     if observers is not None:
         assert run is not None
-        cache, dropped = _observed(cache, observers, run, calls)
+        cache, dropped = _observed(model, policy, cache, observers, run, calls)
     return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
 
 
-def _observed(cache: Cache, observers: Rows, run: Run, calls: Calls | None) -> tuple[Cache, list[int]]:
+def _observed(
+    model: Decoder, policy: Policy, cache: Cache, observers: Rows, run: Run, calls: Calls | None
+) -> tuple[Cache, list[int]]:
     """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
-    theirs. An admission's ring would push its oldest tokens out for them: there they are read over a copy, of which
-    only what the eviction saw stays."""
+    theirs: none where there is a ring, whose oldest tokens they would push out. There they write nothing, and only what
+    the methods saw of them stays."""
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
     begun = 0 if calls is None else len(calls.passing)
-    looked, _ = run(cache if cache.window == 1 else jax.tree.map(jnp.copy, cache), observers)
+    if cache.window == 1:
+        cache, _ = run(cache, observers)
+    else:
+        if calls is not None:
+            calls.feed(cache, np.array(sizes))
+        tokens, valid = padded(list(observers), bucket(max(sizes)))
+        states = memories(model, policy.reading, cache, tokens, valid)
+        cache = dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states))
     if calls is not None:
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
-    if cache.window == 1:
-        return looked, sizes
-    states = dataclasses.replace(cache.layers.state, eviction=looked.layers.state.eviction)
-    layers = dataclasses.replace(cache.layers, state=states)
-    return dataclasses.replace(cache, layers=layers), [0] * len(sizes)
+    return cache, sizes if cache.window == 1 else [0] * len(sizes)
 
 
 def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cache:
@@ -147,7 +152,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
     state = jax.tree.map(jnp.copy, cache.layers.state) if looked else ()
-    cache, dropped = _observed(cache, patch, run, calls)
+    cache, dropped = _observed(model, policy, cache, patch, run, calls)
     seen = [min(row.size, stop) for row in rows]
     kept = quota(
         policy,

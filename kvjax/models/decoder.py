@@ -211,6 +211,25 @@ class Decoder(nnx.Module):
 Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]
 
 
+def layer_body(
+    model: Decoder, position: Int[Array, "b t"], attend: Attend, token: Int[Array, "b t"] | None = None
+) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
+    """One layer, as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x, carry) and
+    its ys. Arguments as in `scan_layers`."""
+    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
+    angles = cos_sin(model.config.rope, model.config.head_dim, position)
+
+    def body(carried, inputs):
+        x, carry = carried
+        layer, index, own = inputs
+        layer = jax.tree.map(lambda taken, whole: as_floats(taken, whole.dtype), layer, model.layers)
+        step = Step(**layer.project(x, angles), position=position, layer=index, head=heads, token=token)
+        o, carry, ys = attend(step, carry, own)
+        return (layer.finish(x, o), carry), ys
+
+    return body
+
+
 def scan_layers(
     model: Decoder,
     x: Float[Array, "b t d"],
@@ -237,17 +256,7 @@ def scan_layers(
     Returns:
         x before the final norm, the last carry, and every layer's `ys`, stacked.
     """
-    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
-    angles = cos_sin(model.config.rope, model.config.head_dim, position)
-
-    def body(carried, inputs):
-        x, carry = carried
-        layer, index, own = inputs
-        layer = jax.tree.map(lambda taken, whole: as_floats(taken, whole.dtype), layer, model.layers)
-        step = Step(**layer.project(x, angles), position=position, layer=index, head=heads, token=token)
-        o, carry, ys = attend(step, carry, own)
-        return (layer.finish(x, o), carry), ys
-
+    body = layer_body(model, position, attend, token)
     # inside a scan nothing can be merged across iterations, so the barrier that prevents it would only cost
     if remat:
         # attention's own outputs are kept: its backward pass starts from them, so it need not run twice forwards

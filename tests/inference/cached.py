@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
-from kvjax.inference.forward import extend
+from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import use_mesh
 
-run_extend = jax.jit(extend, donate_argnums=2)
+run = jax.jit(forward, donate_argnums=2)
 
 
 def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
@@ -24,7 +24,7 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
         for size in calls:
             part = tokens[:, start : start + size]
             valid = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
-            cache, hidden = run_extend(
+            cache, hidden, _ = run(
                 model, policy.traced, cache, jnp.asarray(part, jnp.int32), jnp.asarray(valid)
             )
             out.append(np.asarray(model.logits(hidden)))

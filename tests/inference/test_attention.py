@@ -41,8 +41,8 @@ def test_what_is_stored_and_what_is_new_are_rounded_once():
         pages, layer = cache.pages, jax.tree.map(lambda x: x[0], cache.layers)
         attend = jax.jit(functools.partial(cached_attention, policy, implementation="xla"))
         two, five = (jnp.full_like(cache.seen, n) for n in (2, 5))
-        _, pages, layer = attend(step_of([1] * 5), pages, layer, seen=cache.seen, valid=two)
-        o, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, seen=two, valid=five)
+        _, _, pages, layer = attend(step_of([1] * 5), pages, layer, seen=cache.seen, valid=two)
+        o, _, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, seen=two, valid=five)
     assert o.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(o, np.float32)[0, 0, -1], 1)
 

@@ -76,11 +76,11 @@ def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens)
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
     with jax.set_mesh(make_mesh()):
         policy = placed(delayed(window=6, capacity=TABLE, delay=2), model)
-    together, cache = cached_logits(model, policy, batch, [16, 24], lengths=lengths)
+    together, cache = cached_logits(model, policy, batch, [24] + [1] * 16, lengths=lengths)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
         same = placed(delayed(window=6, capacity=TABLE, delay=2), split)
-        apart, own = cached_logits(split, same, batch, [16, 24], lengths=lengths)
+        apart, own = cached_logits(split, same, batch, [24] + [1] * 16, lengths=lengths)
     for row, length in enumerate(lengths[:3]):
         want, kept = dense_logits(model, policy, batch[row : row + 1, :length])
         for got in (together, apart):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference.forward import extend
+from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
@@ -99,7 +99,7 @@ def kept(cache, keys, row=0):
     return [[positions(layer, head) for head in range(length.shape[1])] for layer in range(len(length))]
 
 
-_extend = jax.jit(extend)
+run = jax.jit(forward, static_argnames="write")
 
 
 def logits_after(model, policy, cache, questions):
@@ -107,7 +107,7 @@ def logits_after(model, policy, cache, questions):
     with use_mesh(model):
         tokens = jnp.asarray(np.stack(questions), jnp.int32)
         valid = jnp.full(tokens.shape[0], tokens.shape[1])
-        hidden = _extend(model, policy.continuing, cache, tokens, valid)[1]
+        hidden = run(model, policy.continuing, cache, tokens, valid, write=False)[1]
         return np.asarray(model.logits(hidden))[:, -1]
 
 

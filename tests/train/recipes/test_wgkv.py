@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.command.launch import MeshShape
 from kvjax.exported import describe
-from kvjax.inference.forward import extend
+from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import adopt, make_mesh
 from kvjax.policies import make_policy
@@ -191,13 +191,13 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
     errors, rates = [], []
     with jax.set_mesh(mesh):
         policy = adopt(make_policy("wgkv", model=model, gates=gates, tau=TAU, window=WINDOW))
-        run = jax.jit(extend)
+        run = jax.jit(forward)
         for tokens in held_out():
             cache = empty_cache(
                 policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=tokens.size, dtype=jnp.float32
             )
             rows = jnp.asarray(tokens)[None]
-            cache, hidden = run(model, policy, cache, rows, jnp.array([tokens.size]))
+            cache, hidden, _ = run(model, policy, cache, rows, jnp.array([tokens.size]))
             errors.append(float(jnp.square(hidden - model.hidden(rows)).mean()))
             left = tokens.size - (WINDOW - 1)
             rates.append(np.asarray(cache.layers.length)[:, 0] / left)

@@ -1,0 +1,76 @@
+"""What the layers computed of some tokens, layer by layer: features to train on that no device could hold at once."""
+
+import functools
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvjax.cache import Cache
+from kvjax.errors import one_of
+from kvjax.inference.forward import CAPTURED, attending, padded, positions
+from kvjax.mesh import use_mesh
+from kvjax.models.decoder import Decoder, layer_body
+from kvjax.policies.policy import Policy
+
+
+def captured_layers(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    rows: Sequence[Int[np.ndarray, " _"]],
+    names: Sequence[str],
+    implementation: str | None = None,
+) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
+    """Run `rows` over the cache, of which nothing is written, and give what was captured of each layer in turn, on the
+    host. One layer's is on the devices at a time, by one program for all layers.
+
+    Args:
+        policy: on the model's mesh, as `Policy.placed` gives it.
+        rows: token ids, one row a sequence, padded to the longest.
+        names: of `kvjax.inference.forward.CAPTURED`, but for "state".
+
+    Raises:
+        UserError: another name.
+    """
+    for name in names:
+        one_of("captured_layers", "a name", name, tuple(name for name in CAPTURED if name != "state"))
+    with use_mesh(model):
+        tokens, valid = padded(list(rows), max(row.size for row in rows))
+        x = _embedded(model, tokens)
+        for index in range(model.config.num_layers):
+            x, captured = _layer(
+                model, policy.reading, cache, x, tokens, valid, np.int32(index),
+                names=tuple(names), implementation=implementation,
+            )  # fmt: skip
+            yield {name: np.asarray(array)[: len(rows)] for name, array in captured.items()}
+
+
+@jax.jit
+def _embedded(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    return model.embed_tokens(tokens)
+
+
+@functools.partial(jax.jit, donate_argnums=3, static_argnames=("names", "implementation"))
+def _layer(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    x: Float[Array, "b t d"],
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    index: Int[Array, ""],
+    *,
+    names: tuple[str, ...],
+    implementation: str | None,
+) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]]]:
+    position = positions(cache.seen, valid, tokens.shape[1])
+    attend = attending(cache, valid, False, names, implementation)
+    body = layer_body(model, position, attend, tokens)
+    layer, *own = jax.tree.map(
+        lambda stacked: jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False),
+        (model.layers, cache.layers, policy),
+    )
+    (x, _), (_, captured) = body((x, None), (layer, index, tuple(own)))
+    return x, captured

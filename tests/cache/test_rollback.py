@@ -1,0 +1,76 @@
+"""A cache that is taken back is the one that it was: what is run over it next comes out the same."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.cache.rollback import marked, taken_back
+from kvjax.inference.forward import feed
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies import make_policy
+from tests.inference.delayed import delayed
+from tests.tiny_models import policies_for, tiny_model
+
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 60))
+
+
+def policies(model):
+    with use_mesh(model):
+        capped = delayed(window=6, capacity=7, delay=3).placed(3, 4)
+    h2o = make_policy("h2o", model=model, entries=20, when="every", every=8)
+    return policies_for(model, 6) | {"h2o": h2o, "capacity": capped}
+
+
+def content(cache):
+    """All that the cache says: each row's entries with what stands beside them, and everything else."""
+    pages, ring = cache.pages, caches.ring_pages(cache.window, cache.page_size)
+    table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
+    held = []
+    for row in np.ndindex(length.shape):
+        used = table[row][: ring - (-length[row] // cache.page_size)]
+        of_ring = used[:ring]
+        entries = np.asarray(pages.pool)[used[ring:]].reshape(-1, pages.pool.shape[-1])[: length[row]]
+        beside = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.planes.values()]
+        bounds = [] if pages.bounds is None else [np.asarray(pages.bounds)[used[ring:]]]
+        held += [np.asarray(pages.pool)[of_ring], entries, *beside, *bounds]
+    return [*held, *map(np.asarray, jax.tree.leaves((cache.layers, cache.seen, pages.free_count)))]
+
+
+@pytest.mark.parametrize("name", ["full", "wgkv", "quest", "h2o", "capacity"])
+def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
+    model = tiny_model()
+    policy = policies(model)[name]
+    shape = {"policy": policy, "page_size": 4, "max_new_tokens": 40}
+    cache = prefill(model, [TOKENS[0, :20], TOKENS[1, :13]], **shape)
+    before = content(cache)
+    with use_mesh(model):
+        mark = marked(cache)
+        free = np.asarray(mark.free)[: int(mark.free_count[0])]
+        for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
+            cache, first = feed(model, policy, cache, list(rows), chunk=16, logits=None)
+        cache = taken_back(cache, mark)
+        for mine, theirs in zip(content(cache), before, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(np.asarray(cache.pages.free)[: free.size], free)
+        for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
+            cache, again = feed(model, policy, cache, list(rows), chunk=16)
+    np.testing.assert_array_equal(first, again)
+
+
+def test_on_a_mesh_too():
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        model = tiny_model()
+        policy = policies_for(model, 6)["wgkv"]
+        cache = prefill(model, TOKENS[:, :20], policy=policy, page_size=4, max_new_tokens=20)
+        before = jax.device_get(cache.layers)
+        entries = caches.stats(cache).entries
+        mark = marked(cache)
+        cache, first = feed(model, policy, cache, list(TOKENS[:, 20:31]), chunk=16)
+        cache = taken_back(cache, mark)
+        for mine, theirs in zip(*map(jax.tree.leaves, (cache.layers, before)), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(caches.stats(cache).entries, entries)
+        cache, again = feed(model, policy, cache, list(TOKENS[:, 20:31]), chunk=16)
+    np.testing.assert_array_equal(first, again)
