@@ -88,11 +88,11 @@ class Admission(Role, abc.ABC):
         """The rule on leaving the ring: data, not code. Whether it has a capacity must not depend on numbers."""
         ...
 
-    @abc.abstractmethod
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv
-        head. Sizes the default pool; called on the whole policy (with its layer axis), outside jit."""
-        ...
+        """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv head;
+        by default all, up to a capacity. Sizes the default pool; called on the whole policy (with its layer axis),
+        outside jit."""
+        return np.full((1, 1), tokens, np.float64)
 
 
 class Eviction(Role, abc.ABC):

@@ -9,10 +9,13 @@ import optax
 from jax.sharding import reshard
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
-from kvjax.policies.interfaces import Trainable
+from kvjax.policies.interfaces import Admission, Mask, Trainable
+from kvjax.step import Step
+from pallas_kernels.varying import alike
 
 
 def student(
@@ -34,6 +37,22 @@ def student(
 
     x, _, figures = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=method, remat=True)
     return model.norm(x), figures
+
+
+def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[Array, "b k t"], Mask]:
+    """What each query of whole sequences sees under an admission, as it will when it is used, and every token's
+    priority, −inf for the last ones whose priority is not known. For `Trainable.masks`: the mask has no gradient, the
+    priorities have."""
+    batch, heads, tokens, _ = step.k.shape
+    whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
+    # a memory that a scan carries must differ between devices as what it sees does
+    state = jax.tree.map(lambda x: alike(x, step.k)[0], admission.init(batch, heads))
+    _, known, delay = admission.score(state, step, *whole)
+    later = ((0, 0), (0, 0), (0, delay))
+    priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)
+    keep = admission.keep()
+    end = ends(keep.threshold, keep.capacity, jax.lax.stop_gradient(priority), window=window)
+    return priority, Mask(end=end)
 
 
 def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:

@@ -28,9 +28,6 @@ class ValueNorm(Admission):
     def keep(self):
         return Keep(jnp.float32(0))  # stays iff priority ≥ threshold
 
-    def admitted(self, tokens):
-        return np.full((1, 1), tokens, np.float64)  # expected entries: sizes the default pool
-
 
 def value_norm(*, limit: float = 1.0, window: int = 16) -> Policy:
     """The policy called so: `--policy value_norm --set limit=2`."""

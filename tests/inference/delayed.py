@@ -29,9 +29,6 @@ class Delayed(Admission):
     def keep(self):
         return Keep(self.threshold, self.capacity)
 
-    def admitted(self, tokens):
-        return np.full((1, 1), tokens, np.float64)
-
 
 def delayed(*, window, capacity=None, delay=0, threshold=0.0):
     """`capacity`: a number, or a table by layer and kv head."""

@@ -1,7 +1,6 @@
 """The full cache: every token stays."""
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import whole_number
@@ -22,9 +21,6 @@ class Full(Admission):
 
     def keep(self) -> Keep:
         return Keep(jnp.float32(0))
-
-    def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
-        return np.full((1, 1), tokens, np.float64)
 
 
 def full(*, window: int = 1) -> Policy:

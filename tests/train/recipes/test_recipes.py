@@ -25,6 +25,7 @@ from tests.tiny_models import filled, tiny_config, tiny_model
 RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
     "tests.probes.head_masks:HeadMasks": {"window": 8, "sink": 2},
+    "tests.probes.delayed_scorer:DelayedScorer": {"window": 8, "capacity": 6},
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
 DRAWING = {"tests.probes.head_masks:HeadMasks"}
