@@ -10,7 +10,7 @@ from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, held, swapped
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
-from kvjax.cache.ring import leaving, push, ring_entries, ring_pages, ring_priority
+from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.room import Layout, empty, grown, trimmed
 from kvjax.cache.sizes import MARGIN, CapacityError, largest_shard, pages_for, parse_capacity, rounded_up
 from kvjax.cache.stats import Stats, check, stats
@@ -32,6 +32,7 @@ __all__ = [
     "ends",
     "grown",
     "held",
+    "in_order",
     "largest_shard",
     "leaving",
     "pages_for",

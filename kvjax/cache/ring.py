@@ -42,7 +42,7 @@ def ring_priority(
     delay: int,
 ) -> Float[Array, "b k rt"]:
     """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
-    slots, ring = layer.priority.shape[-1], _in_order(layer.priority, seen)
+    slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
     both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
     before = both[..., slots - delay : slots - delay + tokens]
@@ -50,7 +50,7 @@ def ring_priority(
     return both.at[..., slots - delay : slots - delay + tokens].set(jnp.where(known, priority, before))
 
 
-def _in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
+def in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[Array, "b k r"]:
     """Numbers of the ring's tokens, the oldest first."""
     slots = by_slot.shape[-1]
     order = (seen[:, None] + jnp.arange(slots)) % max(slots, 1)
@@ -90,7 +90,7 @@ def push(
     had = layer.length
     pages, layer, place = _allocate(pages, layer, stays, turnover.gone, ring_pages(window, page_size))
     numbers = {
-        name: jnp.concatenate([_in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
+        name: jnp.concatenate([in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
         for name, new in numbers.items()
     }
     table = layer.page_table[..., ring_pages(window, page_size) :]

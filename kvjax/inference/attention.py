@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, P, gather
 from kvjax.policies.admission.full import stores_all
-from kvjax.policies.interfaces import Trainable
+from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
 from kvjax.step import Attended, Step
 from pallas_kernels.ordering import after
@@ -97,18 +97,23 @@ def cached_attention(
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         chosen = None
+        # of the cache: what wrote the biases may be done
+        bias = policy.bias(states, step) if BIAS in pages.planes else None
         if step.q.shape[2] == 1:
             chosen = _chosen(policy.selection, step, pages, layer, seen, window)
-            o, lse = _decode(step, pages, layer, chosen, seen, window, implementation)
+            stored_bias = None if bias is None else pages.planes[BIAS]
+            o, lse = _decode(step, pages, layer, chosen, stored_bias, seen, window, implementation)
             turnover = _turnover(policy, pages, layer, priority[..., 0], seen, valid)
         else:
-            o, lse, turnover = _prefill(policy, step, pages, layer, priority, seen, valid, implementation)
+            o, lse, turnover = _prefill(
+                policy, step, pages, layer, priority, bias, seen, valid, implementation
+            )
         if not write:
             return o, lse, pages, layer
         kv = jnp.concatenate([step.k, step.v], -1)
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
         attended = Attended(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
-        numbers = policy.numbers(states, step, attended)
+        numbers = policy.numbers(states, step, attended) | ({} if bias is None else {BIAS: bias})
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(
             pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window
@@ -135,7 +140,7 @@ def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"]
     return selection.select(step.q, bounds, layer.length, layer=step.layer, **tokens, page_size=page_size)
 
 
-def _decode(step, pages, layer, chosen, seen, window, implementation):
+def _decode(step, pages, layer, chosen, bias, seen, window, implementation):
     """One token: everything that is stored is visible to it, of which it reads the chosen pages."""
     return paged_decode(
         step.q,
@@ -146,6 +151,7 @@ def _decode(step, pages, layer, chosen, seen, window, implementation):
         ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
         new=(step.k, step.v),
         pages=chosen,
+        bias=bias,
         implementation=implementation,
     )
 
@@ -174,14 +180,18 @@ def _prefill(
     pages: caches.Pages,
     layer: caches.LayerCache,
     priority: Float[Array, "b k rt"],
+    bias: Float[Array, "b k t"] | None,
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     implementation: str | None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover]:
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
-    keep = policy.admission.keep()
+    keep, stored_bias = policy.admission.keep(), None
+    if bias is not None:
+        stored_bias = pages.planes[BIAS]
+        bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.capacity is not None:
-        return _competing(policy, step, pages, layer, priority, seen, valid, implementation)
+        return _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation)
     turnover = caches.Turnover((priority >= keep.threshold)[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
     alone = table.shape[-1] == 0  # nothing can have left the ring
@@ -189,18 +199,18 @@ def _prefill(
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
     if stores_all(policy):
         # nothing is masked: padding comes after every real token
-        near = vertical_slash(step.q, step.k, step.v, window=1, **options)
+        near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     else:
         k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
         end = caches.ends(keep.threshold, None, priority, window=policy.window, exists=exists)
-        near = vertical_slash(step.q, k, v, end, window=policy.window, **options)
+        near = vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
     if alone:
         return *near, turnover
-    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, **options))
+    o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options))
     return o.astype(step.q.dtype), lse, turnover
 
 
-def _competing(policy, step, pages, layer, priority, seen, valid, implementation):
+def _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation):
     """The same where the stored entries may be displaced between one query and the next: they, the ring's tokens and
     the new ones are the keys of one call, each of which ends where better ones have taken its place."""
     keep, window, tokens = policy.admission.keep(), policy.window, step.q.shape[2]
@@ -220,6 +230,9 @@ def _competing(policy, step, pages, layer, priority, seen, valid, implementation
         keep.threshold, jnp.maximum(keep.capacity, layer.length), priority,
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
+    if bias is not None:
+        plane = pages.planes[BIAS].at[layer.page_table[..., ring:]].get(mode="clip")
+        bias = jnp.concatenate([plane.reshape(held.exists.shape), bias], -1)
     following = (stored + window - 1 + valid)[:, None, None]
     stays = end > following
     turnover = caches.Turnover(stays[..., stored : stored + tokens], held.exists & ~stays[..., :stored])
@@ -229,6 +242,7 @@ def _competing(policy, step, pages, layer, priority, seen, valid, implementation
         jnp.concatenate([stored_v, v], 2),
         end[..., :-1],
         window=window,
+        log_gate=bias,
         implementation=implementation,
     )
     return o, lse, turnover

@@ -15,6 +15,7 @@ import abc
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -28,6 +29,8 @@ State = Any
 Numbers = dict[str, Shaped[Array, "b k t"]]
 """Of a call's tokens, by plane."""
 Planes = dict[str, Shaped[Array, "p page"]]
+BIAS = "bias"
+"""The plane that is added to the logits of entries in the global region (`Role.bias`)."""
 
 
 @struct
@@ -57,6 +60,11 @@ class Role:
         Arrays [b …]; an axis whose size grows with `heads` is split with them.
         """
         return ()
+
+    def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
+        """What a plane called "bias" says of a call's own tokens: it is added to their logits once they have left the
+        ring, in float32, whoever reads them. −inf hides a token. Known before the call's attention, `numbers` after."""
+        return jnp.zeros(step.k.shape[:3], jnp.float32)
 
     def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
         """The planes' numbers of a call's own tokens, whichever are stored then or later."""

@@ -4,12 +4,13 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import put
-from kvjax.policies.interfaces import Admission, Eviction, Numbers, Planes, Selection, State
+from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.plan import Plan
 from kvjax.step import Attended, Step
 from kvjax.struct import static, struct
@@ -110,6 +111,13 @@ class Policy:
         """The most entries of a row's global region; None: there is no capacity. Outside jit."""
         capacity = self.admission.keep().capacity
         return None if capacity is None else int(np.asarray(capacity).max())
+
+    def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
+        """What is added to the logits of a call's tokens once they have left the ring."""
+        for method, state in ((self.admission, states.admission), (self.eviction, states.eviction)):
+            if method is not None and BIAS in method.planes:
+                return method.bias(state, step)
+        return jnp.zeros(step.k.shape[:3], jnp.float32)
 
     def numbers(self, states: States, step: Step, attended: Attended) -> Numbers:
         """The planes' numbers of a call's own tokens."""

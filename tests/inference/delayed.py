@@ -16,6 +16,16 @@ class Delayed(Admission):
     threshold: Number
     capacity: Number | None
     delay: int = static()
+    biased: bool = static(default=False)
+
+    @property
+    def planes(self):
+        return {"bias": "float32"} if self.biased else {}
+
+    def bias(self, state, step):
+        """From −4 to 4, and −inf."""
+        drawn = uniform(step.head[:, None], 7 * step.layer, step.token[:, None])
+        return jnp.where(drawn < 0.1, -jnp.inf, 8 * drawn - 4)
 
     def init(self, batch, heads):
         return jnp.zeros((batch, self.delay), jnp.int32)
@@ -30,7 +40,7 @@ class Delayed(Admission):
         return Keep(self.threshold, self.capacity)
 
 
-def delayed(*, window, capacity=None, delay=0, threshold=0.0):
+def delayed(*, window, capacity=None, delay=0, threshold=0.0, biased=False):
     """`capacity`: a number, or a table by layer and kv head."""
     capacity = None if capacity is None else np.asarray(capacity, np.int32)
-    return Policy(Delayed(np.float32(threshold), capacity, delay), name="delayed", window=window)
+    return Policy(Delayed(np.float32(threshold), capacity, delay, biased), name="delayed", window=window)

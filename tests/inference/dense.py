@@ -6,6 +6,7 @@ import numpy as np
 
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
+from kvjax.policies.interfaces import BIAS
 
 
 def stored(priority, keep, window):
@@ -24,7 +25,8 @@ def stored(priority, keep, window):
 
 
 def dense_logits(model, policy, tokens):
-    """Every token's logits with the mask {i − j < window} ∪ {j stored}, and what is stored at the end [l b k t]."""
+    """Every token's logits with the mask {i − j < window} ∪ {j stored}, the latter with biases, and what is stored
+    at the end [l b k t]."""
 
     def attend(step, _, admission):
         b, t = step.position.shape
@@ -38,6 +40,9 @@ def dense_logits(model, policy, tokens):
         seen = (age >= 0) & ((age < policy.window) | held[:, :, :t])
         k, v, seen = (jnp.repeat(x, q.shape[1] // k.shape[1], 1) for x in (k, v, seen))
         s = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(k.shape[-1])
+        if BIAS in admission.planes:
+            bias = jnp.repeat(gather(admission.bias(state, step), *AXES), q.shape[1] // step.k.shape[1], 1)
+            s += jnp.where(age >= policy.window, bias[:, :, None], 0)
         p = jax.nn.softmax(jnp.where(seen, s, -1e30), -1)
         o = jnp.einsum("bnts,bnsh->bnth", p, v)
         return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, held[:, :, t]

@@ -1,0 +1,61 @@
+"""A bias beside entries: added to the logits of what left the window, the same in any cut of a sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.inference.forward import forward
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import make_mesh, use_mesh
+from tests.inference.cached import cached_logits
+from tests.inference.delayed import delayed
+from tests.inference.dense import dense_logits
+from tests.tiny_models import tiny_model
+
+LENGTH = 40
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+
+
+@pytest.mark.parametrize(
+    ("window", "capacity", "delay", "threshold"), [(1, None, 0, 0), (6, None, 2, 3), (6, 5, 5, 0)]
+)
+def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, threshold):
+    model = tiny_model()
+    rule = {"window": window, "capacity": capacity, "delay": delay, "threshold": threshold, "biased": True}
+    with use_mesh(model):
+        policy = delayed(**rule).placed(3, 4)
+        plain = delayed(**rule | {"biased": False}).placed(3, 4)
+    want, _ = dense_logits(model, policy, TOKENS)
+    assert np.abs(want - dense_logits(model, plain, TOKENS)[0]).max() > 0.01
+    for calls in ([LENGTH], [8] * 4 + [1] * 8):
+        got, cache = cached_logits(model, policy, TOKENS, calls, page_size=3)
+        assert np.abs(got - want).max() < 1e-4
+        assert "bias" in cache.pages.planes
+
+
+def test_a_mesh_gives_the_same():
+    model = tiny_model()
+    rule = {"window": 6, "delay": 2, "threshold": 2, "biased": True}
+    with use_mesh(model):
+        want, _ = dense_logits(model, delayed(**rule).placed(3, 4), TOKENS)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        split = tiny_model()
+        got, _ = cached_logits(split, delayed(**rule).placed(3, 4), TOKENS, [LENGTH - 2, 1, 1])
+    assert np.abs(got - want).max() < 1e-4
+
+
+def test_a_bias_stays_when_what_wrote_it_is_done():
+    """A policy that knows of none goes on over the cache: stored entries keep theirs, new ones have none."""
+    model = tiny_model()
+    biased, plain = (delayed(window=1, biased=biased) for biased in (True, False))
+    cache = prefill(model, TOKENS[:, :30], policy=biased, max_new_tokens=8)
+    with use_mesh(model):
+        fed = jnp.asarray(TOKENS[:, 30:34]), jnp.array([4, 4])
+        after, _, _ = jax.jit(forward)(model, plain.placed(3, 4).traced, cache, *fed)
+    table, length = np.asarray(after.layers.page_table), np.asarray(after.layers.length)
+    bias = np.asarray(after.pages.planes["bias"])
+    rows = np.stack([bias[table[row]].reshape(-1)[: length[row]] for row in np.ndindex(length.shape)])
+    assert rows.shape == (3 * 2 * 4, 34)
+    assert (rows[:, 30:] == 0).all()
+    assert (rows[:, :30] != 0).mean() > 0.99
