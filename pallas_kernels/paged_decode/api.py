@@ -76,7 +76,6 @@ def paged_decode(
     if call is not xla:
         pool = as_floats(pool, q.dtype)
     page = pool.shape[1]
-    bias = bias if page_table.shape[2] > ring_pages else None  # of no global page
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:
         ring_length = jnp.clip(ring_length, 0, ring_pages * page)

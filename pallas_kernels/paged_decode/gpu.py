@@ -1,6 +1,6 @@
 """`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
-entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read where it lies, by the page indices
-that the keys are."""
+entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read where it lies, by
+the page indices that the keys are."""
 
 import functools
 from typing import NamedTuple

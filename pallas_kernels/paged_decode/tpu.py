@@ -13,7 +13,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -273,14 +272,15 @@ def _start(q, new, sizes: _Sizes):
 def _in_order(bias, table, ring, sizes: _Sizes):
     """The biases `[r 1 c]` of each row's list of pages, whole blocks of them, 0 for the ring's."""
     r, _, columns = table.shape
-    ring = pl.cdiv(ring, sizes.page)
-    table = jnp.pad(table[:, 0], ((0, 0), (0, sizes.ring_pages + -columns % sizes.block)))
+    ring = pl.cdiv(ring, sizes.page)[:, None]
+    bits = [1 << x for x in range(sizes.ring_pages.bit_length())]
     count = columns + -columns % sizes.block
-    ids = jax.vmap(lambda row, start: lax.dynamic_slice(row, (start,), (count,)))(
-        table, sizes.ring_pages - ring
-    )
-    of_global = jnp.arange(count) >= ring[:, None]
-    return jnp.where(of_global[..., None], bias.at[ids].get(mode="clip"), 0).reshape(r, 1, count * sizes.page)
+    ids = jnp.pad(table[:, 0], ((0, 0), (0, count - columns + sum(bits))))
+    # where the list begins: by powers of two, since XLA would take rows' slices one after the other
+    for bit in bits:
+        ids = jnp.where((sizes.ring_pages - ring) & bit > 0, ids[:, bit:], ids[:, :-bit])
+    rows = jnp.where((jnp.arange(count) < ring)[..., None], 0, bias.at[ids].get(mode="clip"))
+    return rows.reshape(r, 1, count * sizes.page)
 
 
 def _cores(rows: int) -> int:
