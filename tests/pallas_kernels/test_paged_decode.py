@@ -314,9 +314,10 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     table = jnp.asarray(table, jnp.int32)
     length = jnp.asarray(rng.integers(0, (columns - ring_pages) * page - steps, (b, k)), jnp.int32)
     ring_length = jnp.asarray([0, 3, 7, 8], jnp.int32)
+    bias = jnp.asarray(rng.normal(size=pool.shape[:2]), jnp.float32)
     q, *new = (jnp.asarray(rng.normal(size=(b, x, 1, h)), jnp.float32) for x in (n, k, k))
 
-    def local(implementation, q, pool, table, length, ring_length, k, v):
+    def local(implementation, q, pool, table, length, ring_length, k, v, bias):
         def step(carry, _):
             q, pool, length = carry
             out = paged_decode(
@@ -327,6 +328,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
                 ring_length,
                 ring_pages=ring_pages,
                 new=(k, v),
+                bias=bias,
                 implementation=implementation,
             )
             place = after(length, out[1])
@@ -346,11 +348,11 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
         return jax.jit(sharded, donate_argnums=1).lower(*arguments()).compile()
 
     def arguments():
-        specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec)
+        specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec, pools)
         # Copies, since the pool is given away.
         return [
             jax.device_put(np.array(x), s)
-            for x, s in zip((q, pool, table, length, ring_length, *new), specs, strict=True)
+            for x, s in zip((q, pool, table, length, ring_length, *new, bias), specs, strict=True)
         ]
 
     axes, kinds = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Explicit,) * 3
