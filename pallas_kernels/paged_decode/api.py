@@ -29,6 +29,7 @@ def paged_decode(
     ring_pages: int = 0,
     new: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None,
     pages: Bool[Array, "b k global"] | None = None,
+    bias: Float[Array, "p page"] | None = None,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]:
@@ -48,6 +49,9 @@ def paged_decode(
         ring_pages: how many of the table's columns are the ring's.
         new: keys and values of the tokens of this call, which are not in the pages yet.
         pages: which global pages are read (Quest, Tang et al., 2024); None: all that hold entries.
+        bias: added to the logit of every entry of the global pages (a plane of the pool: one number an entry), float32,
+            any value down to -inf; below -1e29 it counts as that. The ring's entries and `new` have none. None: nothing
+            is added, and nothing is read. "hopper" takes none.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
             "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
             which rounds each part to bfloat16 all the same.
@@ -56,15 +60,16 @@ def paged_decode(
             "reference" (dense); None: the platform's own.
 
     Returns:
-        The output and the log-sum-exp of the logits in float32; 0 and -inf where nothing is visible. Without queries
-        both are empty; in a table without columns nothing is stored.
+        The output and the log-sum-exp of the (biased) logits in float32; 0 and -inf where nothing is visible, or every
+        logit is -inf. Without queries both are empty; in a table without columns nothing is stored.
 
     Raises:
         ValueError: shapes that disagree, more ring pages than columns, columns but a pool without entries, indices or
-            lengths that are no integers, an unknown implementation, or what a kernel does not take (`supported.py`).
+            lengths that are no integers, a bias that is not float32, an unknown implementation, or what a kernel does
+            not take (`supported.py`).
     """
     call = choose(IMPLEMENTATIONS, implementation, "paged_decode")
-    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages)
+    _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias)
     dtype = jnp.dtype(q.dtype if dtype is None else dtype)
     if 0 in q.shape[:3] or not page_table.shape[2]:
         return _nothing_stored(q, new, dtype, implementation)
@@ -74,15 +79,15 @@ def paged_decode(
     length = jnp.clip(length, 0, (page_table.shape[2] - ring_pages) * page)
     if ring_length is not None:
         ring_length = jnp.clip(ring_length, 0, ring_pages * page)
-    q, pool, page_table, length, ring_length, new, pages = alike(
-        q, pool, page_table, length, ring_length, new, pages
+    q, pool, page_table, length, ring_length, new, pages, bias = alike(
+        q, pool, page_table, length, ring_length, new, pages, bias
     )
     if pages is None:
-        return call(q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+        return call(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
     if call is reference:
-        return reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, pages)
+        return reference(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, pages)
     page_table, length = compact(pages, page_table, length, page)
-    return call(q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+    return call(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype)
 
 
 def _nothing_stored(q, new, dtype, implementation):
@@ -92,7 +97,7 @@ def _nothing_stored(q, new, dtype, implementation):
     return jnp.zeros_like(q, dtype), jnp.full_like(q[..., 0], -jnp.inf, jnp.float32)
 
 
-def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages):
+def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages, bias):
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     if not heads or n % heads:
@@ -119,5 +124,9 @@ def _check(q, pool, page_table, length, ring_length, ring_pages, new, pages):
     if pages is not None and pages.shape != (b, heads, columns - ring_pages):
         raise ValueError(
             f"paged_decode: pages is {pages.shape}, but the table has {(b, heads, columns - ring_pages)} global pages"
+        )
+    if bias is not None and (bias.shape != pool.shape[:2] or bias.dtype != jnp.float32):
+        raise ValueError(
+            f"paged_decode: bias is {bias.dtype} {bias.shape}, but pool {pool.shape} needs float32 {pool.shape[:2]}"
         )
     require_whole("paged_decode", page_table=page_table, length=length, ring_length=ring_length)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.softmax import merge
+from pallas_kernels.softmax import MASKED, merge
 from pallas_kernels.vertical_slash import vertical_slash
-from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys
+from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
 
 TOKENS = 8
 """Most query tokens for which the decode kernels are made."""
@@ -21,7 +21,7 @@ ENTRIES = 4096
 
 
 def attend_many(
-    attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, dtype
+    attend: Callable, name: str, q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
 ):
     """`attend` is that of `vertical_slash`'s kernel, called `name`."""
     b, heads, columns = page_table.shape
@@ -40,9 +40,13 @@ def attend_many(
         ids = lax.dynamic_slice_in_dim(table, j * width, width, 2)
         entries = pool.at[ids].get(mode="clip").reshape(b, heads, width * page, 2 * h)
         entries = jnp.where(stored[..., None], entries, 0)
+        gate = None
+        if bias is not None:
+            gate = bias.at[ids].get(mode="clip").reshape(stored.shape)
+            gate = jnp.where(stored & (place >= ring), jnp.maximum(gate, MASKED), 0)
         begun = jnp.where(place < used[..., None], 0, FOREVER)
-        rows = *jnp.split(entries, 2, -1), begun, jnp.where(stored, FOREVER, 0)
-        far = Keys(*(x.reshape(b * heads, *x.shape[2:]) for x in rows), log_gate=None)
+        rows = *jnp.split(entries, 2, -1), begun, jnp.where(stored, FOREVER, 0), gate
+        far = Keys(*by_row(*rows))
         return merge(*state, *attend(q, None, far))
 
     if new is None:

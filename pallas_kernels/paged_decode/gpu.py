@@ -1,5 +1,6 @@
 """`paged_decode` on GPUs, in Triton. Every program takes an equal share of all rows' tiles (`stream_k.py`): a row's
-entries are those of the ring and then the global ones, cut into tiles of keys."""
+entries are those of the ring and then the global ones, cut into tiles of keys. A bias is read where it lies, by
+the page indices that the keys are."""
 
 import functools
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash.gpu import attend
+from pallas_kernels.vertical_slash.gpu_walk import LOG2E
 
 TILE_BYTES = 1 << 15
 """Of a tile's keys and values."""
@@ -54,7 +56,7 @@ def _dot(a, b, dimensions, sizes: _Sizes):
     )
 
 
-def _attend(rows_ref, q_ref, pool_ref, table_ref, o_ref, lse_ref, *, sizes: _Sizes):
+def _attend(rows_ref, q_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref, *, sizes: _Sizes):
     program, shares = pl.program_id(0), sizes.shares
     begin, stop = share(program, rows_ref[0, shares.r], shares)
     query, column = jnp.arange(sizes.queries2), jnp.arange(shares.h2)
@@ -73,13 +75,17 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, o_ref, lse_ref, *, sizes: _Siz
             place = jnp.where(in_ring, place, place - ring)
             column_of_table = place // sizes.page + jnp.where(in_ring, 0, sizes.ring_pages)
             page = plt.load(table_ref.at[row, column_of_table], mask=stored, other=0)
-            page = jnp.clip(page, 0, pool_ref.shape[0] - 1)[:, None]
+            page = jnp.clip(page, 0, pool_ref.shape[0] - 1)
+            pages = page[:, None]
 
             def side(first):
-                here = pool_ref.at[page, (place % sizes.page)[:, None], first + column[None]]
+                here = pool_ref.at[pages, (place % sizes.page)[:, None], first + column[None]]
                 return plt.load(here, mask=stored[:, None] & column_exists, other=0)
 
             x = _dot(q, side(0), ((1,), (1,)), sizes) * shares.scale
+            if bias_ref is not None:
+                biased = stored & jnp.logical_not(in_ring)
+                x += plt.load(bias_ref.at[page, place % sizes.page], mask=biased, other=0)[None] * LOG2E
             x = jnp.where(stored[None], x, MASKED)
             m_new = jnp.maximum(m, x.max(1))
             p = jnp.exp2(x - m_new[:, None])
@@ -109,7 +115,9 @@ def _attend(rows_ref, q_ref, pool_ref, table_ref, o_ref, lse_ref, *, sizes: _Siz
         lax.fori_loop(first, last + 1, attend, None)
 
 
-def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: bool | None = None):
+def gpu(
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret: bool | None = None
+):
     check_supported("gpu", q, pool, page_table)
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
@@ -118,7 +126,9 @@ def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
     h2 = power(h)
     if t > TOKENS or power(queries, 16) * h2 > LARGEST:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        return attend_many(many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+        return attend_many(
+            many, "gpu", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
+        )
     # An output of more than 64 registers a thread would be too much, or q's share of the shared memory.
     large = 2 * power(queries, 16) * h2 >= LARGEST
     keys = min(128, max(16, TILE_BYTES // (2 * h2 * pool.dtype.itemsize) // (2 if large else 1)))
@@ -146,6 +156,6 @@ def gpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
         compiler_params=plt.CompilerParams(num_warps=8 if large else 4, num_stages=STAGES),
         interpret=interpret,
         name="paged_decode",
-    )(rows, q, pool, page_table.reshape(r, columns))
+    )(rows, q, pool, page_table.reshape(r, columns), bias)
     o, lse = merge(shares, rows, q, new, *parts, dtype=dtype, interpret=interpret)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)

@@ -53,13 +53,16 @@ class Plan(NamedTuple):
         return self.pieces * self.piece
 
 
-def hopper(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret=None, machine=HOPPER):
+def hopper(
+    q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret=None, machine=HOPPER
+):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     kind, page = target().kind, pool.shape[1]
     require(
         "paged_decode",
         "hopper",
+        (bias is None, "no bias"),
         (h in SIZES, f"head_dim {', '.join(map(str, SIZES))}, not {h}"),
         (q.dtype == jnp.bfloat16, f"bfloat16, not {q.dtype}"),
         (pool.dtype == q.dtype, f"pool of q's dtype {q.dtype}, not {pool.dtype}"),
@@ -68,7 +71,9 @@ def hopper(q, pool, page_table, length, ring_length, ring_pages, new, dtype, int
     )
     if t > TOKENS:
         many = functools.partial(attend, interpret=interpret, machine=machine)
-        return attend_many(many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+        return attend_many(
+            many, "hopper", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
+        )
     group = n // heads
     # More queries than a wgmma has rows: as if fewer heads shared the pages.
     split = next(x for x in range(1, group + 1) if group % x == 0 and group // x * t <= QUERIES)

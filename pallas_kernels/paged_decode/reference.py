@@ -3,13 +3,16 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.softmax import MASKED
 
-def reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, pages=None):
+
+def reference(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, pages=None):
     b, n, t, h = q.shape
     _, heads, columns = page_table.shape
     page = pool.shape[1]
     exact = jnp.promote_types(q.dtype, jnp.float32)
-    entries = pool[jnp.clip(page_table, 0, pool.shape[0] - 1)].reshape(b, heads, columns * page, 2 * h)
+    ids = jnp.clip(page_table, 0, pool.shape[0] - 1)
+    entries = pool[ids].reshape(b, heads, columns * page, 2 * h)
     place = jnp.arange(columns * page)
     ring = place < ring_pages * page
     in_ring = place < (jnp.zeros(b, int) if ring_length is None else ring_length)[:, None, None]
@@ -29,6 +32,10 @@ def reference(q, pool, page_table, length, ring_length, ring_pages, new, dtype, 
         )
         / h**0.5
     )
+    if bias is not None:
+        biased = jnp.where(stored & ~ring, bias[ids].reshape(stored.shape), 0)
+        biased = jnp.where(biased > MASKED / 2, biased, -jnp.inf)
+        x += jnp.pad(biased, ((0, 0), (0, 0), (0, x.shape[-1] - columns * page)))[:, :, None, None]
     x = jnp.where(visible[:, :, None], x, -jnp.inf)
     lse = jax.nn.logsumexp(x, -1)
     p = jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])

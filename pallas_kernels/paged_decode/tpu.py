@@ -4,6 +4,9 @@ A row is one (sequence, kv head); its query heads and tokens are the rows of one
 pages, first those of the ring, then the global ones, taken a block at a time. A cursor runs `SLOTS − 1` blocks ahead of
 the arithmetic, over the ends of rows and past empty ones, and starts the copies of the block it stands at; page tables
 come into scalar memory ahead of it. Only pages that hold entries are copied.
+
+A bias comes with the blocks: XLA gathers it into the order of each row's list, 4 bytes an entry to the pages' 4 h, and
+a block's is one copy. In the plane a page of 16 entries is an eighth of a row of lanes, which no copy takes.
 """
 
 import functools
@@ -24,6 +27,7 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash.tpu import attend
+from pallas_kernels.vertical_slash.tpu_walk import LOG2E
 
 LANES = 128
 SLOTS = 4
@@ -69,8 +73,8 @@ def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int
 
 
 def _kernel(*refs, sizes: _Sizes):
-    ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, o_ref, lse_ref = refs[:8]
-    buffers, tables, cursor, page_sems, table_sems = refs[8:]
+    ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref = refs[:9]
+    buffers, tables, cursor, page_sems, table_sems, *of_bias = refs[9:]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     keys = block * page
     step_rows, queries, width = q_ref.shape
@@ -106,6 +110,11 @@ def _kernel(*refs, sizes: _Sizes):
             cursor[TABLES_BROUGHT] += 1
             cursor[TABLE_ROW] = next_row(row + 1)
 
+    def bias_copy(row, index, slot):
+        bias, sems = of_bias
+        place = pl.ds(pl.multiple_of(index * keys, LANES), keys)
+        return pltpu.make_async_copy(bias_ref.at[row, :, place], bias.at[slot], sems.at[slot])
+
     def for_pages(count, act):
         """`act(first page, how many)` over the first `count` pages of a block."""
         group = min(GROUP, block)
@@ -137,6 +146,8 @@ def _kernel(*refs, sizes: _Sizes):
                     pltpu.make_async_copy(source, buffers.at[slot, p + i], page_sems.at[slot]).start()
 
             for_pages(pages - first, start)
+            if of_bias:
+                bias_copy(row, index, slot).start()
             more = pages - first > block
             cursor[FETCHED] += 1
             cursor[BLOCK] = jnp.where(more, index + 1, 0)
@@ -206,7 +217,11 @@ def _kernel(*refs, sizes: _Sizes):
             )
             place = first * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
             stored = (place < entries) & ((place < stored_first) | (place >= page))
-            x = jnp.where(stored, x * sizes.scale, MASKED)
+            x *= sizes.scale
+            if of_bias:
+                bias_copy(row, index, slot).wait()
+                x += of_bias[0][slot] * LOG2E
+            x = jnp.where(stored, x, MASKED)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
             kept = jnp.exp2(m - m_new)
@@ -254,16 +269,32 @@ def _start(q, new, sizes: _Sizes):
     return m, l, sum(x * new[j : j + 1, -width:] for j, x in enumerate(p))
 
 
+def _in_order(bias, table, ring, sizes: _Sizes):
+    """The biases `[r 1 c]` of each row's list of pages, whole blocks of them, 0 for the ring's."""
+    r, _, columns = table.shape
+    ring = pl.cdiv(ring, sizes.page)[:, None]
+    bits = [1 << x for x in range(sizes.ring_pages.bit_length())]
+    count = columns + -columns % sizes.block
+    ids = jnp.pad(table[:, 0], ((0, 0), (0, count - columns + sum(bits))))
+    # where the list begins: by powers of two, since XLA would take rows' slices one after the other
+    for bit in bits:
+        ids = jnp.where((sizes.ring_pages - ring) & bit > 0, ids[:, bit:], ids[:, :-bit])
+    rows = jnp.where((jnp.arange(count) < ring)[..., None], 0, bias.at[ids].get(mode="clip"))
+    return rows.reshape(r, 1, count * sizes.page)
+
+
 def _cores(rows: int) -> int:
     """Cores that share the rows: two where a chip shows its two as one device, if the rows can be halved."""
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
 
 
-def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interpret: Any = None):
+def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, interpret: Any = None):
     check_supported("tpu", q, pool, page_table, page_multiple=8, columns=COLUMNS)
     if q.shape[2] > TOKENS:
         many = functools.partial(attend, dtype=jnp.float32, interpret=interpret)
-        return attend_many(many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new, dtype)
+        return attend_many(
+            many, "tpu", q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype
+        )
     b, n, t, h = q.shape
     heads, columns = page_table.shape[1:]
     capacity, page = pool.shape[:2]
@@ -289,15 +320,19 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
     # The ring's columns backwards: those in use then end where the global ones begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)
     table = jnp.clip(table.reshape(r, 1, columns), 0, capacity - 1)
+    ring = jnp.broadcast_to(ring[:, None], (b, heads)).reshape(r)
     sizes = _Sizes(
         page=page,
         block=_block_pages(page, columns, entry_bytes, queries),
         ring_pages=ring_pages,
         t=t,
-        scale=h**-0.5 * math.log2(math.e),
+        scale=h**-0.5 * LOG2E,
         precision=lax.Precision.HIGHEST if pool.dtype == jnp.float32 else None,
         rows=r // cores,
     )
+
+    keys = sizes.block * page
+    of_bias = [pltpu.VMEM((SLOTS, 1, keys), jnp.float32), pltpu.SemaphoreType.DMA((SLOTS,))]
 
     def per_row(*shape):
         return pl.BlockSpec((step_rows, *shape), lambda core, step, *_: (core * steps + step, 0, 0))
@@ -313,6 +348,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
                 None if new is None else per_row(t, 2 * h),
                 anywhere,
                 anywhere,
+                None if bias is None else anywhere,
             ],
             out_specs=[per_row(queries, width), per_row(1, queries)],
             scratch_shapes=[
@@ -321,6 +357,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
                 pltpu.SMEM((len(CURSOR),), jnp.int32),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.SemaphoreType.DMA((TABLES,)),
+                *([] if bias is None else of_bias),
             ],
         ),
         out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
@@ -330,11 +367,12 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, dtype, interp
         interpret=tpu_interpret(interpret),
         name="paged_decode",
     )(
-        jnp.broadcast_to(ring[:, None], (b, heads)).reshape(r),
+        ring,
         length.reshape(r),
         jnp.pad(q.reshape(r, queries, h), ((0, 0), (0, 0), (0, width - h))),
         None if new is None else jnp.concatenate(new, -1).astype(pool.dtype).reshape(r, t, 2 * h),
         pool,
         jnp.pad(table, ((0, 0), (0, 0), (0, -columns % LANES))),
+        None if bias is None else _in_order(bias, table, ring, sizes),
     )
     return o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)

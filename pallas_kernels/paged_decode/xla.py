@@ -25,7 +25,7 @@ LOGITS = 1 << 17
 """Most rows, and about the most logits, in a tile."""
 
 
-def xla(q, pool, page_table, length, ring_length, ring_pages, new, dtype):
+def xla(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype):
     b, n, t, h = q.shape
     heads = page_table.shape[1]
     r, g = b * heads, n // heads
@@ -33,7 +33,7 @@ def xla(q, pool, page_table, length, ring_length, ring_pages, new, dtype):
     q = jnp.pad(q.reshape(r, g, t, h), ((0, 0), (0, 0), (0, blocks * bq - t), (0, 0)))
     ring_length = jnp.zeros(b, int) if ring_length is None else ring_length
     ring_length = jnp.broadcast_to(ring_length[:, None], length.shape)
-    stored = _Stored(pool, page_table, length, ring_length, ring_pages, g * bq)
+    stored = _Stored(pool, bias, page_table, length, ring_length, ring_pages, g * bq)
 
     def block(i):
         q_block = lax.dynamic_slice_in_dim(q, i * bq, bq, 2).reshape(r, g * bq, h)
@@ -58,9 +58,9 @@ class _Stored:
     some out.
     """
 
-    def __init__(self, pool, page_table, length, ring_length, ring_pages, queries):
+    def __init__(self, pool, bias, page_table, length, ring_length, ring_pages, queries):
         r, columns = length.size, page_table.shape[2]
-        self.pool, self.page, self.h = pool, pool.shape[1], pool.shape[2] // 2
+        self.pool, self.bias, self.page, self.h = pool, bias, pool.shape[1], pool.shape[2] // 2
         self.ring = ring_pages * self.page
         length, ring_length = length.reshape(r), ring_length.reshape(r)
         self.bc = max(1, min(columns, ENTRIES // self.page))
@@ -98,8 +98,14 @@ class _Stored:
             pages = jax.vmap(lambda p: lax.dynamic_slice(self.pool, (p, 0, start), size))(table.reshape(-1))
             return as_floats(pages.reshape(self.br, self.bs, self.h), q.dtype)
 
+        def biased(logits):
+            if self.bias is None:
+                return logits
+            bias = self.bias.at[table].get(mode="clip").reshape(self.br, self.bs)
+            return logits + jnp.where(in_global, bias, 0)[:, None]
+
         seen = in_ring | in_global
-        logits = jnp.where(seen[:, None], softmax.logits(rows(q), side(0)), softmax.MASKED)
+        logits = jnp.where(seen[:, None], biased(softmax.logits(rows(q), side(0))), softmax.MASKED)
         values = jnp.where(seen[..., None], side(self.h), 0)
         m, l, o = map(rows, state)
         tile = softmax.update((m, l, o), logits, values)

@@ -11,9 +11,10 @@ from pallas_kernels.paged_decode import paged_decode
 
 @functools.cache
 def compiled(implementation, ring_pages, ring, new, chosen=False):
-    """Of q, pool, page_table, length, ring_length, new and pages; the last three left out unless asked for."""
+    """Of q, pool, page_table, length, ring_length, new and pages, the last three left out unless asked for; and of
+    a bias, if there is one."""
 
-    def call(q, pool, page_table, length, ring_length, pair, pages):
+    def call(q, pool, page_table, length, ring_length, pair, pages, bias=None):
         return paged_decode(
             q,
             pool,
@@ -23,6 +24,7 @@ def compiled(implementation, ring_pages, ring, new, chosen=False):
             ring_pages=ring_pages,
             new=pair if new else None,
             pages=pages if chosen else None,
+            bias=bias,
             implementation=implementation,
         )
 
@@ -63,3 +65,20 @@ def cache(shape, ring_length, length, seed, dtype=jnp.float32):
         tuple(jnp.asarray(x, dtype) for x in new),
         jnp.asarray(pages),
     )
+
+
+def biased(ring_pages, pool, page_table, length, seed=0):
+    """A bias of the entries that the global pages hold: small, so large that it leaves the others little, so small that
+    the others leave it nothing, and -inf. Of all else, which a kernel must not read, NaN."""
+    rng = np.random.default_rng(seed)
+    page_table, length = np.asarray(page_table)[:, :, ring_pages:], np.asarray(length)
+    bias = np.full(pool.shape[:2], np.nan)
+    for row in np.ndindex(length.shape):
+        place = np.arange(length[row])
+        values = rng.normal(size=len(place))
+        kind = rng.random(len(place))
+        values[kind < 0.2] = -np.inf
+        values[(kind >= 0.2) & (kind < 0.3)] = -40
+        values[kind > 0.98] = 20
+        bias[page_table[row][place // pool.shape[1]], place % pool.shape[1]] = values
+    return jnp.asarray(bias, jnp.float32)

@@ -19,7 +19,7 @@ from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
 from tests.pallas_kernels.closeness import assert_attention_close
-from tests.pallas_kernels.paged import cache, compiled
+from tests.pallas_kernels.paged import biased, cache, compiled
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
 few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
@@ -71,8 +71,15 @@ def test_reference_means_the_formula():
     *arguments, _ = cache(shape, [3, 0], [0, 3, 0, 4], 0)
     q, pool, page_table, length, ring_length, new = arguments
     pages = jnp.asarray(np.random.default_rng(0).random((b, k, columns - ring_pages)) < 0.5)
-    for ring, with_new, chosen in ((True, True, False), (False, False, False), (True, False, True)):
-        o, lse = compiled("reference", ring_pages, ring, with_new, chosen)(*arguments, pages)
+    plane = biased(ring_pages, pool, page_table, length)
+    for ring, with_new, chosen, bias in (
+        (True, True, False, None),
+        (False, False, False, None),
+        (True, False, True, None),
+        (True, True, True, plane),
+        (False, False, False, jnp.where(plane > -jnp.inf, -jnp.inf, plane)),
+    ):
+        o, lse = compiled("reference", ring_pages, ring, with_new, chosen)(*arguments, pages, bias)
         for row, head, i in np.ndindex(b, n, t):
             kv = head // (n // k)
             places = [*range(int(ring_length[row]) if ring else 0)]
@@ -81,10 +88,16 @@ def test_reference_means_the_formula():
                 for x in range(int(length[row, kv]))
                 if not chosen or pages[row, kv, x // page]
             ]
-            entries = [pool[page_table[row, kv, x // page], x % page] for x in places]
+            at = [(page_table[row, kv, x // page], x % page) for x in places]
+            entries = [pool[x] for x in at]
             if with_new:
                 entries += [jnp.concatenate([x[row, kv, j] for x in new]) for j in range(i + 1)]
             logits = [float(jnp.dot(q[row, head, i], x[:h])) / math.sqrt(h) for x in entries]
+            if bias is not None:
+                logits = [
+                    x + float(bias[at[j]]) if j < len(at) and places[j] >= ring_pages * page else x
+                    for j, x in enumerate(logits)
+                ]
             total = np.exp(logits).sum()
             expected = sum(
                 (np.exp(x) * np.asarray(e[h:]) for x, e in zip(logits, entries, strict=True)), np.zeros(h)
@@ -100,6 +113,39 @@ def test_any_lengths(implementation, shape, ring, new, chosen, data, seed):
     check(implementation, SHAPES[shape], *draw_lengths(data, SHAPES[shape]), seed, ring, new, chosen)
 
 
+BIASED = {  # with a ring, with new, with selected pages; lengths of the rings and of the global regions
+    "one": (True, True, True, [0, 5, 32], [0, 112, 3, 0, 17, 16]),
+    "several tiles": (True, False, False, [24, 13], [616, 0, 65, 300]),
+    "no ring": (False, False, True, [0], [168, 30]),
+    "chunk": (True, True, False, [7], [200]),
+}
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("shape", BIASED)
+def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, shape):
+    *options, ring_length, length = BIASED[shape]
+    ring_pages = SHAPES[shape][-1]
+    arguments = cache(SHAPES[shape], ring_length, length, 3)
+    _, pool, table, lengths, *_ = arguments
+    bias = biased(ring_pages, pool, table, lengths)
+    for plane in (
+        bias,
+        jnp.where(bias > -jnp.inf, -jnp.inf, bias),
+    ):  # in the second one nothing global is visible
+        expected = compiled("reference", ring_pages, *options)(*arguments, plane)
+        assert_attention_close(compiled(implementation, ring_pages, *options)(*arguments, plane), expected)
+
+
+@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("t", [1, 9])
+def test_without_a_bias_there_is_no_plane_of_any(implementation, t):
+    *arguments, _ = cache((2, 2, 1, t, 32, 16, 18, 2), [5, 0], [3, 0], 0)
+    call = compiled(implementation, 2, True, True)
+    assert arguments[1].shape[:2] == (41, 16)  # which nothing else is
+    assert "[41,16]" not in str(jax.make_jaxpr(call)(*arguments, None))
+
+
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implementation):
     """Columns outside the pool read its nearest page, lengths past the columns end with them, and a NaN that one row
@@ -108,12 +154,13 @@ def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implement
     b, _, k, _, _, page, columns, ring_pages = shape
     q, pool, table, _, ring_length, new, pages = cache(shape, [3, 0, 32], [112] * 6, 0)
     table = table.at[:, 0, 3].set(-7).at[:, 0, 4].set(len(pool) + 1000)
+    bias = jax.random.normal(jax.random.key(0), pool.shape[:2])
     pool = jnp.nan_to_num(pool).at[table[1, 1, 5], 2].set(jnp.nan)
     length = jnp.asarray([[1000, 40], [0, 112], [-3, 3]])
     clipped = jnp.clip(table, 0, len(pool) - 1), jnp.clip(length, 0, (columns - ring_pages) * page)
-    expected = compiled("reference", ring_pages, True, True)(q, pool, *clipped, ring_length, new, pages)
+    expected = compiled("reference", ring_pages, True, True)(q, pool, *clipped, ring_length, new, pages, bias)
     actual = compiled(implementation, ring_pages, True, True)(
-        q, pool, table, length, ring_length.at[2].set(99), new, pages
+        q, pool, table, length, ring_length.at[2].set(99), new, pages, bias
     )
     others = np.arange(b * k) != 1 * k + 1
 
@@ -148,6 +195,7 @@ def test_lowers_for_cuda(dtype, h, g, t, page):
     dtypes = [dtype, dtype, *[jnp.int32] * 3, dtype]
     *args, pair = (jax.ShapeDtypeStruct(*x) for x in zip(shapes, dtypes, strict=True))
     pages = jax.ShapeDtypeStruct((b, k, columns - 2), bool)
+    bias = jax.ShapeDtypeStruct((256, page), jnp.float32)
     call = compiled("gpu", 2, True, True, True)
 
     def on_shards(*args):
@@ -155,7 +203,8 @@ def test_lowers_for_cuda(dtype, h, g, t, page):
         return jax.shard_map(call, out_specs=P("chip"))(*args)
 
     for f in (call, on_shards):
-        assert lower_for_cuda(f, *args, (pair, pair), pages).count("xla.gpu.triton") == 2
+        for rest in ((), (bias,)):
+            assert lower_for_cuda(f, *args, (pair, pair), pages, *rest).count("xla.gpu.triton") == 2
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
@@ -183,7 +232,8 @@ def test_more_queries_of_a_row_than_a_program_of_a_gpu_holds():
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
     q, pool, *rest = cache((1, 2, 1, 3, 32, 8, 4, 1), [5], [17], 0, dtype)[:5]
-    call = functools.partial(paged_decode, q, ring_pages=1, implementation=implementation)
+    bias = biased(1, pool, *rest[:2])
+    call = functools.partial(paged_decode, q, ring_pages=1, bias=bias, implementation=implementation)
     for bits, floats in zip(call(as_bits(pool), *rest), call(pool, *rest), strict=True):
         np.testing.assert_array_equal(bits, floats)
     with pytest.raises(ValueError, match="pages hold the bits of 16-bit floats, but the queries are float32"):
@@ -264,9 +314,10 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     table = jnp.asarray(table, jnp.int32)
     length = jnp.asarray(rng.integers(0, (columns - ring_pages) * page - steps, (b, k)), jnp.int32)
     ring_length = jnp.asarray([0, 3, 7, 8], jnp.int32)
+    bias = jnp.asarray(rng.normal(size=pool.shape[:2]), jnp.float32)
     q, *new = (jnp.asarray(rng.normal(size=(b, x, 1, h)), jnp.float32) for x in (n, k, k))
 
-    def local(implementation, q, pool, table, length, ring_length, k, v):
+    def local(implementation, q, pool, table, length, ring_length, k, v, bias):
         def step(carry, _):
             q, pool, length = carry
             out = paged_decode(
@@ -277,6 +328,7 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
                 ring_length,
                 ring_pages=ring_pages,
                 new=(k, v),
+                bias=bias,
                 implementation=implementation,
             )
             place = after(length, out[1])
@@ -296,11 +348,11 @@ def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
         return jax.jit(sharded, donate_argnums=1).lower(*arguments()).compile()
 
     def arguments():
-        specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec)
+        specs = (spec, pools, spec, spec, P(("data", "fsdp")), spec, spec, pools)
         # Copies, since the pool is given away.
         return [
             jax.device_put(np.array(x), s)
-            for x, s in zip((q, pool, table, length, ring_length, *new), specs, strict=True)
+            for x, s in zip((q, pool, table, length, ring_length, *new, bias), specs, strict=True)
         ]
 
     axes, kinds = ("data", "fsdp", "tensor"), (jax.sharding.AxisType.Explicit,) * 3
@@ -333,8 +385,8 @@ def ring_taken_for_full(q, pool, page_table, length, ring_length, ring_pages, *r
     return IMPLEMENTATIONS["xla"](q, pool, page_table, length, full, ring_pages, *rest)
 
 
-def new_not_seen(q, pool, page_table, length, ring_length, ring_pages, new, dtype):
-    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, ring_length, ring_pages, None, dtype)
+def new_not_seen(q, pool, page_table, length, ring_length, ring_pages, new, *rest):
+    return IMPLEMENTATIONS["xla"](q, pool, page_table, length, ring_length, ring_pages, None, *rest)
 
 
 @pytest.mark.parametrize("bug", [wrong_page, one_entry_more, ring_taken_for_full, new_not_seen])
@@ -365,6 +417,8 @@ def test_selection_not_heeded_is_noticed(monkeypatch):
             {"pages": jnp.zeros((1, 2, 4), bool)},
             "pages is (1, 2, 4), but the table has (1, 2, 3) global pages",
         ),
+        ({"bias": jnp.zeros((6, 3))}, "bias is float32 (6, 3), but pool (6, 4, 16) needs float32 (6, 4)"),
+        ({"bias": jnp.zeros((6, 4), jnp.bfloat16)}, "bias is bfloat16 (6, 4)"),
         ({"implementation": "gpu"}, "head_dim 32, 64, 96, 128, 256, not 8; implementation='xla' takes any"),
         ({"pool": jnp.zeros((0, 4, 16))}, "pool (0, 4, 16) holds no entry, but page_table has 3 columns"),
         ({"pool": jnp.zeros((6, 0, 16))}, "pool (6, 0, 16) holds no entry, but page_table has 3 columns"),
@@ -390,6 +444,7 @@ def test_bad_arguments_are_one_line(change, message):
 @pytest.mark.parametrize(
     ("implementation", "change", "message"),
     [
+        ("hopper", {"bias": jnp.zeros((6, 8))}, "takes no bias; implementation='xla' takes any"),
         ("gpu", {"q": jnp.zeros((1, 4, 1, 32), jnp.bfloat16)}, "pool of q's dtype bfloat16, not float32"),
         ("gpu", {"q": jnp.zeros((1, 4, 1, 32), jnp.float16)}, "float32 or bfloat16, not float16"),
         ("tpu", {"pool": jnp.zeros((6, 4, 64))}, "pages of a multiple of 8 entries, not 4"),
