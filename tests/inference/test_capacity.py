@@ -72,15 +72,15 @@ def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacit
 
 
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
-    """Lengths below, equal to and above the window, and one empty row."""
-    batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
+    """Rows that stop while others go on, before they are full and after, and one empty row."""
+    batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
     with jax.set_mesh(make_mesh()):
         policy = placed(delayed(window=6, capacity=TABLE, delay=2), model)
-    together, cache = cached_logits(model, policy, batch, [24] + [1] * 16, lengths=lengths)
+    together, cache = cached_logits(model, policy, batch, [16] + [1] * 24, lengths=lengths)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
         same = placed(delayed(window=6, capacity=TABLE, delay=2), split)
-        apart, own = cached_logits(split, same, batch, [24] + [1] * 16, lengths=lengths)
+        apart, own = cached_logits(split, same, batch, [16] + [1] * 24, lengths=lengths)
     for row, length in enumerate(lengths[:3]):
         want, kept = dense_logits(model, policy, batch[row : row + 1, :length])
         for got in (together, apart):
