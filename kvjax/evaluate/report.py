@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.contenders import contender
-from kvjax.evaluate.footprint import critical
+from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.results import Cell
 
 FULL = "full"
@@ -27,7 +27,7 @@ def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     tables = "\n\n".join(
         [*_overviews(cells), *map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)]
     )
-    text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_made_with(command)}\n"
+    text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)
     return tables
@@ -140,13 +140,13 @@ def _scores(cells: list[Cell]) -> str:
         if name == FIXED_TAU:
             continue
         if name == FULL:
-            shown = [_shown(own[0])] + [""] * (len(budgets) - 1)
+            shown = [_score_and_footprint(own[0])] + [""] * (len(budgets) - 1)
             lines.append(f"| {name} | {' | '.join(shown)} | |")
             continue
         found = {cell.budget: cell for cell in own}
-        shown = [_shown(found[budget]) if budget in found else "" for budget in budgets]
+        shown = [_score_and_footprint(found[budget]) if budget in found else "" for budget in budgets]
         points = [(cell.footprint, cell.score) for cell in own]
-        crossing = str(critical(points, full, SHARE)) if full else "–"
+        crossing = str(critical_footprint(points, full, SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join([*lines, *_thresholds(cells, full)])
 
@@ -166,11 +166,11 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     for cell in gated:
         tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
         lines.append(
-            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_shown(cell)} |"
+            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
         )
     swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
     if swept and full:
-        found = critical(swept, full, SHARE)
+        found = critical_footprint(swept, full, SHARE)
         lines += ["", f"{FIXED_TAU}: {100 * SHARE:.0f}% of the full cache's score at {found}."]
     return lines
 
@@ -180,7 +180,7 @@ def _score(cell: Cell) -> str:
     return f"{100 * cell.score:.1f}{beside}"
 
 
-def _shown(cell: Cell) -> str:
+def _score_and_footprint(cell: Cell) -> str:
     return f"{_score(cell)} at {cell.footprint:.2f}"
 
 
@@ -236,7 +236,7 @@ def _mean(speeds: Sequence[int | None]) -> str:
     return f"{np.mean(known):.0f}" if known else "–"
 
 
-def _made_with(command: str) -> str:
+def _environment(command: str) -> str:
     kind = jax.devices()[0].device_kind
     lines = [
         "## Made with",
@@ -280,7 +280,7 @@ def _draw(out: Path, cells: Sequence[Cell]) -> None:
             title: {cell.at: np.array(cell.kept) for cell in found} for title, found in _panels(own).items()
         }
         file = f"{name.replace('/', '_')}.png"
-        pictures.draw_kept(out / "kept" / file, f"{name}: kept entries, by budget", maps)
+        pictures.draw_kv_ratios(out / "kept" / file, f"{name}: kept entries, by budget", maps)
         needles = [cell for cell in own if cell.task == "needle"]
         if needles:
             depths = sorted(map(float, needles[0].by_kind))

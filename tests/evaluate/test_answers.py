@@ -7,14 +7,14 @@ import kvjax
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import answering
-from kvjax.evaluate.answering import answers
+from kvjax.evaluate.answering import answer
 from kvjax.evaluate.gates import CLOSE, Calibration, nearest
 from kvjax.evaluate.measuring import Manner, measure
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import logits, prefill
 from kvjax.policies import make_policy
-from kvjax.tasks import make_task
-from kvjax.tasks.context import Asked, Context, exact, one_question, question_aware
+from kvjax.tasks import Question, Recall, Sample, builtin_task
+from kvjax.tasks.sample import one_question, question_aware
 from tests.tiny_models import tiny_gates, tiny_model
 
 LINE = 40
@@ -53,11 +53,11 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
     questions = [
-        Asked(prompt, 5, lambda said: 1.0, "", given=given)
-        for prompt, given in zip(prompts, (None, None, text), strict=True)
+        Question(prompt, text, "", given=given)
+        for prompt, given in zip(prompts, (False, False, True), strict=True)
     ]
     for _ in range(2):  # the cache stays as it is
-        said = answers(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
     for row in (0, 1):
         tokens = said[row].tokens
         line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
@@ -79,17 +79,17 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, m
     }
     policy = make_policy(policy, model=model, **made[policy])
     cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
-    asked = [Asked(np.array([5, 6], np.int32), count, lambda said: 1.0, "") for count in (3, 33, 6)]
-    only, taken = answering._only, []
+    questions = [Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6)]
+    take_rows, taken = answering._take_rows, []
     monkeypatch.setattr(
         answering,
-        "_only",
-        lambda cache, last, rows: (taken.append(rows.tolist()), only(cache, last, rows))[1],
+        "_take_rows",
+        lambda cache, last, rows: (taken.append(rows.tolist()), take_rows(cache, last, rows))[1],
     )
 
     def run():
         calls, pace = Calls(), Counted()
-        said = answers(model, policy, cache, asked, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
         ran = np.array(calls.tokens) > 0
         return [one.tokens.tolist() for one in said], np.where(ran, calls.held, 0), ran, pace.tokens
 
@@ -109,12 +109,13 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
     policy = make_policy("full", model=model)
     cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
     prompt = np.array([5, 6], np.int32)
-    asked = [Asked(prompt, 9, lambda said: 1.0, "", stops=stops) for stops in (False, True, True)]
+    right = np.zeros(1, np.int32)
+    questions = [Question(prompt, right, "", reserved=9, stops=stops) for stops in (False, True, True)]
 
     def run(stop):
         records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
-        said = answers(model, policy, cache, asked, stop=stop, **records)
-        return [answer.tokens for answer in said]
+        said = answer(model, policy, cache, questions, stop=stop, **records)
+        return [one.tokens for one in said]
 
     free = run(())
     stop = int(free[1][4])
@@ -126,14 +127,14 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
 
 
 def test_a_question_joins_its_context_but_for_the_token_that_is_asked():
-    def asked(*ids):
-        return Asked(np.array(ids, np.int32), 1, lambda said: 1.0, "")
+    def question(*ids):
+        return Question(np.array(ids, np.int32), np.array([9], np.int32), "")
 
-    context = Context(np.array([1, 2], np.int32), (asked(3, 4, 5), asked(6)))
-    one, other = question_aware([context])
-    assert one.tokens.tolist() == [1, 2, 3, 4]
+    sample = Sample(np.array([1, 2], np.int32), (question(3, 4, 5), question(6)))
+    one, other = question_aware([sample])
+    assert one.context.tolist() == [1, 2, 3, 4]
     assert [q.prompt.tolist() for q in one.questions] == [[5]]
-    assert other.tokens.tolist() == [1, 2]
+    assert other.context.tolist() == [1, 2]
     assert [q.prompt.tolist() for q in other.questions] == [[6]]
 
 
@@ -178,17 +179,15 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
 
 def test_the_built_in_gates_keep_what_is_asked_for():
     model = kvjax.load_model("builtin")
-    task = make_task("recall")
+    task = builtin_task(Recall)
     policy = make_policy("wgkv", model=model, gates="builtin")
-    found = measure(model, policy, [exact(task.sample(50 + seed, 512)) for seed in range(4)], Manner())
+    found = measure(model, policy, [task.sample(50 + seed, 512) for seed in range(4)], Manner())
     assert found.answers == 64
     assert found.score > 0.9
     assert found.kv_ratio < 0.2
 
 
 def test_each_context_asks_another_question():
-    def context(n):
-        one = lambda kind: Asked(np.array([1], np.int32), 1, lambda said: 1.0, kind)  # noqa: E731
-        return Context(np.array([n], np.int32), (one("a"), one("b")))
-
-    assert [c.questions[0].kind for c in one_question([context(i) for i in range(3)])] == ["a", "b", "a"]
+    ids = np.array([1], np.int32)
+    both = Sample(ids, (Question(ids, ids, "a"), Question(ids, ids, "b")))
+    assert [sample.questions[0].kind for sample in one_question([both] * 3)] == ["a", "b", "a"]

@@ -21,7 +21,7 @@ from kvjax.evaluate.workloads import for_rivals, workloads
 from kvjax.models import load_model, load_tokenizer
 from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
-from kvjax.tasks import builtin_text, make_task
+from kvjax.tasks import Recall, builtin_task, builtin_text
 from tests.tiny_models import tiny_gates
 
 TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
@@ -159,15 +159,15 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
         dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [workload]
     )
 
-    def houses(contexts):
+    def houses(samples):
         decode = load_tokenizer(config.model).decode
-        return [int(re.findall(r"house (\d+)", decode(c.tokens.tolist()))[0]) for c in contexts]
+        return [int(re.findall(r"house (\d+)", decode(sample.context.tolist()))[0]) for sample in samples]
 
-    assert houses(workload.contexts) == [0, 1, 2, 3]
+    assert houses(workload.samples) == [0, 1, 2, 3]
     assert houses(workload.calibration) == [4, 5, 6, 7]
-    (choosing,) = evaluation.choosing.values()
-    assert (choosing.length, houses(choosing.ordered)) == (126, [4, 5])
-    assert houses(choosing.answered) == list(range(4, 14))
+    (others,) = evaluation.choice_samples.values()
+    assert (others.length, houses(others.for_order)) == (126, [4, 5])
+    assert houses(others.for_pattern) == list(range(4, 14))
 
 
 def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
@@ -175,25 +175,25 @@ def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
     (workload,) = workloads(config)
-    for contexts, first in (
-        (workload.contexts, 3_000_000),
+    for samples, first in (
+        (workload.samples, 3_000_000),
         (workload.calibration, 3_500_000),
         (for_rivals(workload, config, 3, 126), 3_500_004),
     ):
-        for index, context in enumerate(contexts):
-            sample = make_task("recall").sample(first + index, 126)
-            np.testing.assert_array_equal(context.tokens, sample.context)
+        for index, found in enumerate(samples):
+            sample = builtin_task(Recall).sample(first + index, 126)
+            np.testing.assert_array_equal(found.context, sample.context)
 
 
 def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
     """Nor one that static rivals are chosen on, whatever the seed and the length."""
     text = builtin_text("evaluate")
 
-    def covered(contexts):
+    def covered(samples):
         found = np.zeros(len(text), bool)
-        for context in contexts:
-            (question,) = context.questions
-            line = np.concatenate([context.tokens[1:], question.prompt, question.given])
+        for sample in samples:
+            (question,) = sample.questions
+            line = np.concatenate([sample.context[1:], question.prompt, question.answer])
             slices = np.lib.stride_tricks.sliding_window_view(text, len(line))
             starts = np.flatnonzero((slices == line).all(1))
             assert len(starts) >= 1
@@ -217,7 +217,7 @@ def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
         config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
         (workload,) = workloads(config)
         others = (for_rivals(workload, config, 10, length) for length in (126, 96))
-        return covered(workload.contexts), covered([*workload.calibration, *itertools.chain(*others)])
+        return covered(workload.samples), covered([*workload.calibration, *itertools.chain(*others)])
 
     (compared, calibration), (others, _) = made("0"), made("1")
     assert compared.mean() > 0.05

@@ -93,17 +93,17 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     small, large = (str(folders / name) for name in ("small", "large"))
     asked = [*arguments, "--policies", "wgkv", "--budgets", "0.3", "--out", str(tmp_path / "run")]
     (workload,) = workloads(parse(asked))
-    others = {context.tokens.tobytes() for context in (*workload.contexts, *workload.calibration)}
+    others = {sample.context.tobytes() for sample in (*workload.samples, *workload.calibration)}
     given = iter(scores)
 
-    def measured(model, policy, contexts, manner):
-        found = measure(model, policy, contexts, manner)
-        if contexts[0].tokens.tobytes() in others:
+    def measure_or_give(model, policy, samples, manner):
+        found = measure(model, policy, samples, manner)
+        if samples[0].context.tobytes() in others:
             return found
-        assert not others & {context.tokens.tobytes() for context in contexts}
+        assert not others & {sample.context.tobytes() for sample in samples}
         return dataclasses.replace(found, score=next(given))
 
-    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "measure", measure_or_give)
     main(asked)
     (cell,) = cells(tmp_path / "run").values()
     best = large if scores[1] > scores[0] else small

@@ -6,8 +6,7 @@ import pytest
 from kvjax.evaluate.measuring import Manner, measure
 from kvjax.inference.sampling import logits
 from kvjax.policies import make_policy
-from kvjax.tasks.context import exact
-from kvjax.tasks.task import Question, Sample
+from kvjax.tasks import Question, Sample
 from tests.tiny_models import tiny_model
 
 
@@ -37,7 +36,7 @@ def test_answers_are_scored_against_what_the_model_says(model):
             answer = continuation(model, context, prompt, 2)
             answer[1] = (answer[1] + wrong) % 61
             questions.append(Question(prompt, answer, kind))
-        samples.append(exact(Sample(context, tuple(questions))))
+        samples.append(Sample(context, tuple(questions)))
     found = measure(model, make_policy("full"), samples, Manner(batch=2))
     assert found.by_kind == {"right": 1.0, "wrong": 0.0}
     assert (found.score, found.answers, found.kv_ratio) == (0.5, 6, 1.0)

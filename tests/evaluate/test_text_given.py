@@ -13,8 +13,8 @@ from kvjax.evaluate.measuring import Manner, measure, measure_together
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
-from kvjax.tasks.context import agreeing, predicted
-from kvjax.tasks.text import continued
+from kvjax.tasks.sample import score_agreements
+from kvjax.tasks.text import continuation
 from tests.tiny_models import tiny_model
 
 RATIO = 0.25
@@ -56,13 +56,13 @@ def dense_logits(model, text, read, kept):
 
 
 def test_agreement_and_perplexity_are_those_of_dense_attention(model, texts):
-    contexts, manner = [predicted(continued(text)) for text in texts], Manner(batch=2)
-    full = measure(model, make_policy("full", model=model), contexts, manner)
+    samples, manner = [continuation(text) for text in texts], Manner(batch=2)
+    full = measure(model, make_policy("full", model=model), samples, manner)
     knorm = make_policy("knorm", model=model, ratio=RATIO)
-    found = measure(model, knorm, agreeing(contexts, full.said), manner)
+    found = measure(model, knorm, score_agreements(samples, full.said), manner)
     same, right, surprise, surprise_full = [], [], [], []
-    for text, context in zip(texts, contexts, strict=True):
-        read, count = len(context.tokens), len(context.questions[0].given)
+    for text, sample in zip(texts, samples, strict=True):
+        read, count = len(sample.context), len(sample.questions[0].answer)
         assert count == len(text) // 8
         true, last = text[-count:], slice(-count - 1, -1)
         ours = dense_logits(model, text, read, int(RATIO * read))[last]
@@ -81,13 +81,13 @@ def test_agreement_and_perplexity_are_those_of_dense_attention(model, texts):
 
 
 def test_the_full_cache_agrees_with_itself_in_any_batch(model, texts):
-    contexts, full = [predicted(continued(text)) for text in texts], make_policy("full", model=model)
-    said = measure(model, full, contexts, Manner(batch=2)).said
-    assert measure(model, full, agreeing(contexts, said), Manner(batch=3, chunk=16)).score == 1
+    samples, full = [continuation(text) for text in texts], make_policy("full", model=model)
+    said = measure(model, full, samples, Manner(batch=2)).said
+    assert measure(model, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
 
 
 def test_methods_that_share_a_reading_are_measured_as_each_alone(model, texts, monkeypatch):
-    contexts, manner, groups = [predicted(continued(text)) for text in texts], Manner(batch=2), []
+    samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
     policies = [
         [make_policy("full", model=model)],
         [make_policy("knorm", model=model, ratio=ratio) for ratio in (RATIO, 0.5)],
@@ -96,22 +96,22 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(model, texts, m
         [make_policy("quest", model=model, ratio=ratio) for ratio in (0.2, 0.6)],
         [make_policy("h2o", model=model, ratio=0.5)],
     ]
-    alone = [measure(model, policy, contexts, manner) for own in policies for policy in own]
+    alone = [measure(model, policy, samples, manner) for own in policies for policy in own]
     read = measuring.read
     monkeypatch.setattr(measuring, "read", lambda *given: (groups.append(given[2]), read(*given))[1])
-    together = measure_together(model, policies, contexts, manner)
-    assert groups == [contexts[:2], contexts[2:]]
+    together = measure_together(model, policies, samples, manner)
+    assert groups == [samples[:2], samples[2:]]
     for one, other in zip(alone, together, strict=True):
         assert (one.score, one.footprint, one.peak, one.bytes) == (
             other.score, other.footprint, other.peak, other.bytes,
         )  # fmt: skip
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)
-        np.testing.assert_array_equal(one.kept, other.kept)
+        np.testing.assert_array_equal(one.kv_ratios, other.kv_ratios)
     figures = [found.perplexity for found in together]
     assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(figures, 2))
     # budgets are traced
     policies[1] = [make_policy("knorm", model=model, ratio=ratio) for ratio in (0.3, 0.6)]
     watch = Stopwatch()
-    measure_together(model, policies, contexts, manner)
+    measure_together(model, policies, samples, manner)
     watch.lap()
     assert not watch.compiled

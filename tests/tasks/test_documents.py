@@ -14,15 +14,15 @@ from kvjax.tasks.document_questions import (
     QUESTION,
     RESERVED,
     THIRDS,
-    distinctive,
+    distinctive_words,
     document_questions,
 )
-from kvjax.tasks.documents import LEAST, Paragraph, apart, paragraphs, passages, read_documents
+from kvjax.tasks.documents import LEAST, Paragraph, paragraphs, passages, read_documents, split_documents
+from kvjax.tasks.prompt import prompt_size
 from kvjax.tasks.ruler import Files
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
 from kvjax.tasks.sources import DocumentQuestions, DocumentText, Material
 from kvjax.tasks.splits import Split
-from kvjax.tasks.text_prompt import prompt_size
 
 LENGTH = 700
 COMPARED = Split(7, 5)
@@ -94,13 +94,13 @@ def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
         "we have not met anybody called Ann. Nobody knows of a_b_c."  # Ann: letters of another word (annex)
         " The annex is new."
     )
-    found = [(given, word) for _, given, word in distinctive(passage)]
+    found = [(given, word) for _, given, word in distinctive_words(passage)]
     assert found == [
         ("All of the old guests came into", "Room-12"),
         ("some guests said that the price was 450, others that it was", "999"),
         ("Or if the same words stand here twice,", "Beta"),
     ]
-    for at, given, word in distinctive(passage):
+    for at, given, word in distinctive_words(passage):
         assert passage[round(at * len(passage)) :].lstrip('"').startswith(word)
         assert len(given.split()) >= FEWEST
 
@@ -144,21 +144,20 @@ def test_questions_have_one_answer_which_only_the_context_holds(folder):
 
 def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
     source = DocumentQuestions(material(folder))
-    contexts = source.contexts(COMPARED, 5, LENGTH)
-    again = DocumentQuestions(material(folder)).contexts(COMPARED, 5, LENGTH)
-    for one, other in zip(contexts, again, strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
+    samples = source.samples(COMPARED, 5, LENGTH)
+    again = DocumentQuestions(material(folder)).samples(COMPARED, 5, LENGTH)
+    for one, other in zip(samples, again, strict=True):
+        np.testing.assert_array_equal(one.context, other.context)
         for a, b in zip(one.questions, other.questions, strict=True):
             np.testing.assert_array_equal(a.prompt, b.prompt)
-        assert len(one.tokens) + max(len(q.prompt) + q.answer_tokens for q in one.questions) <= LENGTH
+        assert len(one.context) + one.room <= LENGTH
         assert len(one.questions) == source.worth(LENGTH)
-    assert len({context.tokens.tobytes() for context in contexts}) == 5
-    other = source.contexts(Split(8, 5), 5, LENGTH)
-    assert [c.tokens.tobytes() for c in other] != [c.tokens.tobytes() for c in contexts]
-    asked = contexts[0].questions[0]
-    answer = asked.right
-    assert asked.score(answer) == 1
-    assert asked.score(answer[:1]) == 0
+    assert len({sample.context.tobytes() for sample in samples}) == 5
+    other = source.samples(Split(8, 5), 5, LENGTH)
+    assert [s.context.tobytes() for s in other] != [s.context.tobytes() for s in samples]
+    question = samples[0].questions[0]
+    assert question.score(question.answer) == 1
+    assert question.score(question.answer[:1]) == 0
 
 
 @pytest.mark.parametrize("source", [DocumentQuestions, DocumentText])
@@ -171,8 +170,8 @@ def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(source, 
     own = source(material(tmp_path if files > 1 else tmp_path / "0.txt"))
 
     def terms(part, length, count):
-        decode, contexts = own.material.tokenizer.decode, own.contexts(part, count, length)
-        return [set(re.findall(r"Guild\d+x\d+x\d+", decode(c.tokens.tolist()))) for c in contexts]
+        decode, samples = own.material.tokenizer.decode, own.samples(part, count, length)
+        return [set(re.findall(r"Guild\d+x\d+x\d+", decode(s.context.tolist()))) for s in samples]
 
     compared = set.union(*terms(COMPARED, LENGTH, 5))
     assert len(compared) >= 25
@@ -189,7 +188,7 @@ def test_a_quarter_of_the_tokens_is_calibrated_on_and_none_is_lost():
     documents = [
         [Paragraph(f"{i}-{j} ", 1 + j % 3) for j in range(size)] for i, size in enumerate((5, 40, 9, 0))
     ]
-    compared, calibration = apart(documents)
+    compared, calibration = split_documents(documents)
     own, others = ([p for document in part for p in document] for part in (compared, calibration))
     total = sum(p.tokens for document in documents for p in document)
     assert 0 <= sum(p.tokens for p in others) - total / 4 < 3
@@ -204,14 +203,14 @@ def test_passages_end_where_there_is_no_room(room):
 
 def test_a_text_is_a_passage_and_its_end_is_given(folder):
     own = material(folder)
-    for context in DocumentText(own).contexts(COMPARED, 3, 600):
-        (question,) = context.questions
-        line = np.concatenate([context.tokens, question.prompt, question.given])
+    for sample in DocumentText(own).samples(COMPARED, 3, 600):
+        (question,) = sample.questions
+        line = np.concatenate([sample.context, question.prompt, question.answer])
         assert 0.9 * 600 - 2 < len(line) <= 600
-        assert question.answer_tokens == len(question.given) == len(line) // 8
+        assert question.answer_tokens == len(question.answer) == len(line) // 8
         text = own.tokenizer.decode(line.tolist(), skip_special_tokens=True)
         assert any(text in document for document in own.texts)
-        assert question.score(question.given) == 1
+        assert question.score(question.answer) == 1
 
 
 def test_chat_templates_are_for_questions_and_not_for_texts(folder):
@@ -219,8 +218,8 @@ def test_chat_templates_are_for_questions_and_not_for_texts(folder):
     own.tokenizer.chat_template = "<|question|>{{ messages[0]['content'] }}<|separator|>"
     assert isinstance(own.tokenizer, PreTrainedTokenizerFast)
     mark = own.tokenizer.convert_tokens_to_ids("<|question|>")
-    assert mark in DocumentQuestions(own).contexts(COMPARED, 1, LENGTH)[0].tokens
-    assert mark not in DocumentText(own).contexts(COMPARED, 1, LENGTH)[0].tokens
+    assert mark in DocumentQuestions(own).samples(COMPARED, 1, LENGTH)[0].context
+    assert mark not in DocumentText(own).samples(COMPARED, 1, LENGTH)[0].context
 
 
 def test_errors_say_what_is_wrong(folder, tmp_path):
@@ -235,7 +234,7 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
             read_documents(path)
     for source in (DocumentQuestions, DocumentText):
         with pytest.raises(UserError, match="need --documents, a text file or a folder"):
-            source(material(None)).contexts(COMPARED, 1, LENGTH)
+            source(material(None)).samples(COMPARED, 1, LENGTH)
         own = source(material(folder))
         for part, use in (
             (Split(0, 1000), r"compare \(of 75%"),
@@ -243,7 +242,7 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
         ):
             wanted = rf"--documents .* of {LENGTH} tokens.* to {use} of the text\): found \d+, needed 1000; give more"
             with pytest.raises(UserError, match=wanted):
-                own.contexts(part, 1000, LENGTH)
+                own.samples(part, 1000, LENGTH)
         for length in (1, 8, 16):
             with pytest.raises(UserError, match=rf"{length} tokens are too few, "):
-                own.contexts(COMPARED, 1, length)
+                own.samples(COMPARED, 1, length)

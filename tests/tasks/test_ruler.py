@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from kvjax.tasks import heldout_files
-from kvjax.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, ruler_samples
+from kvjax.tasks.prompt import PromptEncoder, prompt_size
+from kvjax.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, ruler_drafts
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.haystack import DEPTHS, LONGEST, PASSAGE, Essays, Lines, split_sentences
-from kvjax.tasks.ruler.needles import listed
-from kvjax.tasks.ruler.questions import Asked, QuestionAnswering
+from kvjax.tasks.ruler.needles import join_words
+from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
-from kvjax.tasks.text_prompt import PromptEncoder, prompt_size
 from tests.tasks.ruler_inputs import builtin, chatty, files, smol
 
 __all__ = ["builtin", "chatty", "files", "smol"]  # fixtures
@@ -28,7 +28,7 @@ def test_a_sample_fills_its_length(name, smol, files):
     for length in (2048, 4096):
         recipe = task.recipe(length)
         for seed in (3, 0, 1):
-            sample, count = task.sample(seed, length), task.units(seed, length)
+            sample, count = task.draft(seed, length), task.units(seed, length)
             assert sample == recipe.write(seed, count)
             size = prompt_size(sample, encode)
             assert length - max(0.02 * length, line if name == "niah_multikey_3" else 0) <= size <= length
@@ -39,20 +39,20 @@ def test_a_sample_fills_its_length(name, smol, files):
 def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
     task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
     for length in LENGTHS:
-        assert 0.95 * length < prompt_size(task.sample(1, length), encode) <= length
+        assert 0.95 * length < prompt_size(task.draft(1, length), encode) <= length
 
 
 def test_a_sample_does_not_depend_on_those_made_before_it(smol):
     task = make_ruler_task("fwe", smol)
-    samples = [task.sample(seed, 2048) for seed in (2, 0, 1)]
-    assert samples == [make_ruler_task("fwe", smol).sample(seed, 2048) for seed in (2, 0, 1)]
+    samples = [task.draft(seed, 2048) for seed in (2, 0, 1)]
+    assert samples == [make_ruler_task("fwe", smol).draft(seed, 2048) for seed in (2, 0, 1)]
 
 
 def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
     """This tokenizer puts a space before any text, but the question follows the context."""
-    prompt = PromptEncoder(chatty, chat=False)(make_ruler_task("vt", chatty).sample(0, 1500))
+    prompt = make_ruler_task("vt", chatty, chat=False).sample(0, 1500)
     context = chatty.convert_ids_to_tokens(prompt.context.tolist())
-    asked = chatty.convert_ids_to_tokens(prompt.questions[0].tolist())
+    asked = chatty.convert_ids_to_tokens(prompt.questions[0].prompt.tolist())
     assert context[0] == "<s>"
     assert context[1].startswith("▁")
     assert not asked[0].startswith("▁")
@@ -61,19 +61,18 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_seed_says_everything(name, builtin, files):
-    first = ruler_samples(name, builtin, length=1500, samples=3, seed=5, files=files)
-    assert first == ruler_samples(name, builtin, length=1500, samples=3, seed=5, files=files)
-    shifted = ruler_samples(name, builtin, length=1500, samples=3, seed=6, files=files)
+    first = ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
+    assert first == ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
+    shifted = ruler_drafts(name, builtin, length=1500, samples=3, seed=6, files=files)
     assert first[1:] == shifted[:-1]
     assert len({sample.context for sample in first}) == len({sample.questions for sample in first}) == 3
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_no_answer_is_in_its_question_and_the_context_ends_with_one_line_break(name, builtin, files):
-    for sample in ruler_samples(name, builtin, length=1500, samples=5, files=files):
+    for sample in ruler_drafts(name, builtin, length=1500, samples=5, files=files):
         (question,) = sample.questions
-        assert sample.separable
-        assert not sample.published
+        assert sample.context
         assert re.search(r"\S\n\Z", sample.context)
         assert question.text[0].isalpha()
         assert question.answer_prefix == "\n" + question.answer_prefix.strip()
@@ -106,7 +105,7 @@ def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, va
     kind = "UUID" if value == uuid else "number"
     task = make_ruler_task(name, builtin)
     for seed in range(5):
-        sample = task.sample(seed, 1500)
+        sample = task.draft(seed, 1500)
         (question,) = sample.questions
         found = re.findall(rf"A secret {kind} of ({key}) is ({value})\.", sample.context)
         count = keys or task.units(seed, 1500)
@@ -124,7 +123,7 @@ def test_needles_are_hidden_once_and_those_asked_for_are_expected(name, keys, va
 
 
 def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
-    for sample in ruler_samples("vt", builtin, length=1500, samples=5):
+    for sample in ruler_drafts("vt", builtin, length=1500, samples=5):
         (question,) = sample.questions
         solved, asked = sample.context.split("\n\nThe text below")
         value = re.findall(r"\d{5}", question.text)[0]
@@ -149,7 +148,7 @@ def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
 def test_common_words_are_as_common_as_defined(length, words, example, builtin):
     task = make_ruler_task("cwe", builtin)
     for seed in range(3):
-        sample = task.sample(seed, length)
+        sample = task.draft(seed, length)
         (question,) = sample.questions
         shown, asked = re.split(rf"{re.escape(question.text + question.answer_prefix)}.*\n\n", sample.context)
         lists = []
@@ -199,7 +198,7 @@ def test_words_are_single_at_every_length(units):
 def test_coded_words_follow_the_zeta_law(length, builtin):
     task = make_ruler_task("fwe", builtin)
     for seed in range(3):
-        sample = task.sample(seed, length)
+        sample = task.draft(seed, length)
         counts = Counter(sample.context.split("\n\n")[1].split())
         ranks = np.arange(1, (length - 50) // 50 + 1)
         expected = np.floor(task.units(seed, length) * 6 / np.pi**2 / ranks**2).astype(int)
@@ -239,7 +238,7 @@ def test_a_question_s_documents_come_first_then_near_ones_then_any_that_fit():
     texts = tuple(
         f"{name} " * (size - 2) for name, size in zip("abcdefg", (10, 20, 30, 40, 50, 6, 7), strict=True)
     )
-    recipe = QuestionAnswering("qa_1", texts, (Asked("?", ("x",), (0, 1), (3, 4)),))
+    recipe = QuestionAnswering("qa_1", texts, (DataQuestion("?", ("x",), (0, 1), (3, 4)),))
     in_context = {
         1: "ab", 35: "ab", 36: "abf", 37: "abf abg", 43: "abfg", 70: "abd", 80: "abdf abdg abe", 120: "abde",
         133: "abdefg", 162: "abcdeg abdefg abcdef", 163: "abcdefg",
@@ -315,7 +314,7 @@ def test_a_short_text_is_repeated():
 def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
     (tmp_path / "short.txt").write_text("The owl is grey. It sits on a branch of the old tree.")
     task = make_ruler_task("niah_multiquery", smol, Files(essays=tmp_path / "short.txt"))
-    sample = task.sample(0, 2048)
+    sample = task.draft(0, 2048)
     assert 0.98 * 2048 < prompt_size(sample, PromptEncoder(smol)) <= 2048
     assert sample.context.count("It sits on a branch of the old tree.") > 50
     assert all(sample.context.count(value) == 1 for value in sample.questions[0].expected)
@@ -324,7 +323,7 @@ def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
 def test_a_needle_is_at_its_depth_of_the_text(smol):
     task = make_needle_task(smol)
     for seed in range(11, 22):
-        sample = task.sample(seed, 2048)
+        sample = task.draft(seed, 2048)
         (question,) = sample.questions
         assert question.kind == f"{(seed - 11) / 10:g}"
         text = sample.context.partition("\n\n")[2].rstrip()
@@ -380,5 +379,5 @@ def test_no_word_is_part_of_another():
 
 
 def test_keys_are_listed():
-    assert listed(["a"]) == "a"
-    assert listed(["a", "b", "c", "d"]) == "a, b, c, and d"
+    assert join_words(["a"]) == "a"
+    assert join_words(["a", "b", "c", "d"]) == "a, b, c, and d"

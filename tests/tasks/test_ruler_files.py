@@ -11,11 +11,11 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.tasks import PromptEncoder, TextQuestion, TextSample
-from kvjax.tasks.ruler import RULER_TASKS, Files, make_ruler_task, published_samples
+from kvjax.tasks import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.prompt import prompt_size
+from kvjax.tasks.ruler import RULER_TASKS, Files, make_ruler_task, published_drafts
 from kvjax.tasks.sources import Material, Published, source
 from kvjax.tasks.splits import Split
-from kvjax.tasks.text_prompt import prompt_size
 from tests.tasks.ruler_inputs import builtin, files, hotpotqa, smol, squad
 
 __all__ = ["builtin", "files", "smol"]  # fixtures
@@ -57,9 +57,8 @@ def written(folder, *rows, file="niah_multivalue.jsonl"):
 def test_published_data_is_cut_before_its_question(tmp_path):
     whole = {**PUBLISHED, "input": PUBLISHED["input"] + PUBLISHED["answer_prefix"]}
     bare = {"input": "docs\n\nQuestion: Who?\nAnswer:", "outputs": ["A", "B"], "length": 9}
-    one, two, three = published_samples(written(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
+    one, two, three = published_drafts(written(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
     assert one == two
-    assert one.published
     assert not one.templated
     assert one.context == "Some numbers are hidden.\nWhat is hidden?\nfiller filler\n"
     (question,) = one.questions
@@ -68,28 +67,28 @@ def test_published_data_is_cut_before_its_question(tmp_path):
     assert (question.scoring, question.reserved, question.kind) == ("all", 128, "niah_multivalue")
     assert (three.context, three.questions[0].text) == ("docs\n\n", "Question: Who?\nAnswer:")
     written(tmp_path, bare, file="qa_1/validation.jsonl")
-    (asked,) = published_samples(tmp_path, "qa_1", 99)[0].questions
+    (asked,) = published_drafts(tmp_path, "qa_1", 99)[0].questions
     assert (asked.scoring, asked.reserved) == ("any", 32)
 
 
 @pytest.mark.parametrize("text", ["no question", "a\nWhat is it?\n" + "far from the end. " * 100])
 def test_published_data_without_a_question_at_its_end_is_not_cut(text, tmp_path):
     written(tmp_path, {"input": text, "outputs": ["1"]}, file="vt.jsonl")
-    (sample,) = published_samples(tmp_path, "vt", 99)
-    assert not sample.separable
+    (sample,) = published_drafts(tmp_path, "vt", 99)
+    assert sample.context == ""
     assert sample.questions[0].text == text
 
 
 def of_hub(task="niah_multivalue", reserved=64):
-    question = TextQuestion(HUB["question"], HUB["answer_prefix"], ("123", "456"), "all", reserved, task)
-    return TextSample(HUB["context"], (question,), published=True)
+    question = DraftQuestion(HUB["question"], HUB["answer_prefix"], ("123", "456"), "all", reserved, task)
+    return Draft(HUB["context"], (question,))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_the_hub_s_form_is_read_from_a_file_a_task(kind, tmp_path):
     row = {name: value for name, value in HUB.items() if name not in ("task", "max_new_tokens")}
     written(tmp_path, row, file=f"niah_multivalue.{kind}")
-    assert published_samples(tmp_path, "niah_multivalue", 99) == [of_hub(reserved=128)]
+    assert published_drafts(tmp_path, "niah_multivalue", 99) == [of_hub(reserved=128)]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -98,35 +97,35 @@ def test_the_hub_s_form_is_read_from_files_of_all_tasks(kind, tmp_path):
     written(tmp_path, others[0], HUB, others[1], HUB, file=f"test-00000-of-00002.{kind}")
     written(tmp_path, HUB | {"answer": ["7"]}, others[0], file=f"test-00001-of-00002.{kind}")
     written(tmp_path, {"text": "something else"}, file=f"another.{kind}")
-    first, second, third = published_samples(tmp_path, "niah_multivalue", 99)
+    first, second, third = published_drafts(tmp_path, "niah_multivalue", 99)
     assert first == second == of_hub()
     assert third.questions[0].expected == ("7",)
-    assert [sample.questions[0].kind for sample in published_samples(tmp_path, "vt", 99)] == ["vt", "vt"]
+    assert [sample.questions[0].kind for sample in published_drafts(tmp_path, "vt", 99)] == ["vt", "vt"]
     # a row's own task goes before the file's
     with pytest.raises(
         UserError, match="there are no samples of cwe, expected cwe.jsonl, cwe.parquet, cwe/val"
     ):
-        published_samples(tmp_path, "cwe", 99)
+        published_drafts(tmp_path, "cwe", 99)
 
 
 def test_a_folder_s_samples_have_one_length(tmp_path):
     words = {"input": "some word " * 60 + "\nQuestion: which?\nAnswer:", "outputs": ["word"]}
     written(tmp_path, words, words, file="qa_1.jsonl")
     published = Published("qa_1", tmp_path, material())
-    size = prompt_size(published_samples(tmp_path, "qa_1", 0)[0], published.material.encode)
-    (context,) = published.contexts(Split(0, 1), 1, 2 * size)
-    assert len(context.tokens) + context.room == size
+    size = prompt_size(published_drafts(tmp_path, "qa_1", 0)[0], published.material.encode)
+    (sample,) = published.samples(Split(0, 1), 1, 2 * size)
+    assert len(sample.context) + sample.room == size
     (tmp_path / "qa_1.jsonl").unlink()
-    (other,) = published.contexts(Split(0, 1, calibration=True), 1, 2 * size)
-    assert other.tokens.tolist() == context.tokens.tolist(), "read once"
+    (other,) = published.samples(Split(0, 1, calibration=True), 1, 2 * size)
+    assert other.context.tolist() == sample.context.tolist(), "read once"
     with pytest.raises(
         UserError, match=f"have one length, got --context {2 * size}, {size}; evaluate a folder"
     ):
-        published.contexts(Split(0, 1), 1, size)
+        published.samples(Split(0, 1), 1, size)
     written(tmp_path, words, file="qa_1.jsonl")
     message = f"longest sample of qa_1 takes {size} tokens with its answer, less than half of --context {2 * size + 1}"
     with pytest.raises(UserError, match=message):
-        Published("qa_1", tmp_path, material()).contexts(Split(0, 1), 1, 2 * size + 1)
+        Published("qa_1", tmp_path, material()).samples(Split(0, 1), 1, 2 * size + 1)
 
 
 def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
@@ -142,12 +141,12 @@ def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
     shutil.copy(files.squad, tmp_path / "squad.json")
     asked = source("qa_1", dataclasses.replace(material(), files=Files(squad=tmp_path / "squad.json")))
     (tmp_path / "squad.json").unlink()
-    (one,), (other,) = (asked.contexts(Split(seed, 1), 1, 400) for seed in (0, 1))
-    assert one.tokens.tolist() != other.tokens.tolist()
+    (one,), (other,) = (asked.samples(Split(seed, 1), 1, 400) for seed in (0, 1))
+    assert one.context.tolist() != other.context.tolist()
 
 
 def test_one_answer_may_be_a_string(tmp_path):
-    (sample,) = published_samples(written(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
+    (sample,) = published_drafts(written(tmp_path, HUB | {"answer": "123"}), "niah_multivalue", 99)
     assert sample.questions[0].expected == ("123",)
 
 
@@ -176,23 +175,23 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
     with pytest.raises(
         UserError, match=r"takes \d+ tokens with its answer, less than half of --context 4096: "
     ):
-        published.contexts(Split(0, 1), 1, 4096)
+        published.samples(Split(0, 1), 1, 4096)
     with pytest.raises(UserError, match="less than half of --context 8192"):
-        published.contexts(Split(0, 1), 1, 8192)
+        published.samples(Split(0, 1), 1, 8192)
     with pytest.raises(UserError, match="there are 1 samples of niah_multivalue, needed 2"):
-        published.contexts(Split(0, 2), 2, 8192)
+        published.samples(Split(0, 2), 2, 8192)
     assert read == ["4096", "8192"], "each length once"
-    assert published_samples(name, "niah_multivalue", 4096) == [of_hub()]
-    (longer,) = published_samples(name, "niah_multivalue", 8192)
+    assert published_drafts(name, "niah_multivalue", 4096) == [of_hub()]
+    (longer,) = published_drafts(name, "niah_multivalue", 8192)
     assert longer.questions[0].expected == ("8",)
     with pytest.raises(
         UserError, match="someone/ruler: there are no samples of cwe, expected a column `task`"
     ):
-        published_samples(name, "cwe", 4096)
+        published_drafts(name, "cwe", 4096)
     with pytest.raises(
         UserError, match="no such folder, and as a hub data set .* configuration 1024 "
     ) as error:
-        published_samples(name, "cwe", 1024)
+        published_drafts(name, "cwe", 1024)
     assert "\n" not in str(error.value)
 
 
@@ -217,11 +216,10 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
 def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path, smol):
     """Then nothing is put around the text."""
     row = PUBLISHED | {"input": template.format(PUBLISHED["input"])}
-    (sample,) = published_samples(written(tmp_path, row), "niah_multivalue", 99)
+    (sample,) = published_drafts(written(tmp_path, row), "niah_multivalue", 99)
     assert sample.templated is templated
-    assert sample.separable
     prompt = PromptEncoder(smol)(sample)
-    said = smol.decode([*prompt.context, *prompt.questions[0]])
+    said = smol.decode([*prompt.context, *prompt.questions[0].prompt])
     if templated:
         assert said == row["input"] + PUBLISHED["answer_prefix"]
     else:
@@ -233,10 +231,10 @@ def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_path):
-    sample = make_ruler_task(name, builtin, files).sample(0, 1500)
+    sample = make_ruler_task(name, builtin, files).draft(0, 1500)
     asked = sample.questions[0].text + sample.questions[0].answer_prefix
     written(tmp_path, {"input": sample.context + asked, "outputs": ["1"]}, file=f"{name}.jsonl")
-    (read,) = published_samples(tmp_path, name, 1500)
+    (read,) = published_drafts(tmp_path, name, 1500)
     assert not read.templated
 
 
@@ -259,7 +257,7 @@ def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_
 )
 def test_bad_published_lines_are_named(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
-        published_samples(written(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
+        published_drafts(written(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith(f"--ruler-data {tmp_path}")
 
@@ -268,7 +266,7 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="RULER has no task called 'niah_single'; did you mean niah_single_3"):
         make_ruler_task("niah_single", builtin)
     with pytest.raises(UserError, match="no task called 'x'; did you mean niah_single_1, .*, qa_2"):
-        published_samples(tmp_path, "x", 99)
+        published_drafts(tmp_path, "x", 99)
     for name in RULER_TASKS:
         with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
             make_ruler_task(name, builtin, files).sample(0, 60)
@@ -279,18 +277,18 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
     ):
-        published_samples(tmp_path / "none", "vt", 99)
+        published_drafts(tmp_path / "none", "vt", 99)
     (tmp_path / "vt.jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path.parent)
     for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
         with pytest.raises(
             UserError, match="--ruler-data .*vt.jsonl: is a file; pass the folder that holds it"
         ):
-            published_samples(file, "vt", 99)
+            published_drafts(file, "vt", 99)
     (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
     with pytest.raises(UserError, match="--ruler-data .*vt.parquet: is no parquet file"):
-        published_samples(tmp_path, "vt", 99)
+        published_drafts(tmp_path, "vt", 99)
     short = tmp_path / "short.txt"
     for content, message in ((b"", "there is no text in it"), (b"\xff\xfe\xfa", "is not UTF-8 text")):
         short.write_bytes(content)

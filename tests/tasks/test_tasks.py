@@ -5,21 +5,23 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks import (
-    TASKS,
     Copy,
     Mixture,
+    Needle,
     Question,
     Recall,
     Sample,
     Text,
+    builtin_task,
     builtin_text,
     builtin_vocabulary,
     heldout_files,
-    make_task,
     mixture,
-    packed,
+    pack,
 )
 from kvjax.tasks.recall import TYPES
+from kvjax.tasks.ruler import Files
+from kvjax.tasks.sources import Material, source
 from kvjax.tasks.vocabulary import Vocabulary
 
 LENGTHS = (128, 256, 1024)
@@ -41,10 +43,10 @@ def records_in(context, vocabulary):
     return [tuple(context[i + 1 : i + 4].tolist()) for i in np.flatnonzero(context == vocabulary.record)]
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("kind", [Recall, Needle, Copy, Text], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_samples_repeat_and_keep_their_lengths(name, length):
-    task = make_task(name)
+def test_samples_repeat_and_keep_their_lengths(kind, length):
+    task = builtin_task(kind)
     first, again, other = task.sample(3, length), task.sample(3, length), task.sample(4, length)
     np.testing.assert_array_equal(first.context, again.context)
     assert len(first.questions) == len(again.questions)
@@ -54,12 +56,12 @@ def test_samples_repeat_and_keep_their_lengths(name, length):
     assert first.context.dtype == np.int32
 
 
-@pytest.mark.parametrize("name", ["recall", "needle"])
+@pytest.mark.parametrize("kind", [Recall, Needle], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_record_questions_have_one_answer_in_the_context(name, length, vocabulary):
+def test_record_questions_have_one_answer_in_the_context(kind, length, vocabulary):
     read = {"F": (0, 1), "S": (0, 2), "R": (1, 0)}
     for seed in range(10):
-        sample = make_task(name).sample(seed, length)
+        sample = builtin_task(kind).sample(seed, length)
         records = records_in(sample.context, vocabulary)
         for question in sample.questions:
             mark, key, way = question.prompt.tolist()
@@ -103,7 +105,7 @@ def test_copy_takes_the_last_two_tokens_to_tell_what_comes_next(vocabulary, blan
 
 
 def test_needle_is_at_its_depth(vocabulary):
-    task = make_task("needle")
+    task = builtin_task(Needle)
     for seed in range(5):
         sample = task.sample(seed, 512)
         (at,) = np.flatnonzero(sample.context == vocabulary.record)
@@ -137,11 +139,11 @@ def test_packed_puts_each_question_after_the_context_and_weighs_its_answer():
         Question(ids(4), ids(5, 6), "x"),
         Question(ids(7), ids(8), "x"),
     )
-    tokens, weights = packed(Sample(ids(9, 9), questions), 9, end=0)
+    tokens, weights = pack(Sample(ids(9, 9), questions), 9, end=0)
     assert tokens.tolist() == [9, 9, 1, 2, 3, 4, 5, 6, 0]
     assert weights.tolist() == [0, 0, 0, 0, 1, 0, 1, 1, 0]
     with pytest.raises(UserError, match="do not fit into 4"):
-        packed(Sample(ids(9, 9), questions), 4, end=0)
+        pack(Sample(ids(9, 9), questions), 4, end=0)
 
 
 def test_mixture_repeats_fills_its_length_and_weighs_answers_only(vocabulary):
@@ -168,9 +170,9 @@ def test_training_and_evaluation_text_share_no_file():
 
 
 def test_errors_say_what_is_wrong(vocabulary):
-    with pytest.raises(UserError, match="no task is called 'recal'; known are recall"):
-        make_task("recal")
+    with pytest.raises(UserError, match="unknown task 'recal'; the nearest known: recall"):
+        source("recal", Material("builtin", Files(), None, True))
     with pytest.raises(UserError, match="too few"):
-        make_task("recall").sample(0, 16)
+        builtin_task(Recall).sample(0, 16)
     with pytest.raises(UserError, match="the text has 5 tokens"):
         Recall(vocabulary, np.zeros(5, np.int32)).sample(0, 512)
