@@ -18,7 +18,7 @@ from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
-from kvjax.evaluate.together import Together, planes_of
+from kvjax.evaluate.joint_eviction import JointEviction, planes_of
 from kvjax.inference.forward import feed
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK, prefill
@@ -151,7 +151,7 @@ def measure_together(
     reader = dataclasses.replace(
         methods[0],
         plan=None,
-        eviction=Together(tuple(method.eviction for method in methods)),
+        eviction=JointEviction(tuple(method.eviction for method in methods)),
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]

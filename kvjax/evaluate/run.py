@@ -17,7 +17,7 @@ from kvjax.evaluate.gates import Calibration, above, by_lambda, nearest, own_tau
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
-from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
 from kvjax.exported import describe
 from kvjax.inference.sampling import BLOCK
@@ -246,9 +246,9 @@ class Evaluation:
         if self._orders(name):
             narrow = min(window, narrowest(own.length))
             folder = self.config.out / HEADS / f"{workload.task}-{own.length}-window-{narrow}"
-            run = TeacherForced(self.model, own.for_order, workload.batch)
+            run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder) | known
-        run = TeacherForced(self.model, own.for_pattern, workload.batch)
+        run = TeacherForcing(self.model, own.for_pattern, workload.batch)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:

@@ -1,7 +1,7 @@
 """What costs nothing to train, of a given size: sinks with a window, and whole heads beside streaming ones.
 
 `Rivals` chooses what is free to choose by the answers on calibration contexts: the order of the heads, sinks, windows.
-What a head is worth is measured by one loss (`teacher_forced`): of all heads whole but one, and of all heads streaming
+What a head is worth is measured by one loss (`teacher_forcing`): of all heads whole but one, and of all heads streaming
 but one.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads

@@ -148,7 +148,7 @@ class BuiltInText:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedSamples:
     """RULER's own samples of the task called `name`, in their order."""
 
     name: str
@@ -255,7 +255,7 @@ def _builtin(name: str, make: Callable[[int], Task]) -> Callable[[Material], Sou
 def _ruler(name: str) -> Callable[[Material], Source]:
     def for_model(material: Material) -> Source:
         if material.ruler_data is not None:
-            return Published(name, material.ruler_data, material)
+            return PublishedSamples(name, material.ruler_data, material)
         task = make_ruler_task(name, material.tokenizer, material.files, chat=material.chat)
         return FromSeeds(lambda length: task, HOLDS)
 

@@ -168,7 +168,7 @@ class Recipe(abc.ABC):
         teacher), which no update changes."""
         return params, None
 
-    def frozen(self, model: Decoder | None, held: Any) -> Any:
+    def constants(self, model: Decoder | None, held: Any) -> Any:
         """What the loss reads and nobody trains: by default the loaded model. `held` is what `enter` gave."""
         return model
 
@@ -232,12 +232,12 @@ class Recipe(abc.ABC):
         return {name: getattr(self, name) for name in names}
 
     @property
-    def compared(self) -> Sequence[str]:
+    def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
         return "--policies", "full", "snapkv", self.method
 
     @abc.abstractmethod
-    def deployed(self, params: Any, model: Decoder) -> Policy:
+    def deploy(self, params: Any, model: Decoder) -> Policy:
         """The policy of the method's own parameters, for a model."""
 
     @classmethod
@@ -261,7 +261,7 @@ class Recipe(abc.ABC):
         recipe = cls(**given)
         recipe.check()
         like = recipe.split(jax.eval_shape(recipe.init, model))[0]
-        return recipe.deployed(load_tree(gates, like), model)
+        return recipe.deploy(load_tree(gates, like), model)
 
 
 def option(field: str) -> str:

@@ -19,7 +19,7 @@ from kvjax.evaluate import pictures
 from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import Manner, Measurement, measure
 from kvjax.evaluate.static_heads import Rivals, orders
-from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks import Copy, Needle, Recall, Sample, builtin_task
@@ -111,7 +111,7 @@ def compare(
         add_row(task, samples, "full", make_policy("full", model=model))
         own = add_row(task, samples, method, policy)
         first_rates = own.rates if first_rates is None else first_rates
-        run, shape = TeacherForced(model, calibration), own.rates.shape
+        run, shape = TeacherForcing(model, calibration), own.rates.shape
         known = orders(run, shape, policy.window) | {"the gates' rates": own.rates}
         static = Rivals(run, known, len(samples[0].context), policy.window, shape)
         sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
@@ -132,7 +132,7 @@ def report(
         source, others = FromSeeds(lambda _, task=task: task, RIGHT), CALIBRATION[kind]
         compared = source.samples(Split(0, count), count, CONTEXT)
         tasks[task.name] = compared, source.samples(Split(0, count, calibration=True), others, CONTEXT)
-    policy = config.deployed(params, model)
+    policy = config.deploy(params, model)
     rows, rates = compare(model, (config.method, policy), tasks, context=CONTEXT, seed=config.seed, say=say)
     own = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
     description = {

@@ -13,19 +13,16 @@ from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import above, by_lambda
+from kvjax.evaluate.gates import CLOSE, Calibration, above, by_lambda, nearest
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
+from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import save_gates
-from tests.tiny_models import tiny_gates
+from tests.evaluate import whole_run
+from tests.tiny_models import tiny_gates, tiny_model
 
-SMALL = [
-    *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
-    *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),
-    *("--budgets", "0.3", "0.8", "--tasks", "needle"),
-]
-"""The sizes of test_evaluate.py: its programs."""
+SMALL = [*whole_run.SMALL, "--budgets", "0.3", "0.8", "--tasks", "needle"]
 OWN = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
 """λ and τ of two gates."""
 RATES = {"large": 0.9, "small": 0.4}
@@ -207,3 +204,47 @@ def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
     found = cells(tmp_path / "run")
     for budget, name in ((0.3, "small"), (0.8, "large")):
         assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def test_tau_meets_the_wanted_size(model):
+    gates = np.random.default_rng(0).beta(0.05, 0.3, 20_000)
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+    tried = []
+
+    def size_of(policy):
+        tau = float(np.asarray(policy.admission.tau)[0])
+        tried.append(tau)
+        return float(0.02 + 0.98 * (gates >= tau).mean())
+
+    search = Calibration(policy, size_of)
+    for ratio in (0.4, 0.05, 0.8, 0.06):
+        found = float(np.asarray(search.to(ratio).admission.tau)[0])
+        assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
+    assert len(tried) == len(set(tried)) < 30
+    with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
+        search.to(0.01)
+
+
+def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model):
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+
+    def search(least, own):
+        """Gates that keep `own` below a τ of .5, and `least` above it."""
+        return Calibration(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
+
+    searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
+    assert list(nearest(searches, 0.35)) == ["large", "small"]
+    # the large ones are nearer, but keep too much at any τ
+    found = nearest(searches, 0.1)
+    assert list(found) == ["small", "none"]
+    assert float(np.asarray(found["small"].admission.tau)[0]) > 0.5
+    with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
+        nearest({"large": searches["large"]}, 0.1)
+    # a size that jumps past what is wanted: the nearest
+    assert float(np.asarray(search(0.3, 0.9).to(0.7).admission.tau)[0]) < 0.5
+    assert float(np.asarray(search(0.3, 0.9).to(0.4).admission.tau)[0]) > 0.5

@@ -19,7 +19,7 @@ from kvjax.evaluate.static_heads import (
     sink_and_window,
     whole_heads,
 )
-from kvjax.evaluate.teacher_forced import Outcome, TeacherForced
+from kvjax.evaluate.teacher_forcing import Outcome, TeacherForcing
 from kvjax.models import load_model
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
@@ -137,14 +137,14 @@ def test_on_recall_the_measured_order_is_far_better_than_the_gates():
     model, task = load_model("builtin"), builtin_task(Recall)
     rates = np.array(load_gates("builtin", model)[1]["rate"])
     seen, others = ([task.sample(first + i, 512) for i in range(4)] for first in (100, 200))
-    run, shape = TeacherForced(model, seen), rates.shape
+    run, shape = TeacherForcing(model, seen), rates.shape
     order = measure_heads(one_whole, run, shape, 16)
     rivals = Rivals(run, {"one whole": order, "gates": rates}, 508, 16, shape)
     entries = 0.141 * 508
     chosen = rivals.head_pattern(entries).pattern
     by_rates = whole_heads(rates, entries=entries, context=508, window=16, sink=4)
     scores = [
-        TeacherForced(model, others)(pattern.whole, pattern.sink, pattern.window).score
+        TeacherForcing(model, others)(pattern.whole, pattern.sink, pattern.window).score
         for pattern in (by_rates, chosen)
     ]
     assert scores[0] < 0.15

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.cache import stats
 from kvjax.evaluate.static_heads import Rivals
-from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference.sampling import prefill
 from kvjax.train import report as report_module
 from kvjax.train.recipes.wgkv import WriteGates

@@ -59,7 +59,7 @@ class Outcome:
     """Cross-entropy of the answers' tokens, the mean in nats."""
 
 
-class TeacherForced:
+class TeacherForcing:
     """The expected answers to all questions of some samples, of which `batch` at most are read at a time. Texts that
     are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them."""
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.tasks import Question, Sample
@@ -59,7 +59,7 @@ def through_the_cache(model, samples, whole, sink, window):
 
 
 def test_every_pattern_is_what_the_policy_says(model, samples):
-    run = TeacherForced(model, samples)
+    run = TeacherForcing(model, samples)
     for pattern in patterns():
         outcome = run(*pattern)
         assert (outcome.score, outcome.loss) == pytest.approx(
@@ -73,16 +73,16 @@ def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
     def count(event, duration, **_):
         compiled.append(event == "/jax/core/compile/backend_compile_duration")
 
-    run = TeacherForced(model, samples)
+    run = TeacherForcing(model, samples)
     run(np.ones((3, 4), bool), 1, 1)
     jax.monitoring.register_event_duration_secs_listener(count)
     alone = [run(*pattern) for pattern in patterns()]
     assert not any(compiled)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        split = TeacherForced(tiny_model(), samples)
+        split = TeacherForcing(tiny_model(), samples)
         for pattern, outcome in zip(patterns(), alone, strict=True):
             assert split(*pattern).loss == pytest.approx(outcome.loss, abs=1e-5)
-    one_by_one = TeacherForced(model, samples, 1)
+    one_by_one = TeacherForcing(model, samples, 1)
     for pattern, outcome in zip(patterns(), alone, strict=True):
         found = one_by_one(*pattern)
         assert found.score == outcome.score
@@ -93,7 +93,7 @@ def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
     """As an evaluation scores it: agreement with the full cache, whatever the true text is."""
     text = np.concatenate([sample.context for sample in samples])
     given = continuation(text)
-    run, everything = TeacherForced(model, [given]), np.ones((3, 4), bool)
+    run, everything = TeacherForcing(model, [given]), np.ones((3, 4), bool)
     assert run(everything, 0, 1).score == 1
     (question,) = given.questions
     line = np.concatenate([given.context, question.prompt, question.answer])[None]

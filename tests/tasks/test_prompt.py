@@ -1,4 +1,4 @@
-"""Text samples: scoring, and token ids with the context's apart from the question's."""
+"""Drafts: scoring, and token ids with the context's apart from the question's."""
 
 import numpy as np
 import pytest
