@@ -188,8 +188,8 @@ def _join_processes(jax: Any) -> int:
 
 def _virtual_devices(jax: Any, count: int) -> None:
     """Have at least `count` CPU devices in this process, unless jax has already started or was told otherwise."""
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if told or jax.config.jax_num_cpu_devices >= count:
+    preset = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if preset or jax.config.jax_num_cpu_devices >= count:
         return
     with contextlib.suppress(RuntimeError):  # already started: what there is must do
         jax.config.update("jax_num_cpu_devices", count)

@@ -76,7 +76,7 @@ def answer(
                 for q, count in zip(questions, read, strict=True)
             ]
         given, true, wanted = _feed_table(questions, cache.seen.shape[0])
-        said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
+        output, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
         stopped = np.zeros(given.shape[1], bool)
         last = put(np.zeros(given.shape[1], np.int32), BATCH)
         rows = np.arange(given.shape[1])
@@ -92,7 +92,7 @@ def answer(
                     cache, last = _take_rows(cache, last, rows)
             fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
             cache, last, new, before = _decode_block(model, policy.traced, cache, last, *fed)
-            said[block, rows], likely[block, rows] = map(np.asarray, new)
+            output[block, rows], likely[block, rows] = map(np.asarray, new)
             caches.check(cache, policy.name)
             seconds = watch.lap()
             if len(rows) == len(stopped):
@@ -102,9 +102,11 @@ def answer(
             calls.decoded(lengths, seen, ran, cache.window, len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
-                stopped[row] |= question.stops and bool(np.isin(said[first : start + STEPS, row], stop).any())
+                stopped[row] |= question.stops and bool(
+                    np.isin(output[first : start + STEPS, row], stop).any()
+                )
     return [
-        _cut_answer(question, said[:, row], likely[:, row], stop) for row, question in enumerate(questions)
+        _cut_answer(question, output[:, row], likely[:, row], stop) for row, question in enumerate(questions)
     ]
 
 
@@ -156,12 +158,12 @@ def _put_rows(
 
 
 def _cut_answer(
-    question: Question, said: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]
+    question: Question, output: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]
 ) -> Answer:
     """What was said after the question's last token, without a stop token and what follows it."""
     first = len(question.prompt) - 1
     span = slice(first, first + question.answer_tokens)
-    tokens = said[span]
+    tokens = output[span]
     if question.stops and (ends := np.flatnonzero(np.isin(tokens, stop))).size:
         tokens = tokens[: ends[0]]
     return Answer(tokens, float(likely[span].sum(dtype=np.float64)) if question.given else 0.0)

@@ -58,8 +58,8 @@ class Measurement:
     """How many; of a text that is given, its tokens."""
     perplexity: float | None
     """Of the texts that are given; None: there are none."""
-    said: list[list[Tokens]]
-    """By sample and question."""
+    outputs: list[list[Tokens]]
+    """What the model said, by sample and question."""
     footprint: float
     """Mean over the answers, as the next two (see `Occupancy`)."""
     footprint_held: float
@@ -210,7 +210,7 @@ class Tally:
 
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
-        self._said: list[list[Tokens]] = []
+        self._outputs: list[list[Tokens]] = []
         self._log_likelihood, self._given = 0.0, 0
         self._footprints: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
@@ -227,14 +227,14 @@ class Tally:
         for questions in zip(*(sample.questions for sample in group), strict=True):
             calls = Calls()
             records = {"calls": calls, "pace": self._decoding, "watch": watch}
-            said = answer(model, later, cache, questions, stop=model.config.eos_ids, **records)
-            self._add_answers(questions, said, _join(reading.calls, calls))
+            group_answers = answer(model, later, cache, questions, stop=model.config.eos_ids, **records)
+            self._add_answers(questions, group_answers, _join(reading.calls, calls))
 
     def _add_reading(self, reading: Reading, policy: Policy, count: int) -> None:
         """A group of `count` contexts is in its cache."""
         sizes = caches.stats(reading.cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
-        self._said += [[] for _ in range(count)]
+        self._outputs += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
         self._past_ring = self._past_ring + (sizes.entries - ring[:, None]).sum(1)
         self._left += int((sizes.tokens - ring).sum())
@@ -243,10 +243,10 @@ class Tally:
         self._contexts += count
         self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
 
-    def _add_answers(self, questions: Sequence[Question], said: Sequence[Answer], calls: Calls) -> None:
+    def _add_answers(self, questions: Sequence[Question], answers: Sequence[Answer], calls: Calls) -> None:
         """A question of each context of the group that was read last was answered."""
-        group = self._said[-len(questions) :]
-        for row, (question, one) in enumerate(zip(questions, said, strict=True)):
+        group = self._outputs[-len(questions) :]
+        for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
             group[row].append(one.tokens)
             self._scores[question.kind].append(question.score(one.tokens))
             if question.given:
@@ -266,7 +266,7 @@ class Tally:
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
             answers=self._answers + self._given,
             perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,
-            said=self._said,
+            outputs=self._outputs,
             footprint=float(footprint),
             footprint_held=float(footprint_held),
             peak=float(peak),

@@ -166,8 +166,8 @@ class Evaluation:
         if not any(question.given for sample in workload.samples for question in sample.questions):
             return workload
         full = make_policy("full", model=self.model)
-        said = measure(self.model, full, workload.samples, self._manner(workload)).said
-        return dataclasses.replace(workload, samples=score_agreements(workload.samples, said))
+        reference = measure(self.model, full, workload.samples, self._manner(workload)).outputs
+        return dataclasses.replace(workload, samples=score_agreements(workload.samples, reference))
 
     def _cells(self, todo: Mapping[str, Sequence[float]], workload: Workload) -> Iterator[Cell]:
         """The cells of a workload of a policy at some budgets, or of several that read alike."""

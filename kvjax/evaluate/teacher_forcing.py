@@ -75,15 +75,15 @@ class TeacherForcing:
                 for part in rows
             ]
         if any(question.given for _, _, question in self._answers):
-            said, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
+            output, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
             self._answers = [
-                (row, at, score_agreement(question, said[row, at])) for row, at, question in self._answers
+                (row, at, score_agreement(question, output[row, at])) for row, at, question in self._answers
             ]
 
     def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
         """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
-        said, loss = self._run(whole, sink, window)
-        scores = [question.score(said[row, columns]) for row, columns, question in self._answers]
+        output, loss = self._run(whole, sink, window)
+        scores = [question.score(output[row, columns]) for row, columns, question in self._answers]
         return Outcome(float(np.mean(scores)), loss)
 
     def _run(
@@ -92,8 +92,8 @@ class TeacherForcing:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
             found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
-        said, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
-        return np.concatenate(said), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
+        output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
+        return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
 
 def _rows(
@@ -140,8 +140,8 @@ def _outcome(
     wanted = target >= 0
     right = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], -1)[..., 0]
     loss = jnp.where(wanted, jax.nn.logsumexp(logits, -1) - right, 0)
-    said = jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.sharding.reshard(said, P()), loss.sum(), wanted.sum()
+    output = jnp.argmax(logits, -1).astype(jnp.int32)
+    return jax.sharding.reshard(output, P()), loss.sum(), wanted.sum()
 
 
 def _attend(q, k, v, position, part, pattern, *, context):

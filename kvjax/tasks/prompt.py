@@ -133,8 +133,8 @@ class PromptEncoder:
         """The question as it stands after `before`. A right answer has the strings that are expected, or the first
         where one of them will do."""
 
-        def score(said: Tokens) -> float:
-            return question.score(self._tokenizer.decode(said.tolist(), skip_special_tokens=True))
+        def score(tokens: Tokens) -> float:
+            return question.score(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
 
         text = question.text + question.answer_prefix
         if chat:

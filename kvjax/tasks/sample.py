@@ -43,13 +43,13 @@ class Question:
     def __len__(self) -> int:
         return len(self.prompt) + self.answer_tokens
 
-    def score(self, said: Tokens) -> float:
+    def score(self, tokens: Tokens) -> float:
         """What the model said is worth, from 0 to 1."""
         if self.scorer is not None:
-            return self.scorer(said)
+            return self.scorer(tokens)
         if self.given:
-            return float(np.mean(said == self.answer))
-        return float(np.array_equal(said, self.answer))
+            return float(np.mean(tokens == self.answer))
+        return float(np.array_equal(tokens, self.answer))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def score_agreement(question: Question, reference: Tokens) -> Question:
     is."""
     if not question.given:
         return question
-    return dataclasses.replace(question, scorer=lambda said: float(np.mean(said == reference)))
+    return dataclasses.replace(question, scorer=lambda tokens: float(np.mean(tokens == reference)))
 
 
 def score_agreements(samples: Sequence[Sample], references: Sequence[Sequence[Tokens]]) -> list[Sample]:

@@ -26,9 +26,9 @@ def main(args: list[str] | None = None) -> None:
 
     trained = train(config)
     with jax.set_mesh(trained.mesh):
-        said = summary(config, trained)  # in every process, since all of them place the policy
+        text = summary(config, trained)  # in every process, since all of them place the policy
     if jax.process_index() == 0:
-        print(said)
+        print(text)
     if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
         return
 

@@ -74,8 +74,8 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
     """The recipe that the command line names, else the file, else WG-KV's."""
-    told = read_values(file).get("method") if file else None
-    return find_recipe(find_value(arguments, "--method") or str(told or Recipe.method))
+    method = read_values(file).get("method") if file else None
+    return find_recipe(find_value(arguments, "--method") or str(method or Recipe.method))
 
 
 def _newest_run() -> int:
@@ -90,9 +90,9 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
     assert config.out is not None, "parse chose it"
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        told = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
+        whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
-            write_values(config.out / SAVED, told, omit=("config", "out", "resume"), new=not config.resume)
+            write_values(config.out / SAVED, whole, omit=("config", "out", "resume"), new=not config.resume)
     except FileExistsError:
         raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None
     except OSError as error:

@@ -150,7 +150,7 @@ def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
     samples, manner = [continuation(text) for text in texts], Manner(batch=2)
     full = measure(unnormed, make_policy("full", model=unnormed), samples, manner)
     knorm = make_policy("knorm", model=unnormed, ratio=TEXT_RATIO)
-    found = measure(unnormed, knorm, score_agreements(samples, full.said), manner)
+    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), manner)
     same, right, surprise, surprise_full = [], [], [], []
     for text, sample in zip(texts, samples, strict=True):
         read, count = len(sample.context), len(sample.questions[0].answer)
@@ -173,7 +173,7 @@ def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
 
 def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
     samples, full = [continuation(text) for text in texts], make_policy("full", model=unnormed)
-    said = measure(unnormed, full, samples, Manner(batch=2)).said
+    said = measure(unnormed, full, samples, Manner(batch=2)).outputs
     assert measure(unnormed, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
 
 

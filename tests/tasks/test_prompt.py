@@ -148,3 +148,18 @@ def test_a_template_without_the_user_s_text_is_refused(plain):
     silent = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="hello")
     with pytest.raises(UserError, match="does not show the user's text exactly once"):
         PromptEncoder(silent)
+
+
+def test_what_a_model_says_is_scored_as_text(plain, chat):
+    for tokenizer in (plain, chat):
+        sample = PromptEncoder(tokenizer)(Draft("Some text.\n", (question(),)))
+        (asked,) = sample.questions
+        assert (asked.answer_tokens, asked.kind, asked.stops, asked.given) == (7, "test", True, False)
+        assert asked.score(asked.answer) == 1
+        half = plain.encode(" abc 1", add_special_tokens=False).ids
+        assert asked.score(np.array(half, np.int32)) == 0.5
+        # a mark is no text
+        split = [*half, plain.token_to_id("<|end|>"), *plain.encode("2", add_special_tokens=False).ids]
+        assert asked.score(np.array(split, np.int32)) == 1
+        assert sample.separable
+        assert not PromptEncoder(tokenizer)(Draft("", (question(),))).separable

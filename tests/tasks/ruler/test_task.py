@@ -123,3 +123,12 @@ def test_words_do_not_last_for_ever(builtin, monkeypatch):
         UserError, match="niah_multikey_2: 1500 tokens are too many, there are only 20 pairs of words"
     ):
         make_ruler_task("niah_multikey_2", builtin).sample(0, 1500)
+
+
+def test_a_sample_is_its_draft_in_tokens(smol):
+    task = make_ruler_task("vt", smol)
+    sample, draft = task.sample(3, 1500), task.draft(3, 1500)
+    expected = PromptEncoder(smol)(draft)
+    np.testing.assert_array_equal(sample.context, expected.context)
+    np.testing.assert_array_equal(sample.questions[0].prompt, expected.questions[0].prompt)
+    assert len(sample.context) + sample.room == prompt_size(draft, PromptEncoder(smol)) <= 1500
