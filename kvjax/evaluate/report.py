@@ -16,7 +16,7 @@ from kvjax.evaluate.results import Cell
 
 FULL = "full"
 """The policy that others are held against."""
-SHARE = 0.9
+CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
 FOOTPRINT = "KV footprint, of full attention's"
 """What pictures show scores against."""
@@ -62,9 +62,9 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "footprint: the entries held, summed over the query steps of context, question and answer, over those of full "
         "attention. As in PruLong, tokens that were read to look and dropped again (a chunk's patch, a question that "
         "is asked anew) are free; under Sizes and speeds a second footprint counts them and their steps. The last "
-        f"column is the smallest footprint that keeps {100 * SHARE:.0f}% of the full cache's score, on straight lines "
-        "between budgets; < and >: below the smallest and above the largest that was measured; –: the full cache "
-        "answered nothing, or was not measured.",
+        f"column is the smallest footprint that keeps {100 * CRITICAL_SHARE:.0f}% of the full cache's score, on "
+        "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the full "
+        "cache answered nothing, or was not measured.",
     ]
     if any("quest" in cell.policy for cell in cells):
         lines.append(
@@ -85,11 +85,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     return "\n\n".join(lines)
 
 
-Rows = dict[tuple[str, float], list[Cell | None]]
+CellRows = dict[tuple[str, float], list[Cell | None]]
 """The cells of each policy and budget by task, None where one is missing."""
 
 
-def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], Rows]]:
+def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], CellRows]]:
     """Each length that has several tasks, with the tasks and their cells side by side."""
     for context in dict.fromkeys(cell.context for cell in cells):
         found = {(cell.policy, cell.budget, cell.task): cell for cell in cells if cell.context == context}
@@ -133,7 +133,9 @@ def _scores(cells: list[Cell]) -> str:
         f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell: were they "
         f"independent, a 95% interval would reach {_interval(most):.0f} points up and down at most.",
         "",
-        "| policy | " + " | ".join(f"{budget:g}" for budget in budgets) + f" | {100 * SHARE:.0f}% at |",
+        "| policy | "
+        + " | ".join(f"{budget:g}" for budget in budgets)
+        + f" | {100 * CRITICAL_SHARE:.0f}% at |",
         "|---" * (len(budgets) + 2) + "|",
     ]
     for name, own in _by_policy(cells).items():
@@ -146,7 +148,7 @@ def _scores(cells: list[Cell]) -> str:
         found = {cell.budget: cell for cell in own}
         shown = [_score_and_footprint(found[budget]) if budget in found else "" for budget in budgets]
         points = [(cell.footprint, cell.score) for cell in own]
-        crossing = str(critical_footprint(points, full, SHARE)) if full else "–"
+        crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join([*lines, *_thresholds(cells, full)])
 
@@ -170,8 +172,8 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
         )
     swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
     if swept and full:
-        found = critical_footprint(swept, full, SHARE)
-        lines += ["", f"{FIXED_TAU}: {100 * SHARE:.0f}% of the full cache's score at {found}."]
+        found = critical_footprint(swept, full, CRITICAL_SHARE)
+        lines += ["", f"{FIXED_TAU}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
 
 
@@ -247,7 +249,7 @@ def _environment(command: str) -> str:
     return "\n".join(lines)
 
 
-def _mean_points(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+def _mean_points(rows: CellRows) -> dict[str, list[tuple[float, float]]]:
     """Mean footprint and mean score of each policy's budgets that all tasks were measured at."""
     points: dict[str, list[tuple[float, float]]] = {}
     for (policy, _), own in rows.items():

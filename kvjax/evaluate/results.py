@@ -22,7 +22,7 @@ MEASURED_WITH = (
     *("order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
-HEADS = "heads"
+HEADS_FOLDER = "heads"
 """The folder of what heads were found to be worth."""
 
 
@@ -142,7 +142,7 @@ class Results:
             "gates": [[folder, digest(folder)] for folder in config.gates],
             "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
         }
-        if self._file.exists() or (config.out / HEADS).exists():
+        if self._file.exists() or (config.out / HEADS_FOLDER).exists():
             self._check_settings()
         self.cells = self._read()
 

@@ -13,9 +13,9 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, contender, known_orders, sized
-from kvjax.evaluate.gates import Calibration, above, by_lambda, nearest, own_tau
+from kvjax.evaluate.gates import TauSearch, above, by_lambda, nearest, own_tau
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
-from kvjax.evaluate.results import HEADS, Cell, Results, cell
+from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
@@ -199,7 +199,7 @@ class Evaluation:
     ) -> Iterator[Candidate]:
         """One policy at each budget, fitted on calibration contexts where it has something to fit."""
         entry = contender(name)
-        searches: dict[str, Calibration] = {}
+        searches: dict[str, TauSearch] = {}
         rivals = functools.cache(lambda: self._rivals(workload, name))
         samples = functools.cache(lambda: self._for_gates(workload))
 
@@ -214,7 +214,7 @@ class Evaluation:
                 policy, choice = chosen.pattern.policy(self.model), chosen.words
             if entry.calibrated:
                 for folder, own in possible.items():
-                    searches.setdefault(folder, Calibration(own, size))
+                    searches.setdefault(folder, TauSearch(own, size))
                 found = nearest({folder: searches[folder] for folder in possible}, budget)
                 gates, choice = self._best_gates(found, samples, manner)
                 policy = found[gates]
@@ -245,7 +245,7 @@ class Evaluation:
         known, window = known_orders(sizing)
         if self._orders(name):
             narrow = min(window, narrowest(own.length))
-            folder = self.config.out / HEADS / f"{workload.task}-{own.length}-window-{narrow}"
+            folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder) | known
         run = TeacherForcing(self.model, own.for_pattern, workload.batch)

@@ -19,7 +19,7 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 
-Run = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
+Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
 """What comes of some whole heads, the others at so many sinks and such a window."""
 
 SINK = 4
@@ -28,12 +28,12 @@ MEASURED_TOKENS = 250_000
 """Tokens that all measurements of a model read together by default."""
 
 
-def one_streaming(run: Run, whole: Bool[np.ndarray, "l k"], window: int) -> float:
+def one_streaming(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
     """How much the loss rises when these heads stream and all others are whole."""
     return run(~whole, SINK, window).loss
 
 
-def one_whole(run: Run, whole: Bool[np.ndarray, "l k"], window: int) -> float:
+def one_whole(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
     """How much the loss falls when these heads are whole and all others stream."""
     return -run(whole, SINK, window).loss
 
@@ -42,7 +42,7 @@ MEASURES = {"one streaming": one_streaming, "one whole": one_whole}
 
 
 def measure_heads(
-    measure: Callable[..., float], run: Run, shape: tuple[int, int], window: int
+    measure: Callable[..., float], run: Trial, shape: tuple[int, int], window: int
 ) -> Float[np.ndarray, "l k"]:
     """What each head is worth, from 0 for the least to 1 for the most."""
     worth = np.zeros(shape)
@@ -55,7 +55,7 @@ def measure_heads(
 
 
 def orders(
-    run: Run, shape: tuple[int, int], window: int, folder: Path | None = None
+    run: Trial, shape: tuple[int, int], window: int, folder: Path | None = None
 ) -> dict[str, Float[np.ndarray, "l k"]]:
     """Every measure's order by name. In `folder` each is kept as a DuoAttention pattern folder, and read where it was
     measured before."""
@@ -134,7 +134,7 @@ class Choice:
 class Rivals:
     """The static policies of a size that answer best on calibration contexts."""
 
-    run: Run
+    run: Trial
     """What comes of a pattern on them."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
     """What heads are worth, by the orders' names."""

@@ -14,7 +14,7 @@ from kvjax.tasks.sample import Sample, one_question, question_aware
 from kvjax.tasks.sources import Material, Source, check_separable, source
 from kvjax.tasks.splits import Split
 
-CALIBRATION = 4
+CALIBRATION_SAMPLES = 4
 """Samples that τ is searched on."""
 
 
@@ -74,7 +74,7 @@ def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Wo
     samples = own.samples(Split(config.seed, count), count, length)
     searched = any(contender(name).calibrated for name in config.policies)
     others = Split(config.seed, count, calibration=True)
-    calibration = own.samples(others, CALIBRATION, length) if searched else []
+    calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
     if config.question_aware:
         samples, calibration = question_aware(samples), question_aware(one_question(calibration))
     else:
@@ -86,7 +86,7 @@ def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Wo
 def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
     """`count` samples of a workload's task that are not among those compared: what static rivals are chosen on."""
     compared = _count(workload.source, workload.length, config)
-    split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION)
+    split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
     samples = workload.source.samples(split, count, length)
     return question_aware(one_question(samples)) if config.question_aware else samples
 

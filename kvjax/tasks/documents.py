@@ -15,7 +15,7 @@ from kvjax.files import read_text
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
 """Of the room, a passage fills at least so much."""
-CALIBRATION = 0.25
+CALIBRATION_SHARE = 0.25
 """Of the documents' tokens, at least so many are kept to calibrate on."""
 
 Item = TypeVar("Item")
@@ -54,9 +54,9 @@ def paragraphs(text: str, count: Count) -> list[Paragraph]:
 
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION` of all tokens, the last
-    one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths."""
-    left = CALIBRATION * sum(paragraph.tokens for document in documents for paragraph in document)
+    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION_SHARE` of all tokens,
+    the last one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths."""
+    left = CALIBRATION_SHARE * sum(paragraph.tokens for document in documents for paragraph in document)
     compared, calibration = [], []
     for index in np.random.default_rng(0).permutation(len(documents)):
         document = documents[index]

@@ -16,7 +16,7 @@ from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.document_questions import QUESTIONS, document_questions
 from kvjax.tasks.documents import (
-    CALIBRATION,
+    CALIBRATION_SHARE,
     Document,
     draw,
     paragraphs,
@@ -30,7 +30,7 @@ from kvjax.tasks.recall import Recall
 from kvjax.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, published_drafts
 from kvjax.tasks.sample import Sample, Task
 from kvjax.tasks.splits import Split
-from kvjax.tasks.text import SHARE, Text, continuation, split_text
+from kvjax.tasks.text import PARTS, Text, continuation, split_text
 
 TEXT_COUNTS_FOR = 12
 """Answers that a text counts for whose end is predicted."""
@@ -104,9 +104,9 @@ class Material:
     def describe(self, split: Split, what: str) -> str:
         """What is made of a split's documents, in words."""
         use = (
-            f"calibrate on (of {CALIBRATION:.0%}"
+            f"calibrate on (of {CALIBRATION_SHARE:.0%}"
             if split.calibration
-            else f"compare (of {1 - CALIBRATION:.0%}"
+            else f"compare (of {1 - CALIBRATION_SHARE:.0%}"
         )
         return f"--documents {self.documents}: {what} to {use} of the text)"
 
@@ -229,9 +229,9 @@ class DocumentText:
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         own, encode = self.material, PromptEncoder(self.material.tokenizer, chat=False)
         room = length - len(encode(Draft("", ())).context)
-        if room < 2 * SHARE:
+        if room < 2 * PARTS:
             raise UserError(
-                f"text: {length} tokens are too few, at least {length - room + 2 * SHARE} are needed"
+                f"text: {length} tokens are too few, at least {length - room + 2 * PARTS} are needed"
             )
         found = passages(own.documents_of(split), room)
         texts = draw(found, split.seed, count, own.describe(split, f"passages of {length} tokens"))

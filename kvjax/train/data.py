@@ -22,7 +22,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
 from kvjax.train.documents import Documents
 
-Tokens = Int[np.ndarray, "b t"]
+TokenRows = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
 """Tokens that a sequence of built-in tasks needs for its questions."""
 FIRST_HELD_OUT = 2**31
@@ -109,7 +109,7 @@ def builtin_sequences(
             f"--lengths {step_lengths.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
         )
 
-    def step(index: int) -> Tokens:
+    def step(index: int) -> TokenRows:
         first = index * rows.total
         return np.stack(
             [mixture(seed, first + row, int(step_lengths[index])) for row in range(rows.start, rows.stop)]
@@ -291,7 +291,7 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
     )
 
 
-class DocumentSequences(grain.IterDataset[Tokens]):
+class DocumentSequences(grain.IterDataset[TokenRows]):
     """Steps made of documents: row by row the next document of the step's length; each length reads on its own.
 
     Documents whose digests are in `held_out` are passed over.
@@ -315,7 +315,7 @@ class DocumentSequences(grain.IterDataset[Tokens]):
         return DocumentIterator(self)
 
 
-class DocumentIterator(grain.DatasetIterator[Tokens]):
+class DocumentIterator(grain.DatasetIterator[TokenRows]):
     """`DocumentSequences`, running."""
 
     def __init__(self, dataset: DocumentSequences):
@@ -324,7 +324,7 @@ class DocumentIterator(grain.DatasetIterator[Tokens]):
         self._readers = {length: dataset.readers() for length in dataset.lengths}
         self._step = 0
 
-    def __next__(self) -> Tokens:
+    def __next__(self) -> TokenRows:
         if self._step >= len(self._data.step_lengths):
             raise StopIteration
         length = int(self._data.step_lengths[self._step])

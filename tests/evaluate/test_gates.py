@@ -13,7 +13,7 @@ from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import CLOSE, Calibration, above, by_lambda, nearest
+from kvjax.evaluate.gates import CLOSE, TauSearch, above, by_lambda, nearest
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
@@ -221,7 +221,7 @@ def test_tau_meets_the_wanted_size(model):
         tried.append(tau)
         return float(0.02 + 0.98 * (gates >= tau).mean())
 
-    search = Calibration(policy, size_of)
+    search = TauSearch(policy, size_of)
     for ratio in (0.4, 0.05, 0.8, 0.06):
         found = float(np.asarray(search.to(ratio).admission.tau)[0])
         assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
@@ -235,7 +235,7 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
 
     def search(least, own):
         """Gates that keep `own` below a τ of .5, and `least` above it."""
-        return Calibration(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
+        return TauSearch(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
 
     searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
     assert list(nearest(searches, 0.35)) == ["large", "small"]
