@@ -63,8 +63,8 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "attention. As in PruLong, tokens that were read to look and dropped again (a chunk's patch, a question that "
         "is asked anew) are free; under Sizes and speeds a second footprint counts them and their steps. The last "
         f"column is the smallest footprint that keeps {100 * CRITICAL_SHARE:.0f}% of the full cache's score, on "
-        "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the full "
-        "cache answered nothing, or was not measured.",
+        "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the "
+        "full cache answered nothing, or was not measured.",
     ]
     if any("quest" in cell.policy for cell in cells):
         lines.append(

@@ -55,7 +55,8 @@ def paragraphs(text: str, count: Count) -> list[Paragraph]:
 
 def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION_SHARE` of all tokens,
-    the last one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths."""
+    the last one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths.
+    """
     left = CALIBRATION_SHARE * sum(paragraph.tokens for document in documents for paragraph in document)
     compared, calibration = [], []
     for index in np.random.default_rng(0).permutation(len(documents)):
