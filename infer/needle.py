@@ -49,7 +49,6 @@ def main() -> None:
     from kvjax.evaluate.measuring import Manner, measure
     from kvjax.evaluate.pictures import draw_depths
     from kvjax.tasks import Needle, builtin_text, builtin_vocabulary
-    from kvjax.tasks.context import exact
 
     depths = np.linspace(0, 1, config.depths)
     task = Needle(builtin_vocabulary(), builtin_text("evaluate"), tuple(depths))
@@ -63,7 +62,7 @@ def main() -> None:
         )
         for row, length in enumerate(config.lengths):
             samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
-            found = measure(model, policy, list(map(exact, samples)), Manner())
+            found = measure(model, policy, samples, Manner())
             grid[row] = [found.by_kind[f"{depth:g}"] for depth in depths]
             sizes.append(found.kv_ratio)
             print(f"{length} tokens: {100 * found.score:.1f}% right at {found.kv_ratio:.3f} of the cache")

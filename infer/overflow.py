@@ -45,7 +45,7 @@ def main(args: list[str] | None = None) -> None:
     import jax
     import numpy as np
 
-    from kvjax.evaluate.footprint import measured
+    from kvjax.evaluate.footprint import occupancy
     from kvjax.inference.record import Calls
     from kvjax.inference.sampling import sample
     from kvjax.models import load_model
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
             )  # fmt: skip
             held = np.array(calls.held)
             times = (np.diff(held, axis=0) < 0).sum(0)
-            footprint = np.mean([measured(calls, row).footprint for row in range(len(prompts))])
+            footprint = np.mean([occupancy(calls, row).footprint for row in range(len(prompts))])
             print(
                 f"{name}: {times.mean():.1f} evictions in {config.new_tokens} tokens "
                 f"({times.min()} to {times.max()}), at most {held.max():.0f} entries held, footprint {footprint:.3f}"

@@ -17,20 +17,19 @@ from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
-from kvjax.train.loop import Trained
+from kvjax.train.loop import RunOutput
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from tests.models.cases import LLAMA, weights
 from tests.models.gguf_cases import write_gguf
-from tests.tasks.ruler_inputs import smol
+from tests.tasks.model_tokenizers import smol_tokenizer
 from tests.tiny_models import tiny_gates
-
-__all__ = ["smol"]  # fixture
 
 
 @pytest.fixture(scope="module")
-def model(smol, tmp_path_factory):
+def model(tmp_path_factory):
     """A random llama of two layers with a chat template, in a path that a shell would cut."""
+    smol = smol_tokenizer()
     tokenizer = json.loads(smol.backend_tokenizer.to_str())
     tokens = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
     special = {token["content"] for token in tokenizer["added_tokens"]}
@@ -103,7 +102,7 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     save_gates(tmp_path / "gates", gates, described)
     config = WriteGates(model=str(model), window=window)
     validation = Validation({"admitted": 0.5}, {"rates": np.full((1, 2, 2), 0.5)}, 1)
-    trained = Trained(loaded, gates, make_mesh(), tmp_path, validation)
+    trained = RunOutput(loaded, gates, make_mesh(), tmp_path, validation)
     compare = printed(train.summary(config, trained), "compare them: python -m kvjax.evaluate ")
     told = parse_evaluate(compare)
     compared = workloads(dataclasses.replace(told, samples=1, batch=1))

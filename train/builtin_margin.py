@@ -15,7 +15,7 @@ from jax.sharding import reshard
 
 from kvjax.mesh import BATCH
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
-from kvjax.tasks import Recall, packed
+from kvjax.tasks import Recall, pack
 from pallas_kernels.vertical_slash import vertical_slash
 from train.builtin_weights import Matcher, Weights, set_drawn
 
@@ -49,7 +49,7 @@ def margins(
     for seed in range(samples):
         sample = task.sample(seed, length)
         room = sum(len(question) for question in sample.questions[1:])
-        tokens, _ = packed(sample, length + room, v.end)
+        tokens, _ = pack(sample, length + room, v.end)
         q, k = (np.asarray(x[:, 0], np.float32) for x in queries_and_keys(model, jnp.asarray(tokens[None])))
         starts = np.flatnonzero(sample.context == v.record)
         for at in np.flatnonzero(np.isin(tokens, v.types)):

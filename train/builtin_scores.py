@@ -13,8 +13,9 @@ from jax.sharding import reshard
 
 from kvjax.mesh import BATCH
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
-from kvjax.tasks import TASKS, Task, Text, Tokens, Vocabulary, packed
+from kvjax.tasks import Copy, Needle, Recall, Text, Tokens, Vocabulary, pack
 
+BuiltInTask = Recall | Needle | Copy | Text
 Judged = tuple[jax.Array, jax.Array]
 """For each token but the first: its cross-entropy in nats, and whether it is the likeliest. Both [b, t - 1]."""
 
@@ -31,7 +32,7 @@ def judged(model: Decoder, hidden: jax.Array, tokens: jax.Array) -> Judged:
 
 def score(
     model: Decoder,
-    task: Task,
+    task: BuiltInTask,
     length: int,
     samples: int,
     judge: Callable[..., Judged] | None = None,
@@ -46,7 +47,7 @@ def score(
     for first in range(10_000, 10_000 + samples, 4):
         group = [task.sample(seed, length) for seed in range(first, first + 4)]
         room = sum(len(question) for question in group[0].questions[1:])
-        rows = [packed(sample, length + room, task.vocabulary.end) for sample in group]
+        rows = [pack(sample, length + room, task.vocabulary.end) for sample in group]
         tokens, weights = np.stack([row for row, _ in rows]), np.stack([row for _, row in rows])
         loss, likeliest = map(np.asarray, judge(model, tokens))
         nats += float(loss.sum())
@@ -92,7 +93,7 @@ def one_full_head(
     return judged(model, model.norm(x), tokens)
 
 
-def best_single_head(model: Decoder, task: Task, length: int, samples: int) -> tuple[str, float]:
+def best_single_head(model: Decoder, task: BuiltInTask, length: int, samples: int) -> tuple[str, float]:
     """The kv head that answers most of a task alone, and how much."""
     judge = jax.jit(one_full_head)
     shape = model.config.num_layers, model.config.num_kv_heads
@@ -110,7 +111,7 @@ def model_card(
 ) -> str:
     """What the model is, how it was made, what was given to it at the start, and what it scores on the text."""
     c = model.config
-    tasks = {name: make(vocabulary, text) for name, make in TASKS.items()}
+    tasks = {kind.name: kind(vocabulary, text) for kind in (Recall, Needle, Copy, Text)}
     scores = []
     for name, task in tasks.items():
         parts = [f"{part} {value:.3f}" for part, value in score(model, task, length, 48).items()]

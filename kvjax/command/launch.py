@@ -188,14 +188,14 @@ def _join_processes(jax: Any) -> int:
 
 def _virtual_devices(jax: Any, count: int) -> None:
     """Have at least `count` CPU devices in this process, unless jax has already started or was told otherwise."""
-    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if told or jax.config.jax_num_cpu_devices >= count:
+    preset = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if preset or jax.config.jax_num_cpu_devices >= count:
         return
     with contextlib.suppress(RuntimeError):  # already started: what there is must do
         jax.config.update("jax_num_cpu_devices", count)
 
 
-class Terminated(KeyboardInterrupt):
+class Termination(KeyboardInterrupt):
     """SIGTERM: what batch systems and `timeout` send before they kill."""
 
 
@@ -210,7 +210,7 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         _leave(str(error), 2)
-    except Terminated:
+    except Termination:
         _leave("stopped by SIGTERM", 143)
     except KeyboardInterrupt:
         _leave("stopped by the keyboard", 130)
@@ -229,7 +229,7 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def _terminate(*_: object) -> None:
-    raise Terminated
+    raise Termination
 
 
 def storage_problem(error: BaseException) -> str | None:

@@ -80,7 +80,7 @@ def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
     return found
 
 
-def given(args: Sequence[str], option: str) -> str | None:
+def find_value(args: Sequence[str], option: str) -> str | None:
     """The last value that a command line gives an option, before it is parsed; None where it gives none."""
     value = None
     for arg, following in itertools.zip_longest(args, args[1:]):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 
-class _Compiling:
+class _CompileSeconds:
     """Seconds that JAX spent tracing and compiling in this process, from when it was first asked."""
 
     seconds = 0.0
@@ -18,8 +18,8 @@ class _Compiling:
 
 
 @functools.cache
-def _compiling() -> _Compiling:
-    counter = _Compiling()
+def _compile_seconds() -> _CompileSeconds:
+    counter = _CompileSeconds()
     jax.monitoring.register_event_duration_secs_listener(counter)
     return counter
 
@@ -31,12 +31,12 @@ class Stopwatch:
     """
 
     def __init__(self):
-        self.last = time.perf_counter(), _compiling().seconds
+        self.last = time.perf_counter(), _compile_seconds().seconds
         self.compiled = False
 
     def lap(self) -> float:
         """Seconds since the last lap."""
-        before, self.last = self.last, (time.perf_counter(), _compiling().seconds)
+        before, self.last = self.last, (time.perf_counter(), _compile_seconds().seconds)
         self.compiled = self.last[1] > before[1]
         return max(1e-9, self.last[0] - before[0] - (self.last[1] - before[1]))
 

@@ -1,7 +1,7 @@
 """Measuring what a policy costs: `python -m kvjax.evaluate`.
 
 config: what an evaluation is told. workloads: tasks at their lengths. contenders: policies for a budget; static_heads,
-teacher_forced, gates: how those that have something to fit are fitted. run: all cells. measuring: one policy on one
-set of contexts; answering: its answers; together: one reading for several evictions; footprint: what it held. results,
-report, pictures: what is kept and shown.
+teacher_forcing, gates: how those that have something to fit are fitted. run: all cells. measuring: one policy on one
+set of contexts; answering: its answers; joint_eviction: one reading for several evictions; footprint: what it held.
+results, report, pictures: what is written and shown.
 """

@@ -24,8 +24,7 @@ from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.tasks.context import Asked
-from kvjax.tasks.task import Tokens
+from kvjax.tasks.sample import Question, Tokens
 
 STEPS = 4
 """Tokens between two looks of the host."""
@@ -40,24 +39,24 @@ OWN = -1
 
 
 @dataclass(frozen=True)
-class Said:
+class Answer:
     """An answer. log_likelihood: of the true tokens where they are given, each after those before it (nats)."""
 
     tokens: Tokens
     log_likelihood: float
 
 
-def answers(
+def answer(
     model: Decoder,
     policy: Policy,
     cache: Cache,
-    questions: Sequence[Asked],
+    questions: Sequence[Question],
     *,
     stop: Sequence[int],
     calls: Calls,
     pace: Pace,
     watch: Stopwatch,
-) -> list[Said]:
+) -> list[Answer]:
     """What the model says to each sequence's question, greedily; `cache` stays as it is.
 
     stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
@@ -76,8 +75,8 @@ def answers(
                 dataclasses.replace(q, prompt=q.prompt[count:])
                 for q, count in zip(questions, read, strict=True)
             ]
-        given, true, wanted = _fed(questions, cache.seen.shape[0])
-        said, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
+        given, true, wanted = _feed_table(questions, cache.seen.shape[0])
+        output, likely = np.zeros_like(given), np.zeros(given.shape, np.float32)
         stopped = np.zeros(given.shape[1], bool)
         last = put(np.zeros(given.shape[1], np.int32), BATCH)
         rows = np.arange(given.shape[1])
@@ -88,27 +87,31 @@ def answers(
             if not running.any():
                 break
             if len(rows) == len(stopped) and len(given) - start >= AHEAD and batch_shards() == 1:
-                rows = _going(running)
+                rows = _rows_to_go(running)
                 if len(rows) < len(stopped):
-                    cache, last = _only(cache, last, rows)
+                    cache, last = _take_rows(cache, last, rows)
             fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
-            cache, last, new, before = _say(model, policy.traced, cache, last, *fed)
-            said[block, rows], likely[block, rows] = map(np.asarray, new)
+            cache, last, new, before = _decode_block(model, policy.traced, cache, last, *fed)
+            output[block, rows], likely[block, rows] = map(np.asarray, new)
             caches.check(cache, policy.name)
             seconds = watch.lap()
             if len(rows) == len(stopped):
                 # a step costs the same however many of its rows are done
                 pace.add(len(questions) * STEPS, seconds, watch.compiled)
-            lengths, seen, ran = (_among(len(stopped), rows, np.asarray(x)) for x in before)
+            lengths, seen, ran = (_put_rows(len(stopped), rows, np.asarray(x)) for x in before)
             calls.decoded(lengths, seen, ran, cache.window, len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
-                stopped[row] |= question.stops and bool(np.isin(said[first : start + STEPS, row], stop).any())
-    return [_answer(question, said[:, row], likely[:, row], stop) for row, question in enumerate(questions)]
+                stopped[row] |= question.stops and bool(
+                    np.isin(output[first : start + STEPS, row], stop).any()
+                )
+    return [
+        _cut_answer(question, output[:, row], likely[:, row], stop) for row, question in enumerate(questions)
+    ]
 
 
-def _fed(
-    questions: Sequence[Asked], rows: int
+def _feed_table(
+    questions: Sequence[Question], rows: int
 ) -> tuple[Int[np.ndarray, "t b"], Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
     """What is fed to each row, what truly follows (where it is known), and where the row is running: whole blocks for
     the longest question with its answer."""
@@ -117,14 +120,14 @@ def _fed(
     given, wanted = np.full((steps, rows), OWN, np.int32), np.zeros((steps, rows), bool)
     true = np.zeros_like(given)
     for row, (question, count) in enumerate(zip(questions, lines, strict=True)):
-        known = question.prompt if question.given is None else np.append(question.prompt, question.given)
+        known = np.append(question.prompt, question.answer) if question.given else question.prompt
         fed, following = known[:count], known[1:]
         given[: len(fed), row], true[: len(following), row] = fed, following
         wanted[:count, row] = True
     return given, true, wanted
 
 
-def _going(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
+def _rows_to_go(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
     """The rows that run, with some that are done, where they are few; else all rows."""
     going, few = running.any(0), running.shape[1] // FEWER
     if going.sum() > few:
@@ -132,7 +135,7 @@ def _going(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
     return np.sort(np.argsort(~going, kind="stable")[:few])
 
 
-def _only(
+def _take_rows(
     cache: Cache, last: Int[Array, " b"], rows: Int[np.ndarray, " rows"]
 ) -> tuple[Cache, Int[Array, " rows"]]:
     """Some rows of a cache and of what was said last. The pool is the same."""
@@ -144,7 +147,7 @@ def _only(
     return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0)), of(last, 0)
 
 
-def _among(
+def _put_rows(
     batch: int, rows: Int[np.ndarray, " rows"], x: Shaped[np.ndarray, "..."]
 ) -> Shaped[np.ndarray, "..."]:
     """What there is of some rows, in its place among all of the batch."""
@@ -154,18 +157,20 @@ def _among(
     return everyone
 
 
-def _answer(question: Asked, said: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]) -> Said:
+def _cut_answer(
+    question: Question, output: Tokens, likely: Float[np.ndarray, " t"], stop: Sequence[int]
+) -> Answer:
     """What was said after the question's last token, without a stop token and what follows it."""
     first = len(question.prompt) - 1
-    answer = slice(first, first + question.answer_tokens)
-    tokens = said[answer]
+    span = slice(first, first + question.answer_tokens)
+    tokens = output[span]
     if question.stops and (ends := np.flatnonzero(np.isin(tokens, stop))).size:
         tokens = tokens[: ends[0]]
-    return Said(tokens, 0.0 if question.given is None else float(likely[answer].sum(dtype=np.float64)))
+    return Answer(tokens, float(likely[span].sum(dtype=np.float64)) if question.given else 0.0)
 
 
 @partial(jax.jit, donate_argnums=2)
-def _say(
+def _decode_block(
     model: Decoder,
     policy: Policy,
     cache: Cache,
@@ -180,11 +185,11 @@ def _say(
     (float32), and what the cache was before it.
     """
 
-    def fed(last, x):
+    def feed_token(last, x):
         given, _, running = x
         return jnp.where(given == OWN, last, given), running
 
-    def said(last, x, logits):
+    def next_token(last, x, logits):
         _, true, _ = x
         logits = jax.sharding.reshard(logits, P(BATCH, None))
         new = jnp.argmax(logits, -1).astype(jnp.int32)
@@ -192,4 +197,4 @@ def _say(
         likely = jnp.where(truth, logits, 0).sum(-1) - jax.nn.logsumexp(logits, -1)
         return new, (new, likely)
 
-    return decode(model, policy, cache, last, (given, true, running), fed, said)
+    return decode(model, policy, cache, last, (given, true, running), feed_token, next_token)

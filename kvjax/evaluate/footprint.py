@@ -66,7 +66,7 @@ class Occupancy:
         return float((self.held + self.tokens)[-1] / self.length)
 
 
-def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
+def call_sizes(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
     """Tokens of each call: a prompt in chunks, then `output` tokens one by one."""
     if prompt < 1 or output < 0 or chunk < 1:
         raise UserError(f"expected prompt ≥ 1, output ≥ 0 and chunk ≥ 1, got {prompt}, {output} and {chunk}")
@@ -74,7 +74,7 @@ def calls(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
     return np.array([chunk] * whole + [rest] * (rest > 0) + [1] * output)
 
 
-def measured(calls: Calls, sequence: int) -> Occupancy:
+def occupancy(calls: Calls, sequence: int) -> Occupancy:
     """What a cache really held of one of its sequences, from its first token on: the entries of its mean kv head."""
     if calls.since:
         raise UserError(f"these calls begin after {calls.since} tokens: record those of the context too")
@@ -84,25 +84,27 @@ def measured(calls: Calls, sequence: int) -> Occupancy:
     return Occupancy(held[ran], tokens[ran], np.array(calls.passing)[ran])
 
 
-def streaming(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:
+def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:
     """A head that holds its first `sink` tokens and the last `window` before each call."""
-    tokens = calls(prompt, output, chunk)
+    tokens = call_sizes(prompt, output, chunk)
     before = np.cumsum(tokens) - tokens
     local = np.minimum(before, window)
     return Occupancy((local + np.minimum(before - local, sink)).astype(float), tokens)
 
 
-def evicting(prompt: int, output: int, chunk: int, *, kept: float = 1.0, observed: int = 64) -> Occupancy:
-    """A head that keeps a share `kept` of each prefill chunk and, as the paper charges it, `observed` entries more."""
-    tokens = calls(prompt, output, chunk)
+def evicting_head(
+    prompt: int, output: int, chunk: int, *, share: float = 1.0, observed: int = 64
+) -> Occupancy:
+    """A head that keeps a `share` of each prefill chunk and, as the paper charges it, `observed` entries more."""
+    tokens = call_sizes(prompt, output, chunk)
     prefill = len(tokens) - output
     # half to even, as the paper's code rounds
-    stays = np.minimum(np.round(kept * tokens).astype(int) + observed, tokens)
+    stays = np.minimum(np.round(share * tokens).astype(int) + observed, tokens)
     stays[prefill:] = 1
     return Occupancy((np.cumsum(stays) - stays).astype(float), tokens)
 
 
-def mixed(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
+def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
     """The mean head where each share of the heads is of one kind; the shares add up to 1."""
     if abs(sum(share for share, _ in parts) - 1) > 1e-9:
         raise UserError(f"the shares of heads must add up to 1, got {[share for share, _ in parts]}")
@@ -118,7 +120,7 @@ def mixed(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
 
 
 @dataclass(frozen=True)
-class Critical:
+class Crossing:
     """Where a sweep crosses a score, or that it does so below its smallest or above its largest footprint."""
 
     relation: Literal["=", "<", ">"]
@@ -128,7 +130,7 @@ class Critical:
         return f"{'' if self.relation == '=' else self.relation}{100 * self.footprint:.0f}%"
 
 
-def critical(points: Sequence[tuple[float, float]], full: float, share: float = 0.9) -> Critical:
+def critical_footprint(points: Sequence[tuple[float, float]], full: float, share: float = 0.9) -> Crossing:
     """The smallest footprint at which a method keeps `share` of the score of full attention (Sec. 2.1).
 
     Args:
@@ -140,8 +142,8 @@ def critical(points: Sequence[tuple[float, float]], full: float, share: float = 
     points, wanted = sorted(points), share * full
     first = next((i for i, (_, score) in enumerate(points) if score >= wanted), None)
     if first is None:
-        return Critical(">", points[-1][0])
+        return Crossing(">", points[-1][0])
     if first == 0:
-        return Critical("<", points[0][0])
+        return Crossing("<", points[0][0])
     (low, below), (high, above) = points[first - 1 : first + 1]
-    return Critical("=", low + (wanted - below) / (above - below) * (high - low))
+    return Crossing("=", low + (wanted - below) / (above - below) * (high - low))

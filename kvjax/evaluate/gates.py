@@ -80,7 +80,7 @@ def with_tau(policy: Policy, tau: float) -> Policy:
     return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=threshold))
 
 
-class Calibration:
+class TauSearch:
     """Sizes that were measured for one set of contexts, and the search for more.
 
     Args:
@@ -138,7 +138,7 @@ class Calibration:
         return self._known[logit]
 
 
-def nearest(searches: Mapping[str, Calibration], ratio: float) -> dict[str, Policy]:
+def nearest(searches: Mapping[str, TauSearch], ratio: float) -> dict[str, Policy]:
     """Of the gates that can keep `ratio` the two whose own size is nearest to it, whose τ has to be moved least: their
     names and policies, the nearest first.
 

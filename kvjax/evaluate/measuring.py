@@ -16,9 +16,9 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
-from kvjax.evaluate.answering import Said, answers
-from kvjax.evaluate.footprint import measured
-from kvjax.evaluate.together import Together, planes_of
+from kvjax.evaluate.answering import Answer, answer
+from kvjax.evaluate.footprint import occupancy
+from kvjax.evaluate.joint_eviction import JointEviction, planes_of
 from kvjax.inference.forward import feed
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK, prefill
@@ -26,8 +26,7 @@ from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
-from kvjax.tasks.context import Asked, Context
-from kvjax.tasks.task import Tokens
+from kvjax.tasks.sample import Question, Sample, Tokens
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Manner:
 
 
 @dataclass(frozen=True)
-class Found:
+class Measurement:
     """What a policy answered and what it held."""
 
     score: float
@@ -59,15 +58,15 @@ class Found:
     """How many; of a text that is given, its tokens."""
     perplexity: float | None
     """Of the texts that are given; None: there are none."""
-    said: list[list[Tokens]]
-    """By context and question."""
+    outputs: list[list[Tokens]]
+    """What the model said, by sample and question."""
     footprint: float
     """Mean over the answers, as the next two (see `Occupancy`)."""
     footprint_held: float
     peak: float
     kv_ratio: float
     """Entries over those of a full cache once the contexts were read."""
-    kept: Float[np.ndarray, "l k"]
+    kv_ratios: Float[np.ndarray, "l k"]
     """The same by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
     """Share of the tokens that left the ring and were kept."""
@@ -89,14 +88,14 @@ class Reading:
     compiled: bool
 
 
-def read(model: Decoder, policy: Policy, group: Sequence[Context], manner: Manner) -> Reading:
+def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:
     """The contexts in a new cache, as the policy keeps them."""
-    calls, longest = Calls(), max(len(context.tokens) for context in group)
-    room = max(context.room for context in group)
+    calls, longest = Calls(), max(len(sample.context) for sample in group)
+    room = max(sample.room for sample in group)
     manner.watch.lap()
     cache = prefill(
         model,
-        [context.tokens for context in group],
+        [sample.context for sample in group],
         policy=policy,
         max_new_tokens=max(room, manner.length - longest),
         capacity=manner.capacity,
@@ -109,67 +108,67 @@ def read(model: Decoder, policy: Policy, group: Sequence[Context], manner: Manne
     return Reading(cache, calls, manner.watch.lap(), manner.watch.compiled)
 
 
-def compressed(
-    model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
+def compact(
+    model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
 ) -> Reading:
     """A copy of what was read without compaction, compacted as the policy plans for the prompt's end."""
     if policy.plan is None:
         return reading
     watch.lap()
-    calls, observers = _joined(reading.calls, Calls()), _observers(group)
+    calls, observers = _join(reading.calls, Calls()), _observers(group)
     with use_mesh(model):
         run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
-        cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(context.tokens) for context in group]
+        cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(sample.context) for sample in group]
         cache = at_prompt_end(model, policy, cache, tokens, observers, run, calls)
     jax.block_until_ready(cache)
     seconds = watch.lap()
     return Reading(cache, calls, reading.seconds + seconds, reading.compiled or watch.compiled)
 
 
-def _observers(group: Sequence[Context]) -> list[Tokens] | None:
+def _observers(group: Sequence[Sample]) -> list[Tokens] | None:
     """The questions that are known when their contexts are compressed."""
-    return [context.questions[0].prompt for context in group] if group[0].known else None
+    return [sample.questions[0].prompt for sample in group] if group[0].known else None
 
 
-def measure(model: Decoder, policy: Policy, contexts: Sequence[Context], manner: Manner) -> Found:
+def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: Manner) -> Measurement:
     """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
 
-    Contexts of a group must have equally many questions, as a task gives them.
+    Samples of a group must have equally many questions, as a task gives them.
     """
     tally = Tally()
-    for group in groups(contexts, manner.batch):
-        tally.group(model, policy, read(model, policy, group, manner), group, manner.watch)
-    return tally.found()
+    for group in groups(samples, manner.batch):
+        tally.add(model, policy, read(model, policy, group, manner), group, manner.watch)
+    return tally.total()
 
 
 def measure_together(
-    model: Decoder, policies: Sequence[Sequence[Policy]], contexts: Sequence[Context], manner: Manner
-) -> list[Found]:
+    model: Decoder, policies: Sequence[Sequence[Policy]], samples: Sequence[Sample], manner: Manner
+) -> list[Measurement]:
     """The same for methods that read alike until a prompt's end, each as its policies of several budgets: every group
-    of contexts is read once, and compacted anew for each policy. Returns what was found, policy after policy; without a
-    speed of reading if there are several, for then all methods' work is in it."""
+    of contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy; without
+    a speed of reading if there are several, for then all methods' work is in it."""
     methods = [own[0] for own in policies]
     reader = dataclasses.replace(
         methods[0],
         plan=None,
-        eviction=Together(tuple(method.eviction for method in methods)),
+        eviction=JointEviction(tuple(method.eviction for method in methods)),
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]
-    for group in groups(contexts, manner.batch):
+    for group in groups(samples, manner.batch):
         whole = read(model, reader, group, manner)
         for index, own in enumerate(policies):
             for policy, tally in zip(own, tallies[index], strict=True):
-                reading = _of_method(whole, index, methods[index])
-                reading = compressed(model, policy, reading, group, manner.watch)
-                tally.group(model, policy, reading, group, manner.watch)
+                reading = _own_reading(whole, index, methods[index])
+                reading = compact(model, policy, reading, group, manner.watch)
+                tally.add(model, policy, reading, group, manner.watch)
                 del reading  # two compacted caches would be held beside the whole one
         del whole
-    found = [tally.found() for own in tallies for tally in own]
-    return found if len(found) == 1 else [dataclasses.replace(one, prefill=None) for one in found]
+    totals = [tally.total() for own in tallies for tally in own]
+    return totals if len(totals) == 1 else [dataclasses.replace(one, prefill=None) for one in totals]
 
 
-def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
+def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
     layers, pages = reading.cache.layers, reading.cache.pages
     states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
@@ -182,12 +181,12 @@ def _of_method(reading: Reading, index: int, method: Policy) -> Reading:
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
 
 
-def groups(contexts: Sequence[Context], batch: int) -> list[Sequence[Context]]:
-    """The contexts, `batch` at a time."""
-    return [contexts[start : start + batch] for start in range(0, len(contexts), batch)]
+def groups(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
+    """The samples, `batch` at a time."""
+    return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 
-def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
+def _for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers: without all that only a compaction needs, so that evictions that have done their work share one
     program."""
     later = policy.continuing
@@ -202,7 +201,7 @@ def _asking(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     return later, dataclasses.replace(cache, pages=pages, layers=layers)
 
 
-def _joined(first: Calls, second: Calls) -> Calls:
+def _join(first: Calls, second: Calls) -> Calls:
     return Calls(first.held + second.held, first.tokens + second.tokens, first.passing + second.passing)
 
 
@@ -211,69 +210,69 @@ class Tally:
 
     def __init__(self):
         self._scores: dict[str, list[float]] = defaultdict(list)
-        self._said: list[list[Tokens]] = []
+        self._outputs: list[list[Tokens]] = []
         self._log_likelihood, self._given = 0.0, 0
-        self._occupied: list[tuple[float, float, float]] = []
+        self._footprints: list[tuple[float, float, float]] = []
         self._entries: list[Float[np.ndarray, "l k"]] = []
-        self._kept, self._left, self._tokens = np.zeros(()), 0, 0
+        self._past_ring, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
         self._reading, self._decoding = Pace(), Pace()
 
-    def group(
-        self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Context], watch: Stopwatch
+    def add(
+        self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
         """Ask a group of contexts, which are in their cache, their questions."""
-        self._read(reading, policy, len(group))
-        later, cache = _asking(policy, reading.cache)
-        for questions in zip(*(context.questions for context in group), strict=True):
+        self._add_reading(reading, policy, len(group))
+        later, cache = _for_answers(policy, reading.cache)
+        for questions in zip(*(sample.questions for sample in group), strict=True):
             calls = Calls()
             records = {"calls": calls, "pace": self._decoding, "watch": watch}
-            said = answers(model, later, cache, questions, stop=model.config.eos_ids, **records)
-            self._asked(questions, said, _joined(reading.calls, calls))
+            group_answers = answer(model, later, cache, questions, stop=model.config.eos_ids, **records)
+            self._add_answers(questions, group_answers, _join(reading.calls, calls))
 
-    def _read(self, reading: Reading, policy: Policy, count: int) -> None:
+    def _add_reading(self, reading: Reading, policy: Policy, count: int) -> None:
         """A group of `count` contexts is in its cache."""
         sizes = caches.stats(reading.cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
-        self._said += [[] for _ in range(count)]
+        self._outputs += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
-        self._kept = self._kept + (sizes.entries - ring[:, None]).sum(1)
+        self._past_ring = self._past_ring + (sizes.entries - ring[:, None]).sum(1)
         self._left += int((sizes.tokens - ring).sum())
         self._tokens += int(sizes.tokens.sum())
         self._bytes += sizes.bytes // sizes.pool_pages * sizes.pages
         self._contexts += count
         self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
 
-    def _asked(self, questions: Sequence[Asked], said: Sequence[Said], calls: Calls) -> None:
+    def _add_answers(self, questions: Sequence[Question], answers: Sequence[Answer], calls: Calls) -> None:
         """A question of each context of the group that was read last was answered."""
-        group = self._said[-len(questions) :]
-        for row, (question, answer) in enumerate(zip(questions, said, strict=True)):
-            group[row].append(answer.tokens)
-            self._scores[question.kind].append(question.score(answer.tokens))
-            if question.given is None:
-                self._answers += 1
-            else:
+        group = self._outputs[-len(questions) :]
+        for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
+            group[row].append(one.tokens)
+            self._scores[question.kind].append(question.score(one.tokens))
+            if question.given:
                 self._given += question.answer_tokens
-                self._log_likelihood += answer.log_likelihood
-            occupied = measured(calls, row)
-            self._occupied.append((occupied.footprint, occupied.footprint_held, occupied.peak))
+                self._log_likelihood += one.log_likelihood
+            else:
+                self._answers += 1
+            held = occupancy(calls, row)
+            self._footprints.append((held.footprint, held.footprint_held, held.peak))
 
-    def found(self) -> Found:
+    def total(self) -> Measurement:
         everything = [score for group in self._scores.values() for score in group]
-        kept = np.sum(self._entries, 0) / self._tokens
-        footprint, footprint_held, peak = np.mean(self._occupied, 0)
-        return Found(
+        kv_ratios = np.sum(self._entries, 0) / self._tokens
+        footprint, footprint_held, peak = np.mean(self._footprints, 0)
+        return Measurement(
             score=float(np.mean(everything)),
             by_kind={kind: float(np.mean(scores)) for kind, scores in sorted(self._scores.items())},
             answers=self._answers + self._given,
             perplexity=math.exp(-self._log_likelihood / self._given) if self._given else None,
-            said=self._said,
+            outputs=self._outputs,
             footprint=float(footprint),
             footprint_held=float(footprint_held),
             peak=float(peak),
-            kv_ratio=float(kept.mean()),
-            kept=kept,
-            rates=self._kept / max(self._left, 1),
+            kv_ratio=float(kv_ratios.mean()),
+            kv_ratios=kv_ratios,
+            rates=self._past_ring / max(self._left, 1),
             bytes=self._bytes // self._contexts,
             prefill=self._reading.per_second,
             decode=self._decoding.per_second,

@@ -21,9 +21,9 @@ def figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(made)
-    return made
+    sheet = Figure(figsize=(width, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(sheet)
+    return sheet
 
 
 def draw_heads(axes: Any, values: Float[np.ndarray, "l k"], title: str, most: float | None = None) -> Any:
@@ -49,14 +49,14 @@ def draw_depths(
     label: str,
 ) -> None:
     """Rows down, depths across, green where every answer was right."""
-    made = figure(6.5, 1.5 + 0.5 * len(grid))
-    axes = made.add_subplot()
+    sheet = figure(6.5, 1.5 + 0.5 * len(grid))
+    axes = sheet.add_subplot()
     image = axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
     axes.set_xticks(range(len(depths)), [f"{100 * depth:.0f}%" for depth in depths])
     axes.set_yticks(range(len(grid)), rows)
     axes.set(xlabel="depth of the needle", ylabel=label, title=title)
-    made.colorbar(image, label="answers right")
-    made.savefig(file)
+    sheet.colorbar(image, label="answers right")
+    sheet.savefig(file)
 
 
 def draw_tradeoff(file: Path, panels: dict[str, dict[str, list[tuple[float, float]]]], across: str) -> None:
@@ -64,9 +64,9 @@ def draw_tradeoff(file: Path, panels: dict[str, dict[str, list[tuple[float, floa
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    made = figure(4.5 * columns + 1.8, 3.6 * rows)
+    sheet = figure(4.5 * columns + 1.8, 3.6 * rows)
     for index, (title, lines) in enumerate(panels.items()):
-        axes = made.add_subplot(rows, columns, index + 1)
+        axes = sheet.add_subplot(rows, columns, index + 1)
         for name, points in lines.items():
             place = names.index(name)
             x, score = zip(*sorted(points), strict=True)
@@ -76,22 +76,22 @@ def draw_tradeoff(file: Path, panels: dict[str, dict[str, list[tuple[float, floa
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     shown = {}
-    for axes in made.axes:
+    for axes in sheet.axes:
         handles, labels = axes.get_legend_handles_labels()
         shown.update(zip(labels, handles, strict=True))
-    made.legend(shown.values(), shown.keys(), fontsize=7, loc="outside right upper")
-    made.savefig(file)
+    sheet.legend(shown.values(), shown.keys(), fontsize=7, loc="outside right upper")
+    sheet.savefig(file)
 
 
-def draw_kept(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:
+def draw_kv_ratios(file: Path, title: str, maps: dict[str, dict[str, Float[np.ndarray, "l k"]]]) -> None:
     """A sheet of maps of kept entries by layer and kv head: one row a key of `maps`, and a column a key in each."""
     columns = max(map(len, maps.values()))
     layers, heads = next(iter(next(iter(maps.values())).values())).shape
-    made = figure(1.2 + columns * (1.4 + 0.12 * heads), 0.6 + len(maps) * (1.2 + 0.12 * layers))
-    made.suptitle(title, fontsize=10)
-    for row, (name, found) in enumerate(maps.items()):
-        for column, (budget, kept) in enumerate(found.items()):
-            axes = made.add_subplot(len(maps), columns, row * columns + column + 1)
-            image = draw_heads(axes, kept, f"{name}, {budget}", most=1.0)
-    made.colorbar(image, ax=made.axes, label="share of the entries kept")
-    made.savefig(file)
+    sheet = figure(1.2 + columns * (1.4 + 0.12 * heads), 0.6 + len(maps) * (1.2 + 0.12 * layers))
+    sheet.suptitle(title, fontsize=10)
+    for row, (name, own) in enumerate(maps.items()):
+        for column, (budget, ratios) in enumerate(own.items()):
+            axes = sheet.add_subplot(len(maps), columns, row * columns + column + 1)
+            image = draw_heads(axes, ratios, f"{name}, {budget}", most=1.0)
+    sheet.colorbar(image, ax=sheet.axes, label="share of the entries kept")
+    sheet.savefig(file)

@@ -11,12 +11,12 @@ import numpy as np
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.contenders import contender
-from kvjax.evaluate.footprint import critical
+from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.results import Cell
 
 FULL = "full"
 """The policy that others are held against."""
-SHARE = 0.9
+CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
 FOOTPRINT = "KV footprint, of full attention's"
 """What pictures show scores against."""
@@ -27,7 +27,7 @@ def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     tables = "\n\n".join(
         [*_overviews(cells), *map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)]
     )
-    text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_made_with(command)}\n"
+    text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)
     return tables
@@ -62,9 +62,9 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "footprint: the entries held, summed over the query steps of context, question and answer, over those of full "
         "attention. As in PruLong, tokens that were read to look and dropped again (a chunk's patch, a question that "
         "is asked anew) are free; under Sizes and speeds a second footprint counts them and their steps. The last "
-        f"column is the smallest footprint that keeps {100 * SHARE:.0f}% of the full cache's score, on straight lines "
-        "between budgets; < and >: below the smallest and above the largest that was measured; –: the full cache "
-        "answered nothing, or was not measured.",
+        f"column is the smallest footprint that keeps {100 * CRITICAL_SHARE:.0f}% of the full cache's score, on "
+        "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the "
+        "full cache answered nothing, or was not measured.",
     ]
     if any("quest" in cell.policy for cell in cells):
         lines.append(
@@ -85,11 +85,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     return "\n\n".join(lines)
 
 
-Rows = dict[tuple[str, float], list[Cell | None]]
+CellRows = dict[tuple[str, float], list[Cell | None]]
 """The cells of each policy and budget by task, None where one is missing."""
 
 
-def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], Rows]]:
+def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], CellRows]]:
     """Each length that has several tasks, with the tasks and their cells side by side."""
     for context in dict.fromkeys(cell.context for cell in cells):
         found = {(cell.policy, cell.budget, cell.task): cell for cell in cells if cell.context == context}
@@ -133,20 +133,22 @@ def _scores(cells: list[Cell]) -> str:
         f"{first.metric}{'' if first.perplexity is None else ' (and perplexity)'}; {most} answers a cell: were they "
         f"independent, a 95% interval would reach {_interval(most):.0f} points up and down at most.",
         "",
-        "| policy | " + " | ".join(f"{budget:g}" for budget in budgets) + f" | {100 * SHARE:.0f}% at |",
+        "| policy | "
+        + " | ".join(f"{budget:g}" for budget in budgets)
+        + f" | {100 * CRITICAL_SHARE:.0f}% at |",
         "|---" * (len(budgets) + 2) + "|",
     ]
     for name, own in _by_policy(cells).items():
         if name == FIXED_TAU:
             continue
         if name == FULL:
-            shown = [_shown(own[0])] + [""] * (len(budgets) - 1)
+            shown = [_score_and_footprint(own[0])] + [""] * (len(budgets) - 1)
             lines.append(f"| {name} | {' | '.join(shown)} | |")
             continue
         found = {cell.budget: cell for cell in own}
-        shown = [_shown(found[budget]) if budget in found else "" for budget in budgets]
+        shown = [_score_and_footprint(found[budget]) if budget in found else "" for budget in budgets]
         points = [(cell.footprint, cell.score) for cell in own]
-        crossing = str(critical(points, full, SHARE)) if full else "–"
+        crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
     return "\n".join([*lines, *_thresholds(cells, full)])
 
@@ -166,12 +168,12 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     for cell in gated:
         tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
         lines.append(
-            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_shown(cell)} |"
+            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
         )
     swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
     if swept and full:
-        found = critical(swept, full, SHARE)
-        lines += ["", f"{FIXED_TAU}: {100 * SHARE:.0f}% of the full cache's score at {found}."]
+        found = critical_footprint(swept, full, CRITICAL_SHARE)
+        lines += ["", f"{FIXED_TAU}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
 
 
@@ -180,7 +182,7 @@ def _score(cell: Cell) -> str:
     return f"{100 * cell.score:.1f}{beside}"
 
 
-def _shown(cell: Cell) -> str:
+def _score_and_footprint(cell: Cell) -> str:
     return f"{_score(cell)} at {cell.footprint:.2f}"
 
 
@@ -236,7 +238,7 @@ def _mean(speeds: Sequence[int | None]) -> str:
     return f"{np.mean(known):.0f}" if known else "–"
 
 
-def _made_with(command: str) -> str:
+def _environment(command: str) -> str:
     kind = jax.devices()[0].device_kind
     lines = [
         "## Made with",
@@ -247,7 +249,7 @@ def _made_with(command: str) -> str:
     return "\n".join(lines)
 
 
-def _mean_points(rows: Rows) -> dict[str, list[tuple[float, float]]]:
+def _mean_points(rows: CellRows) -> dict[str, list[tuple[float, float]]]:
     """Mean footprint and mean score of each policy's budgets that all tasks were measured at."""
     points: dict[str, list[tuple[float, float]]] = {}
     for (policy, _), own in rows.items():
@@ -280,7 +282,7 @@ def _draw(out: Path, cells: Sequence[Cell]) -> None:
             title: {cell.at: np.array(cell.kept) for cell in found} for title, found in _panels(own).items()
         }
         file = f"{name.replace('/', '_')}.png"
-        pictures.draw_kept(out / "kept" / file, f"{name}: kept entries, by budget", maps)
+        pictures.draw_kv_ratios(out / "kept" / file, f"{name}: kept entries, by budget", maps)
         needles = [cell for cell in own if cell.task == "needle"]
         if needles:
             depths = sorted(map(float, needles[0].by_kind))

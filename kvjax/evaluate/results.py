@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.measuring import Found
+from kvjax.evaluate.measuring import Measurement
 from kvjax.evaluate.workloads import Workload
 from kvjax.exported import digest
 from kvjax.files import write_text
@@ -22,7 +22,7 @@ MEASURED_WITH = (
     *("order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
-HEADS = "heads"
+HEADS_FOLDER = "heads"
 """The folder of what heads were found to be worth."""
 
 
@@ -90,7 +90,7 @@ def cell(
     policy: str,
     budget: float,
     workload: Workload,
-    found: Found,
+    found: Measurement,
     config: EvaluateConfig,
     gates: str | None = None,
     tau: float | None = None,
@@ -98,7 +98,7 @@ def cell(
 ) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
-    def speed(x):
+    def speed(x: float | None) -> int | None:
         return None if x is None else round(x)
 
     return Cell(
@@ -122,7 +122,7 @@ def cell(
         question_aware=config.question_aware,
         published=workload.published,
         seed=config.seed,
-        kept=found.kept.round(4).tolist(),
+        kept=found.kv_ratios.round(4).tolist(),
         gates=gates,
         tau=tau,
         choice=choice,
@@ -142,7 +142,7 @@ class Results:
             "gates": [[folder, digest(folder)] for folder in config.gates],
             "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
         }
-        if self._file.exists() or (config.out / HEADS).exists():
+        if self._file.exists() or (config.out / HEADS_FOLDER).exists():
             self._check_settings()
         self.cells = self._read()
 

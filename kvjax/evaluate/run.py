@@ -13,25 +13,25 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, contender, known_orders, sized
-from kvjax.evaluate.gates import Calibration, above, by_lambda, nearest, own_tau
-from kvjax.evaluate.measuring import Found, Manner, groups, measure, measure_together, read
-from kvjax.evaluate.results import HEADS, Cell, Results, cell
+from kvjax.evaluate.gates import TauSearch, above, by_lambda, nearest, own_tau
+from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
+from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
-from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
 from kvjax.exported import describe
 from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import load_gates
-from kvjax.tasks.context import Context, agreeing
+from kvjax.tasks.sample import Sample, score_agreements
 
 CHOICES = 10
-"""Contexts that static policies are chosen on."""
+"""Samples that static policies are chosen on."""
 
 
 @dataclass(frozen=True)
-class Made:
+class Candidate:
     """A policy of a budget."""
 
     policy: Policy
@@ -42,14 +42,17 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """What policies of a workload are chosen by, none of it compared: contexts of `length` tokens that heads are
-    ordered on, contexts that order, sinks and windows are chosen on, and those that one of several gates is."""
+class ChoiceSamples:
+    """What policies of a workload are chosen by, none of it compared."""
 
     length: int
-    ordered: list[Context]
-    answered: list[Context]
-    gated: list[Context]
+    """Tokens of the samples for the order."""
+    for_order: list[Sample]
+    """Heads are ordered on them."""
+    for_pattern: list[Sample]
+    """Order, sinks and windows are chosen on them."""
+    for_gates: list[Sample]
+    """One of several gates is chosen on them."""
 
 
 @dataclass
@@ -57,14 +60,14 @@ class Evaluation:
     """An evaluation of a model, checked before anything is run.
 
     Raises:
-        UserError: a budget that a policy cannot keep of some context, by name; too few contexts to calibrate on.
+        UserError: a budget that a policy cannot keep of some context, by name; too few samples to calibrate on.
     """
 
     config: EvaluateConfig
     model: Decoder
     workloads: Sequence[Workload]
     watch: Stopwatch = field(default_factory=Stopwatch)
-    choosing: dict[tuple[str, int], Choosing] = field(default_factory=dict, init=False)
+    choice_samples: dict[tuple[str, int], ChoiceSamples] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         for gates in self.config.gates:
@@ -73,21 +76,19 @@ class Evaluation:
         for workload, (policy, budget) in itertools.product(self.workloads, pairs(self.config)):
             self._possible(policy, self._sizing(workload, policy, budget))
         for workload in self.workloads:
-            self.choosing[workload.task, workload.length] = self._choosing(workload)
+            self.choice_samples[workload.task, workload.length] = self._choice_samples(workload)
 
-    def _choosing(self, workload: Workload) -> Choosing:
+    def _choice_samples(self, workload: Workload) -> ChoiceSamples:
         config, shape = self.config, self.model.config
         chosen = [name for name in config.policies if contender(name).chosen is not None]
         length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
-        ordered = for_rivals(workload, config, count, length) if any(map(self._orders, chosen)) else []
-        answered = for_rivals(workload, config, CHOICES, workload.length) if chosen else []
         several = len(config.gates) > 1 and any(contender(name).calibrated for name in config.policies)
-        # as many as a batch has, for which the programs are there
-        return Choosing(
+        return ChoiceSamples(
             length,
-            ordered,
-            answered,
+            for_rivals(workload, config, count, length) if any(map(self._orders, chosen)) else [],
+            for_rivals(workload, config, CHOICES, workload.length) if chosen else [],
+            # as many as a batch has, for which the programs are there
             for_rivals(workload, config, workload.batch, workload.length) if several else [],
         )
 
@@ -143,12 +144,12 @@ class Evaluation:
                     todo.setdefault(name, []).append(budget)
             if todo:
                 workload = self._against_full(workload)
-            for alike in self._reading_alike(todo, workload):
-                for found in self._cells(alike, workload):
-                    results.add(found)
-                    progress.done(str(found))
+            for group in self._reading_groups(todo, workload):
+                for one in self._cells(group, workload):
+                    results.add(one)
+                    progress.done(str(one))
 
-    def _reading_alike(
+    def _reading_groups(
         self, todo: Mapping[str, Sequence[float]], workload: Workload
     ) -> list[dict[str, list[float]]]:
         """The cells of a workload by policy, those together whose contexts are read once for all."""
@@ -162,43 +163,45 @@ class Evaluation:
 
     def _against_full(self, workload: Workload) -> Workload:
         """The workload, its texts scored by what the full cache says."""
-        if all(question.given is None for context in workload.contexts for question in context.questions):
+        if not any(question.given for sample in workload.samples for question in sample.questions):
             return workload
         full = make_policy("full", model=self.model)
-        said = measure(self.model, full, workload.contexts, self._manner(workload)).said
-        return dataclasses.replace(workload, contexts=agreeing(workload.contexts, said))
+        reference = measure(self.model, full, workload.samples, self._manner(workload)).outputs
+        return dataclasses.replace(workload, samples=score_agreements(workload.samples, reference))
 
     def _cells(self, todo: Mapping[str, Sequence[float]], workload: Workload) -> Iterator[Cell]:
         """The cells of a workload of a policy at some budgets, or of several that read alike."""
         manner = self._manner(workload)
-        made = {name: self._made(name, budgets, workload, manner) for name, budgets in todo.items()}
+        candidates = {
+            name: self._candidates(name, budgets, workload, manner) for name, budgets in todo.items()
+        }
         try:
             if contender(next(iter(todo))).reads:
-                fitted = {name: list(own) for name, own in made.items()}
-                policies = [[one.policy for one in own] for own in fitted.values()]
-                found = iter(measure_together(self.model, policies, workload.contexts, manner))
-                for name, own in fitted.items():
+                known = {name: list(own) for name, own in candidates.items()}
+                policies = [[one.policy for one in own] for own in known.values()]
+                found = iter(measure_together(self.model, policies, workload.samples, manner))
+                for name, own in known.items():
                     for budget, one in zip(todo[name], own, strict=True):
                         yield self._cell(name, budget, one, workload, next(found))
             else:
-                for name, own in made.items():
+                for name, own in candidates.items():
                     for budget, one in zip(todo[name], own, strict=True):
-                        found = measure(self.model, one.policy, workload.contexts, manner)
+                        found = measure(self.model, one.policy, workload.samples, manner)
                         yield self._cell(name, budget, one, workload, found)
         except UserError as error:
             raise UserError(f"{', '.join(todo)} on {workload.task}: {error}") from None
 
-    def _cell(self, name: str, budget: float, made: Made, workload: Workload, found: Found) -> Cell:
-        return cell(name, budget, workload, found, self.config, made.gates, own_tau(made.policy), made.choice)
+    def _cell(self, name: str, budget: float, own: Candidate, workload: Workload, found: Measurement) -> Cell:
+        return cell(name, budget, workload, found, self.config, own.gates, own_tau(own.policy), own.choice)
 
-    def _made(
+    def _candidates(
         self, name: str, budgets: Sequence[float], workload: Workload, manner: Manner
-    ) -> Iterator[Made]:
+    ) -> Iterator[Candidate]:
         """One policy at each budget, fitted on calibration contexts where it has something to fit."""
         entry = contender(name)
-        searches: dict[str, Calibration] = {}
+        searches: dict[str, TauSearch] = {}
         rivals = functools.cache(lambda: self._rivals(workload, name))
-        gated = functools.cache(lambda: self._gated(workload))
+        samples = functools.cache(lambda: self._for_gates(workload))
 
         def size(policy: Policy) -> float:
             return self._size(policy, workload, manner)
@@ -208,29 +211,29 @@ class Evaluation:
             (gates, policy), choice = next(iter(possible.items())), ""
             if entry.chosen is not None:
                 chosen = entry.chosen(rivals(), sizing.entries)
-                policy, choice = chosen.fixed.policy(self.model), chosen.said
+                policy, choice = chosen.pattern.policy(self.model), chosen.words
             if entry.calibrated:
                 for folder, own in possible.items():
-                    searches.setdefault(folder, Calibration(own, size))
+                    searches.setdefault(folder, TauSearch(own, size))
                 found = nearest({folder: searches[folder] for folder in possible}, budget)
-                gates, choice = self._answering_best(found, gated, manner)
+                gates, choice = self._best_gates(found, samples, manner)
                 policy = found[gates]
-            yield Made(policy, None if own_tau(policy) is None else gates, choice)
+            yield Candidate(policy, None if own_tau(policy) is None else gates, choice)
 
-    def _gated(self, workload: Workload) -> Sequence[Context]:
+    def _for_gates(self, workload: Workload) -> Sequence[Sample]:
         """What one of several gates is chosen on, texts scored by what the full cache says."""
-        own = self.choosing[workload.task, workload.length].gated
-        return self._against_full(dataclasses.replace(workload, contexts=own)).contexts
+        own = self.choice_samples[workload.task, workload.length].for_gates
+        return self._against_full(dataclasses.replace(workload, samples=own)).samples
 
-    def _answering_best(
-        self, policies: Mapping[str, Policy], contexts: Callable[[], Sequence[Context]], manner: Manner
+    def _best_gates(
+        self, policies: Mapping[str, Policy], samples: Callable[[], Sequence[Sample]], manner: Manner
     ) -> tuple[str, str]:
-        """The name of the policy that answers best on the contexts, the first of equals, and what was chosen in words;
+        """The name of the policy that answers best on the samples, the first of equals, and what was chosen in words;
         of one policy none."""
         if len(policies) == 1:
             return next(iter(policies)), ""
         scores = {
-            name: measure(self.model, policy, contexts(), manner).score for name, policy in policies.items()
+            name: measure(self.model, policy, samples(), manner).score for name, policy in policies.items()
         }
         best = max(scores, key=scores.__getitem__)
         tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())
@@ -238,18 +241,18 @@ class Evaluation:
 
     def _rivals(self, workload: Workload, name: str) -> Rivals:
         """What the static policies of a workload are chosen by."""
-        sizing, own = self._sizing(workload, name, 1.0), self.choosing[workload.task, workload.length]
+        sizing, own = self._sizing(workload, name, 1.0), self.choice_samples[workload.task, workload.length]
         known, window = known_orders(sizing)
         if self._orders(name):
             narrow = min(window, narrowest(own.length))
-            folder = self.config.out / HEADS / f"{workload.task}-{own.length}-window-{narrow}"
-            run = TeacherForced(self.model, own.ordered, workload.batch)
+            folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
+            run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder) | known
-        run = TeacherForced(self.model, own.answered, workload.batch)
+        run = TeacherForcing(self.model, own.for_pattern, workload.batch)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:
-        """The share of the entries that a policy keeps of the contexts for calibration."""
+        """The share of the entries that a policy keeps of the samples for calibration."""
         entries, whole = 0, 0
         for group in groups(workload.calibration, manner.batch):
             sizes = caches.stats(read(self.model, policy, group, manner).cache, len(group))

@@ -1,7 +1,7 @@
 """What costs nothing to train, of a given size: sinks with a window, and whole heads beside streaming ones.
 
 `Rivals` chooses what is free to choose by the answers on calibration contexts: the order of the heads, sinks, windows.
-What a head is worth is measured by one loss (`teacher_forced`): of all heads whole but one, and of all heads streaming
+What a head is worth is measured by one loss (`teacher_forcing`): of all heads whole but one, and of all heads streaming
 but one.
 """
 
@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
-from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 
-Run = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
+Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
 """What comes of some whole heads, the others at so many sinks and such a window."""
 
 SINK = 4
@@ -28,12 +28,12 @@ MEASURED_TOKENS = 250_000
 """Tokens that all measurements of a model read together by default."""
 
 
-def one_streaming(run: Run, whole: Bool[np.ndarray, "l k"], window: int) -> float:
+def one_streaming(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
     """How much the loss rises when these heads stream and all others are whole."""
     return run(~whole, SINK, window).loss
 
 
-def one_whole(run: Run, whole: Bool[np.ndarray, "l k"], window: int) -> float:
+def one_whole(run: Trial, whole: Bool[np.ndarray, "l k"], window: int) -> float:
     """How much the loss falls when these heads are whole and all others stream."""
     return -run(whole, SINK, window).loss
 
@@ -41,8 +41,8 @@ def one_whole(run: Run, whole: Bool[np.ndarray, "l k"], window: int) -> float:
 MEASURES = {"one streaming": one_streaming, "one whole": one_whole}
 
 
-def measured(
-    measure: Callable[..., float], run: Run, shape: tuple[int, int], window: int
+def measure_heads(
+    measure: Callable[..., float], run: Trial, shape: tuple[int, int], window: int
 ) -> Float[np.ndarray, "l k"]:
     """What each head is worth, from 0 for the least to 1 for the most."""
     worth = np.zeros(shape)
@@ -55,7 +55,7 @@ def measured(
 
 
 def orders(
-    run: Run, shape: tuple[int, int], window: int, folder: Path | None = None
+    run: Trial, shape: tuple[int, int], window: int, folder: Path | None = None
 ) -> dict[str, Float[np.ndarray, "l k"]]:
     """Every measure's order by name. In `folder` each is kept as a DuoAttention pattern folder, and read where it was
     measured before."""
@@ -65,7 +65,7 @@ def orders(
         if own is not None and (own / "config.json").is_file():
             found[name] = read_pattern(own)[0]
             continue
-        found[name] = measured(measure, run, shape, window)
+        found[name] = measure_heads(measure, run, shape, window)
         if own is not None:
             write_pattern(own, found[name], SINK, window)
     return found
@@ -81,7 +81,7 @@ SINKS = (4, 16, 64, 128)
 
 
 @dataclass(frozen=True)
-class Fixed:
+class StaticPattern:
     """The heads that are `whole`; the others keep `sink` first tokens and the last `window`."""
 
     whole: Bool[np.ndarray, "l k"]
@@ -95,21 +95,21 @@ class Fixed:
         return make_policy("head_pattern", model=model, pattern=whole, sink=self.sink, window=self.window)
 
 
-def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> Fixed:
+def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:
     """The window is as wide as `entries` of each kv head allow, 1 at least."""
-    return Fixed(np.zeros(shape, bool), sink, _window(entries, sink))
+    return StaticPattern(np.zeros(shape, bool), sink, _window(entries, sink))
 
 
 def whole_heads(
     weights: Float[np.ndarray, "l k"], *, entries: float, context: int, window: int, sink: int
-) -> Fixed:
+) -> StaticPattern:
     """As many heads keep everything, in the order of their `weights`, as leave the others `sink` and `window`; these
     windows are then widened until there are `entries` of each kv head of a context of `context` tokens on average."""
     heads, streaming = weights.size, sink + window - 1
     spare, more = max(0.0, entries - streaming), max(1, context - streaming)
     whole = min(heads - 1, int(heads * spare / more))
     share = (heads * entries - whole * context) / (heads - whole)
-    return Fixed(choose_heads(weights, whole / heads), sink, _window(share, sink))
+    return StaticPattern(choose_heads(weights, whole / heads), sink, _window(share, sink))
 
 
 def _window(entries: float, sink: int) -> int:
@@ -126,15 +126,15 @@ def narrowest(context: int) -> int:
 class Choice:
     """What was chosen, and among what, in words."""
 
-    fixed: Fixed
-    said: str
+    pattern: StaticPattern
+    words: str
 
 
 @dataclass(frozen=True)
 class Rivals:
     """The static policies of a size that answer best on calibration contexts."""
 
-    run: Run
+    run: Trial
     """What comes of a pattern on them."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
     """What heads are worth, by the orders' names."""
@@ -146,13 +146,13 @@ class Rivals:
     """Layers × kv heads."""
 
     def sink_and_window(self, entries: float) -> Choice:
-        def make(sinks: int) -> Fixed:
+        def make(sinks: int) -> StaticPattern:
             return sink_and_window(self.shape, entries=entries, sink=sinks)
 
         return self._best(make, {"sinks": [x for x in SINKS if x == SINKS[0] or x < entries]})
 
     def head_pattern(self, entries: float) -> Choice:
-        def make(order: str, sinks: int, window: int) -> Fixed:
+        def make(order: str, sinks: int, window: int) -> StaticPattern:
             return whole_heads(
                 self.orders[order], entries=entries, context=self.context, window=window, sink=sinks
             )
@@ -167,24 +167,24 @@ class Rivals:
         }
         return self._best(make, options)
 
-    def _best(self, make: Callable[..., Fixed], options: dict[str, Sequence[Any]]) -> Choice:
+    def _best(self, make: Callable[..., StaticPattern], options: dict[str, Sequence[Any]]) -> Choice:
         """One option after another, each at its best value given those before; the first once more at the end."""
         known: dict[Any, Outcome] = {}
 
         def outcome(chosen: dict[str, Any]) -> Outcome:
-            fixed = make(**chosen)
-            key = fixed.whole.tobytes(), fixed.sink, fixed.window
+            pattern = make(**chosen)
+            key = pattern.whole.tobytes(), pattern.sink, pattern.window
             if key not in known:
-                known[key] = self.run(fixed.whole, fixed.sink, fixed.window)
+                known[key] = self.run(pattern.whole, pattern.sink, pattern.window)
             return known[key]
 
         chosen = {name: values[0] for name, values in options.items()}
-        said = {}
+        words = {}
         for name in (*options, next(iter(options))):
             found = {value: outcome(chosen | {name: value}) for value in options[name]}
             chosen[name] = max(found, key=lambda value: (found[value].score, -found[value].loss))
             tried = ", ".join(f"{value} {100 * one.score:.0f}%" for value, one in found.items())
-            said[name] = f"{name} {chosen[name]} (of {tried})"
-        fixed = make(**chosen)
-        heads = f"{fixed.whole.sum()} of {fixed.whole.size} heads whole, " if "order" in options else ""
-        return Choice(fixed, f"{heads}window {fixed.window}; {'; '.join(said.values())}")
+            words[name] = f"{name} {chosen[name]} (of {tried})"
+        pattern = make(**chosen)
+        heads = f"{pattern.whole.sum()} of {pattern.whole.size} heads whole, " if "order" in options else ""
+        return Choice(pattern, f"{heads}window {pattern.window}; {'; '.join(words.values())}")

@@ -1,4 +1,4 @@
-"""Where policies are compared: each task at each length, with the contexts that all of them read."""
+"""Where policies are compared: each task at each length, with the samples that all of them read."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,44 +9,44 @@ import numpy as np
 
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import contender
-from kvjax.tasks.context import Context, one_question, question_aware
 from kvjax.tasks.ruler import Files
+from kvjax.tasks.sample import Sample, one_question, question_aware
 from kvjax.tasks.sources import Material, Source, check_separable, source
 from kvjax.tasks.splits import Split
 
-CALIBRATION = 4
-"""Contexts that τ is searched on."""
+CALIBRATION_SAMPLES = 4
+"""Samples that τ is searched on."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A task at a length, with its contexts and those that τ is searched on, if it is. batch: contexts at a time."""
+    """A task at a length, with its samples and those that τ is searched on, if it is. batch: samples at a time."""
 
     task: str
     length: int
     source: Source
-    contexts: Sequence[Context]
-    calibration: Sequence[Context]
+    samples: Sequence[Sample]
+    calibration: Sequence[Sample]
     batch: int
 
     @property
     def tokens(self) -> int:
         """Of a context, on average, to a sixteenth of the length: tasks whose contexts differ by a few tokens then get
         the same windows, and run the same programs."""
-        mean, step = np.mean([len(context.tokens) for context in self.contexts]), max(1, self.length // 16)
+        mean, step = np.mean([len(sample.context) for sample in self.samples]), max(1, self.length // 16)
         return step * max(1, round(mean / step))
 
     @property
     def shortest(self) -> int:
         """Tokens of its shortest context."""
-        return min(len(context.tokens) for context in self.contexts)
+        return min(len(sample.context) for sample in self.samples)
 
     @cached_property
     def digest(self) -> str:
-        """What its contexts are known by: their tokens, their questions' and the answers that are expected."""
+        """What its samples are known by: their contexts' tokens, their questions' and the answers that are expected."""
         known = hashlib.sha256()
-        for context in self.contexts:
-            parts = [context.tokens, *(part for q in context.questions for part in (q.prompt, q.right))]
+        for sample in self.samples:
+            parts = [sample.context, *(part for q in sample.questions for part in (q.prompt, q.answer))]
             for part in parts:
                 known.update(np.int64(len(part)).tobytes() + part.astype(np.int32).tobytes())
         return known.hexdigest()[:16]
@@ -57,7 +57,7 @@ class Workload:
 
 
 def workloads(config: EvaluateConfig) -> list[Workload]:
-    """Every task at every length, with its contexts; no model is needed for them.
+    """Every task at every length, with its samples; no model is needed for them.
 
     Raises UserError for a task or a length that does not do.
     """
@@ -69,33 +69,33 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
     ]
 
 
-def _workload(task: str, length: int, found: Source, config: EvaluateConfig) -> Workload:
-    count = _count(found, length, config)
-    contexts = found.contexts(Split(config.seed, count), count, length)
+def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Workload:
+    count = _count(own, length, config)
+    samples = own.samples(Split(config.seed, count), count, length)
     searched = any(contender(name).calibrated for name in config.policies)
     others = Split(config.seed, count, calibration=True)
-    calibration = found.contexts(others, CALIBRATION, length) if searched else []
+    calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
     if config.question_aware:
-        contexts, calibration = question_aware(contexts), question_aware(one_question(calibration))
+        samples, calibration = question_aware(samples), question_aware(one_question(calibration))
     else:
-        check_separable(task, contexts)
-    batches = -(-len(contexts) // config.batch)
-    return Workload(task, length, found, contexts, calibration, -(-len(contexts) // batches))
+        check_separable(task, samples)
+    batches = -(-len(samples) // config.batch)
+    return Workload(task, length, own, samples, calibration, -(-len(samples) // batches))
 
 
-def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Context]:
-    """`count` contexts of a workload's task that are not among those compared: what static rivals are chosen on."""
+def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
+    """`count` samples of a workload's task that are not among those compared: what static rivals are chosen on."""
     compared = _count(workload.source, workload.length, config)
-    split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION)
-    contexts = workload.source.contexts(split, count, length)
-    return question_aware(one_question(contexts)) if config.question_aware else contexts
+    split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
+    samples = workload.source.samples(split, count, length)
+    return question_aware(one_question(samples)) if config.question_aware else samples
 
 
-def _count(found: Source, length: int, config: EvaluateConfig) -> int:
-    """Contexts for so many answers or some more: batches of one size, since each size is a program of its own. Of
+def _count(own: Source, length: int, config: EvaluateConfig) -> int:
+    """Samples for so many answers or some more: batches of one size, since each size is a program of its own. Of
     published samples, of which there may be no more, as many as are asked for."""
-    count = -(-config.samples // found.worth(length))
-    if found.published:
+    count = -(-config.samples // own.worth(length))
+    if own.published:
         return count
     batches = -(-count // config.batch)
     return batches * -(-count // batches)

@@ -1,17 +1,19 @@
 """The packaged tokenizer and text as the tasks need them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 
-from kvjax.tasks.task import Tokens, as_tokens
+from kvjax.tasks.sample import Task, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Kind = TypeVar("Kind", bound=Task)
 
 FILE_HEADING = "#### "
 """Starts the line before each file of the packaged text; the file's path in the standard library follows."""
@@ -58,3 +60,8 @@ def builtin_text(split: Literal["train", "evaluate"]) -> Tokens:
     """Token ids of the packaged text: every other file for training gates, the others for evaluation."""
     sources = list(heldout_files().values())
     return encode_files(_tokenizer(), sources[["train", "evaluate"].index(split) :: 2])
+
+
+def builtin_task(kind: Callable[[Vocabulary, Tokens], Kind]) -> Kind:
+    """A task of token ids (`Recall`, …) in the built-in vocabulary, on the packaged text for evaluation."""
+    return kind(builtin_vocabulary(), builtin_text("evaluate"))

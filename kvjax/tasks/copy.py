@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.tasks.haystack import hide
-from kvjax.tasks.task import Question, Sample, Tokens, as_tokens
+from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 PASSAGE = 11
@@ -34,14 +34,16 @@ class Copy:
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))
         circles = rng.choice(v.ordinary, size=(self.families, PASSAGE), replace=False)
-        segments, asked = [], []
+        segments, questions = [], []
         for circle in circles:
             steps = 1 + rng.permutation(PASSAGE - 1)[: self.passages]
             starts = rng.integers(PASSAGE, size=self.passages)
             walks = as_tokens(circle[(starts[:, None] + steps[:, None] * np.arange(PASSAGE)) % PASSAGE])
             segments += [np.concatenate([as_tokens([v.copy]), walk]) for walk in walks]
             wanted = walks[0]
-            asked.append(Question(as_tokens([v.question, v.copy, *wanted[:GIVEN]]), wanted[GIVEN:], "copy"))
-        body = length - len(asked[0]) - 2
+            prompt = as_tokens([v.question, v.copy, *wanted[:GIVEN]])
+            questions.append(Question(prompt, wanted[GIVEN:], "copy"))
+        body = length - len(questions[0]) - 2
         hidden = hide(rng, self.text, body, segments)
-        return Sample(np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])]), tuple(asked))
+        context = np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])])
+        return Sample(context, tuple(questions))

@@ -14,9 +14,8 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.tasks.documents import Count, Document, passages
+from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, prompt_size
 from kvjax.tasks.ruler.haystack import split_sentences
-from kvjax.tasks.text_prompt import PromptEncoder, prompt_size
-from kvjax.tasks.text_sample import TextQuestion, TextSample
 
 OPENING = "Below is a text. You will be asked to quote from it.\n\n"
 QUESTION = "Quote one sentence of the text above, word for word."
@@ -42,24 +41,24 @@ DISTINCTIVE = re.compile(r"[0-9A-Z]|\w[-_./:@]\w")
 
 def document_questions(
     documents: Sequence[Document], encode: PromptEncoder, count: Count, length: int
-) -> list[TextSample]:
-    """Samples of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
+) -> list[Draft]:
+    """Drafts of at most `length` tokens with `QUESTIONS` questions each, of passages that share no paragraph.
 
     A passage with fewer distinctive words in one of its thirds is left out.
 
     Raises UserError for a length that holds no passage.
     """
-    frame = TextSample(OPENING + "\n", (TextQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
+    frame = Draft(OPENING + "\n", (DraftQuestion(QUESTION, "\n", ("",), "all", RESERVED, ""),))
     room = length - prompt_size(frame, encode) - ROOM
     if room < 1:
         raise UserError(f"documents: {length} tokens are too few, the questions alone take {length - room}")
-    made = (_sample(passage, count, index) for index, passage in enumerate(passages(documents, room)))
-    return [sample for sample in made if sample is not None and prompt_size(sample, encode) <= length]
+    drafts = (_draft(passage, count, index) for index, passage in enumerate(passages(documents, room)))
+    return [draft for draft in drafts if draft is not None and prompt_size(draft, encode) <= length]
 
 
-def _sample(passage: str, count: Count, seed: int) -> TextSample | None:
+def _draft(passage: str, count: Count, seed: int) -> Draft | None:
     """The passage with questions drawn from each third; None: there are too few."""
-    rng, found, questions = np.random.default_rng(seed), distinctive(passage), []
+    rng, found, questions = np.random.default_rng(seed), distinctive_words(passage), []
     if found:
         given, words = count([given for _, given, _ in found]), count([f" {word}" for *_, word in found])
         fits = [before <= ROOM and after <= RESERVED for before, after in zip(given, words, strict=True)]
@@ -70,11 +69,11 @@ def _sample(passage: str, count: Count, seed: int) -> TextSample | None:
             return None
         for index in sorted(rng.choice(len(inside), PER_THIRD, replace=False)):
             given, word = inside[index]
-            questions.append(TextQuestion(QUESTION, "\n" + given, (word,), "all", RESERVED, kind))
-    return TextSample(f"{OPENING}{passage}\n\n", tuple(questions))
+            questions.append(DraftQuestion(QUESTION, "\n" + given, (word,), "all", RESERVED, kind))
+    return Draft(f"{OPENING}{passage}\n\n", tuple(questions))
 
 
-def distinctive(passage: str) -> list[tuple[float, str, str]]:
+def distinctive_words(passage: str) -> list[tuple[float, str, str]]:
     """The first distinctive word of each sentence: where it is (0 to 1), the words before it as they are written, and
     the word. Neither occurs anywhere else, whatever its case."""
     found, whole, start = [], (OPENING + passage + QUESTION).lower(), 0

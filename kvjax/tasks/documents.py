@@ -15,7 +15,7 @@ from kvjax.files import read_text
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
 """Of the room, a passage fills at least so much."""
-CALIBRATION = 0.25
+CALIBRATION_SHARE = 0.25
 """Of the documents' tokens, at least so many are kept to calibrate on."""
 
 Item = TypeVar("Item")
@@ -53,10 +53,11 @@ def paragraphs(text: str, count: Count) -> list[Paragraph]:
     return list(map(Paragraph, texts, count(texts)))
 
 
-def apart(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION` of all tokens, the last
-    one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths."""
-    left = CALIBRATION * sum(paragraph.tokens for document in documents for paragraph in document)
+def split_documents(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
+    """The text to compare on, and that to calibrate on: whole documents drawn for `CALIBRATION_SHARE` of all tokens,
+    the last one cut before a paragraph. What is cut from one shares no paragraph with the other, whatever the lengths.
+    """
+    left = CALIBRATION_SHARE * sum(paragraph.tokens for document in documents for paragraph in document)
     compared, calibration = [], []
     for index in np.random.default_rng(0).permutation(len(documents)):
         document = documents[index]
@@ -93,11 +94,11 @@ def _passages(document: Document, room: int) -> list[str]:
     return found
 
 
-def chosen(items: Sequence[Item], seed: int, count: int, made_of: str) -> list[Item]:
+def draw(items: Sequence[Item], seed: int, count: int, of: str) -> list[Item]:
     """`count` different items, drawn by the seed.
 
-    Raises UserError if there are not so many. `made_of`: what they are and come from.
+    Raises UserError if there are not so many. `of`: what they are and come from.
     """
     if count > len(items):
-        raise UserError(f"{made_of}: found {len(items)}, needed {count}; give more text or shorter contexts")
+        raise UserError(f"{of}: found {len(items)}, needed {count}; give more text or shorter contexts")
     return [items[i] for i in np.random.default_rng(seed).permutation(len(items))[:count]]

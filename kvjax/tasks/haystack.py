@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.tasks.task import Tokens
+from kvjax.tasks.sample import Tokens
 
 
 def text_slice(rng: np.random.Generator, text: Tokens, length: int) -> Tokens:

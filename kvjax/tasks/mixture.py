@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
+from jaxtyping import Float, Int
 
+from kvjax.errors import UserError
+from kvjax.tasks.builtin import builtin_text, builtin_vocabulary
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.needle import Needle
 from kvjax.tasks.recall import QUESTION_TOKENS, Recall
-from kvjax.tasks.task import Tokens, packed
+from kvjax.tasks.sample import Sample, Tokens
 from kvjax.tasks.text import Text
 from kvjax.tasks.vocabulary import Vocabulary
 
@@ -25,7 +29,9 @@ class Mixture:
     text: Tokens
     shares: Sequence[float] = (0.6, 0.1, 0.1, 0.2)
 
-    def __call__(self, seed: int, index: int, length: int) -> tuple[Tokens, np.ndarray]:
+    def __call__(
+        self, seed: int, index: int, length: int
+    ) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
         """`length` tokens and the weight of each in the answer loss (int32 and float32 [length])."""
         rng = np.random.default_rng((seed, index, length))
         v, text = self.vocabulary, self.text
@@ -46,5 +52,43 @@ class Mixture:
             sample = task.sample(sample_seed, length - (families - 1) * question_tokens)
         else:
             sample = Text(v, text).sample(sample_seed, length)
-            return packed(sample, length, v.end)[0], np.zeros(length, np.float32)
-        return packed(sample, length, v.end)
+            return pack(sample, length, v.end)[0], np.zeros(length, np.float32)
+        return pack(sample, length, v.end)
+
+
+@cache
+def _builtin_mixture() -> Mixture:
+    return Mixture(builtin_vocabulary(), builtin_text("train"))
+
+
+def mixture(seed: int, index: int, length: int) -> Int[np.ndarray, " t"]:
+    """Sequence `index` of stream `seed` for training gates on the built-in model: int32 [length].
+
+    Its text is kept apart from the text of evaluation.
+    """
+    return _builtin_mixture()(seed, index, length)[0]
+
+
+def pack(sample: Sample, length: int, end: int) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
+    """One training sequence of `length` tokens: the context, then all questions with answers that fit.
+
+    Places that are left are filled with the token `end`. Returns the tokens and, for each of them, 1.0 where
+    it is part of an answer and 0.0 elsewhere (float32 [length]). Raises `UserError` if not even the first
+    question fits.
+    """
+    tokens = np.full(length, end, np.int32)
+    weights = np.zeros(length, np.float32)
+    at = len(sample.context)
+    if at + len(sample.questions[0]) > length:
+        first = len(sample.questions[0])
+        raise UserError(f"a context of {at} tokens and a question of {first} do not fit into {length}")
+    tokens[:at] = sample.context
+    for question in sample.questions:
+        answer_start, stop = at + len(question.prompt), at + len(question)
+        if stop > length:
+            break
+        tokens[at:answer_start] = question.prompt
+        tokens[answer_start:stop] = question.answer
+        weights[answer_start:stop] = 1.0
+        at = stop
+    return tokens, weights

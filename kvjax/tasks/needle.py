@@ -6,8 +6,8 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.tasks.haystack import text_slice
-from kvjax.tasks.recall import QUESTION_TOKENS, TYPES, marked, question
-from kvjax.tasks.task import Sample, Tokens, as_tokens
+from kvjax.tasks.recall import QUESTION_TOKENS, TYPES, mark_record, question
+from kvjax.tasks.sample import Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 
@@ -27,7 +27,7 @@ class Needle:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))
         depth = self.depths[seed % len(self.depths)]
         record = as_tokens(rng.choice(v.ordinary, size=3, replace=False))
-        needle = marked(v, record)
+        needle = mark_record(v, record)
         n_filler = length - QUESTION_TOKENS - 2 - len(needle)
         if n_filler < 0:
             raise UserError(f"{length} tokens are too few for a needle and its question")

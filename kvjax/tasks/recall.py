@@ -16,7 +16,7 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.tasks.haystack import hide
-from kvjax.tasks.task import Question, Sample, Tokens, as_tokens
+from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 
 TYPES = ("F", "S", "R")
@@ -31,7 +31,8 @@ def question(vocabulary: Vocabulary, record: Tokens, way: int, kind: str | None 
     return Question(prompt, as_tokens([answer]), kind or TYPES[way])
 
 
-def marked(vocabulary: Vocabulary, record: Tokens) -> Tokens:
+def mark_record(vocabulary: Vocabulary, record: Tokens) -> Tokens:
+    """The record with the mark before it."""
     return as_tokens([vocabulary.record, *record])
 
 
@@ -63,11 +64,12 @@ class Recall:
         shared = rng.choice(2, size=n_like, p=(0.6, 0.4))
         likes[np.arange(n_like), shared] = records[rng.integers(n_records, size=n_like), shared]
         body = length - QUESTION_TOKENS - 2
-        hidden = hide(rng, self.text, body, [*(marked(v, r) for r in records), *likes])
+        hidden = hide(rng, self.text, body, [*(mark_record(v, r) for r in records), *likes])
         # Every record is asked about once before one is asked about again, each time in another way.
         order, turn = rng.permutation(n_records), int(rng.integers(3))
-        asked = tuple(
+        questions = tuple(
             question(v, records[order[i % n_records]], (i + i // n_records * (n_records % 3 == 0) + turn) % 3)
             for i in range(min(self.questions, 3 * n_records))
         )
-        return Sample(np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])]), asked)
+        context = np.concatenate([as_tokens([v.begin]), hidden, as_tokens([v.separator])])
+        return Sample(context, questions)

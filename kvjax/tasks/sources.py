@@ -1,6 +1,6 @@
-"""Where contexts come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples.
+"""Where samples come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples.
 
-A source gives contexts of a length: some to compare on, and others to calibrate on; one line in `SOURCES` adds a task.
+A source gives samples of a length: some to compare on, and others to calibrate on; one line in `SOURCES` adds a task.
 """
 
 import difflib
@@ -12,42 +12,29 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
 from kvjax.models.folder import load_tokenizer, speaks_builtin
-from kvjax.tasks import (
-    Copy,
-    PromptEncoder,
-    Task,
-    Text,
-    TextSample,
-    builtin_text,
-    builtin_vocabulary,
-    make_task,
-)
-from kvjax.tasks.context import Asked, Context, exact, predicted
+from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
+from kvjax.tasks.copy import Copy
 from kvjax.tasks.document_questions import QUESTIONS, document_questions
 from kvjax.tasks.documents import (
-    CALIBRATION,
+    CALIBRATION_SHARE,
     Document,
-    apart,
-    chosen,
+    draw,
     paragraphs,
     passages,
     read_documents,
+    split_documents,
 )
-from kvjax.tasks.ruler import (
-    RULER_TASKS,
-    Files,
-    RulerTask,
-    make_needle_task,
-    make_ruler_task,
-    published_samples,
-)
+from kvjax.tasks.needle import Needle
+from kvjax.tasks.prompt import Draft, PromptEncoder
+from kvjax.tasks.recall import Recall
+from kvjax.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, published_drafts
+from kvjax.tasks.sample import Sample, Task
 from kvjax.tasks.splits import Split
-from kvjax.tasks.task import Tokens
-from kvjax.tasks.text import SHARE, continued, cut_apart
-from kvjax.tasks.text_prompt import prompt_size
+from kvjax.tasks.text import PARTS, Text, continuation, split_text
 
 TEXT_COUNTS_FOR = 12
-"""Answers that a predicted text counts for."""
+"""Answers that a text counts for whose end is predicted."""
+RIGHT = "answers right"
 SAME_AS_FULL = "next tokens that are the full cache's, each after the true text before it"
 HOLDS = "share of the expected strings that the answer holds"
 
@@ -63,15 +50,15 @@ class Source(Protocol):
 
     @property
     def published(self) -> bool:
-        """Whether its contexts are a published data set's: so many of them, in their order, at some lengths."""
+        """Whether its samples are a published data set's: so many of them, in their order, at some lengths."""
         ...
 
     def worth(self, length: int) -> int:
-        """How many answers a context of that length counts for."""
+        """How many answers a sample of that length counts for."""
         ...
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
-        """The first contexts of a split, each of at most `length` tokens with any of its questions and answers.
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        """The first samples of a split, each of at most `length` tokens with any of its questions and answers.
 
         Raises UserError for a length or a file that does not do, or that has too few.
         """
@@ -106,20 +93,20 @@ class Material:
         return read_documents(self.documents)
 
     @cached_property
-    def _apart(self) -> tuple[list[Document], list[Document]]:
-        return apart([paragraphs(text, self.count) for text in self.texts])
+    def _parts(self) -> tuple[list[Document], list[Document]]:
+        return split_documents([paragraphs(text, self.count) for text in self.texts])
 
     def documents_of(self, split: Split) -> list[Document]:
         """The documents that a split's contexts are cut from."""
-        compared, calibration = self._apart
+        compared, calibration = self._parts
         return calibration if split.calibration else compared
 
-    def made_of(self, split: Split, what: str) -> str:
+    def describe(self, split: Split, what: str) -> str:
         """What is made of a split's documents, in words."""
         use = (
-            f"calibrate on (of {CALIBRATION:.0%}"
+            f"calibrate on (of {CALIBRATION_SHARE:.0%}"
             if split.calibration
-            else f"compare (of {1 - CALIBRATION:.0%}"
+            else f"compare (of {1 - CALIBRATION_SHARE:.0%}"
         )
         return f"--documents {self.documents}: {what} to {use} of the text)"
 
@@ -127,34 +114,21 @@ class Material:
         """Tokens of each text."""
         return list(map(len, self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
 
-    def encoded(self, sample: TextSample) -> Context:
-        """A sample as token ids, its answers scored as text."""
-        prompt, tokenizer = self.encode(sample), self.tokenizer
-
-        def asked(ids, answer, question):
-            def score(said: Tokens) -> float:
-                return question.score(tokenizer.decode(said.tolist(), skip_special_tokens=True))
-
-            return Asked(ids, question.reserved, score, question.kind, stops=True, expected=answer)
-
-        questions = map(asked, prompt.questions, prompt.answers, sample.questions)
-        return Context(prompt.context, tuple(questions), sample.separable)
-
 
 @dataclass(frozen=True)
-class BuiltIn:
-    """A task of the built-in vocabulary's token ids. `make`: the task for a length."""
+class FromSeeds:
+    """A task whose samples are made here, each from a seed. `make`: the task for a length."""
 
     make: Callable[[int], Task]
-    metric: str = "answers right"
+    metric: str
     published: bool = False
 
     def worth(self, length: int) -> int:
         return len(self.make(length).sample(0, length).questions)
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         task = self.make(length)
-        return [exact(task.sample(split.first + index, length)) for index in range(count)]
+        return [task.sample(split.first + index, length) for index in range(count)]
 
 
 @dataclass(frozen=True)
@@ -167,31 +141,14 @@ class BuiltInText:
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
-        compared, calibration = cut_apart(builtin_text("evaluate"))
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        compared, calibration = split_text(builtin_text("evaluate"))
         task = Text(builtin_vocabulary(), calibration if split.calibration else compared)
-        return [predicted(task.sample(split.first + index, length)) for index in range(count)]
+        return [task.sample(split.first + index, length) for index in range(count)]
 
 
 @dataclass(frozen=True)
-class InText:
-    """One of RULER's tasks, or a needle by depth, in text that is made here."""
-
-    task: RulerTask
-    material: Material
-    metric: str = HOLDS
-    published: bool = False
-
-    def worth(self, length: int) -> int:
-        return 1
-
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
-        samples = (self.task.sample(split.first + index, length) for index in range(count))
-        return list(map(self.material.encoded, samples))
-
-
-@dataclass(frozen=True)
-class Published:
+class PublishedSamples:
     """RULER's own samples of the task called `name`, in their order."""
 
     name: str
@@ -199,22 +156,22 @@ class Published:
     material: Material
     metric: str = HOLDS
     published: bool = True
-    _read: dict[int, list[TextSample]] = field(default_factory=dict, init=False, repr=False)
+    _read: dict[int, list[Draft]] = field(default_factory=dict, init=False, repr=False)
 
     def worth(self, length: int) -> int:
         return 1
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         """The first samples are compared, those after them are calibrated on."""
-        first, samples = split.compared if split.calibration else 0, self._samples(length)
-        if first + count > len(samples):
+        first, drafts = split.compared if split.calibration else 0, self._drafts(length)
+        if first + count > len(drafts):
             after = f" and {count} more to calibrate on" if split.calibration else ""
             raise UserError(
-                f"--ruler-data {self.data}: there are {len(samples)} samples of {self.name}, needed {split.compared} "
+                f"--ruler-data {self.data}: there are {len(drafts)} samples of {self.name}, needed {split.compared} "
                 f"to compare{after}; give fewer --samples"
             )
-        samples = samples[first : first + count]
-        sizes = [prompt_size(sample, self.material.encode) for sample in samples]
+        samples = [self.material.encode(draft) for draft in drafts[first : first + count]]
+        sizes = [len(sample.context) + sample.room for sample in samples]
         for index, size in enumerate(sizes, first):
             if size > length:
                 raise UserError(
@@ -226,9 +183,9 @@ class Published:
                 f"--ruler-data {self.data}: the longest sample of {self.name} takes {max(sizes)} tokens with its "
                 f"answer, less than half of --context {length}: name the length that they were made for"
             )
-        return list(map(self.material.encoded, samples))
+        return samples
 
-    def _samples(self, length: int) -> list[TextSample]:
+    def _drafts(self, length: int) -> list[Draft]:
         """All of a length. Raises UserError for a second length of a folder, where a task has one file."""
         if length not in self._read:
             if self._read and self.data.is_dir():
@@ -236,7 +193,7 @@ class Published:
                     f"--ruler-data {self.data}: a folder's samples have one length, got --context "
                     f"{', '.join(map(str, (*self._read, length)))}; evaluate a folder for each length"
                 )
-            self._read[length] = published_samples(self.data, self.name, length)
+            self._read[length] = published_drafts(self.data, self.name, length)
         return self._read[length]
 
 
@@ -251,11 +208,11 @@ class DocumentQuestions:
     def worth(self, length: int) -> int:
         return QUESTIONS
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         own, documents = self.material, self.material.documents_of(split)
-        samples = document_questions(documents, own.encode, own.count, length)
-        made_of = own.made_of(split, f"contexts of {length} tokens with {QUESTIONS} questions each")
-        return [own.encoded(sample) for sample in chosen(samples, split.seed, count, made_of)]
+        drafts = document_questions(documents, own.encode, own.count, length)
+        of = own.describe(split, f"contexts of {length} tokens with {QUESTIONS} questions each")
+        return [own.encode(draft) for draft in draw(drafts, split.seed, count, of)]
 
 
 @dataclass(frozen=True)
@@ -269,38 +226,38 @@ class DocumentText:
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
 
-    def contexts(self, split: Split, count: int, length: int) -> list[Context]:
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         own, encode = self.material, PromptEncoder(self.material.tokenizer, chat=False)
-        room = length - len(encode(TextSample("", ())).context)
-        if room < 2 * SHARE:
+        room = length - len(encode(Draft("", ())).context)
+        if room < 2 * PARTS:
             raise UserError(
-                f"text: {length} tokens are too few, at least {length - room + 2 * SHARE} are needed"
+                f"text: {length} tokens are too few, at least {length - room + 2 * PARTS} are needed"
             )
         found = passages(own.documents_of(split), room)
-        texts = chosen(found, split.seed, count, own.made_of(split, f"passages of {length} tokens"))
+        texts = draw(found, split.seed, count, own.describe(split, f"passages of {length} tokens"))
         # a passage may be a few tokens longer than its paragraphs are
-        tokens = (encode(TextSample(text, ())).context[:length] for text in texts)
-        return [predicted(continued(ids)) for ids in tokens]
+        tokens = (encode(Draft(text, ())).context[:length] for text in texts)
+        return [continuation(ids) for ids in tokens]
 
 
-def _builtin(name: str, make: Callable[[int], Task] | None = None) -> Callable[[Material], Source]:
+def _builtin(name: str, make: Callable[[int], Task]) -> Callable[[Material], Source]:
     def for_model(material: Material) -> Source:
         if not speaks_builtin(material.model):
             raise UserError(
                 f"--tasks {name} is made of the built-in model's tokens, which {material.model} does not have; for any "
                 f"model: needle, documents, text, {', '.join(RULER_TASKS)}"
             )
-        return BuiltIn(make or (lambda length: make_task(name)))
+        return FromSeeds(make, RIGHT)
 
     return for_model
 
 
-def _in_text(name: str) -> Callable[[Material], Source]:
+def _ruler(name: str) -> Callable[[Material], Source]:
     def for_model(material: Material) -> Source:
         if material.ruler_data is not None:
-            return Published(name, material.ruler_data, material)
+            return PublishedSamples(name, material.ruler_data, material)
         task = make_ruler_task(name, material.tokenizer, material.files, chat=material.chat)
-        return InText(task, material)
+        return FromSeeds(lambda length: task, HOLDS)
 
     return for_model
 
@@ -308,8 +265,9 @@ def _in_text(name: str) -> Callable[[Material], Source]:
 def _needle(material: Material) -> Source:
     """In the built-in model's tokens for it, in text for others."""
     if speaks_builtin(material.model):
-        return _builtin("needle")(material)
-    return InText(make_needle_task(material.tokenizer, material.files, chat=material.chat), material)
+        return FromSeeds(lambda length: builtin_task(Needle), RIGHT)
+    task = make_needle_task(material.tokenizer, material.files, chat=material.chat)
+    return FromSeeds(lambda length: task, HOLDS)
 
 
 def _documents(material: Material) -> Source:
@@ -331,17 +289,17 @@ def _copy(length: int) -> Task:
 
 
 SOURCES: dict[str, Callable[[Material], Source]] = {
-    "recall": _builtin("recall"),
+    "recall": _builtin("recall", lambda length: builtin_task(Recall)),
     "needle": _needle,
-    "copy": _builtin("copy", make=_copy),
+    "copy": _builtin("copy", _copy),
     "text": _text,
     "documents": _documents,
-    **{name: _in_text(name) for name in RULER_TASKS},
+    **{name: _ruler(name) for name in RULER_TASKS},
 }
 
 
 def source(name: str, material: Material) -> Source:
-    """The task called `name`, its files opened, so that a missing one is found before any context is made.
+    """The task called `name`, its files opened, so that a missing one is found before any sample is made.
 
     Raises UserError with the nearest names, for a task that is not for the model, or for a file.
     """
@@ -351,9 +309,9 @@ def source(name: str, material: Material) -> Source:
     return SOURCES[name](material)
 
 
-def check_separable(name: str, contexts: Sequence[Context]) -> None:
-    """Refuse contexts that cannot be read before their questions. Raises UserError."""
-    if any(not context.separable for context in contexts):
+def check_separable(name: str, samples: Sequence[Sample]) -> None:
+    """Refuse samples whose contexts cannot be read before their questions. Raises UserError."""
+    if any(not sample.separable for sample in samples):
         raise UserError(
             f"--tasks {name}: its samples hold context and question in one, so the context cannot be read first; use "
             "--question-aware"

@@ -11,7 +11,7 @@ from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe
 
 if TYPE_CHECKING:
-    from kvjax.train.loop import Trained
+    from kvjax.train.loop import RunOutput
 
 
 def main(args: list[str] | None = None) -> None:
@@ -26,9 +26,9 @@ def main(args: list[str] | None = None) -> None:
 
     trained = train(config)
     with jax.set_mesh(trained.mesh):
-        said = summary(config, trained)  # in every process, since all of them place the policy
+        text = summary(config, trained)  # in every process, since all of them place the policy
     if jax.process_index() == 0:
-        print(said)
+        print(text)
     if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
         return
 
@@ -42,14 +42,21 @@ def main(args: list[str] | None = None) -> None:
     )
 
 
-def summary(config: Recipe, trained: "Trained") -> str:
+def summary(config: Recipe, trained: "RunOutput") -> str:
     """Where the parameters are, what they are worth, and how to use them."""
     found, folder = trained.validation, trained.folder / config.exports
     own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
     model = ["--model", str(own)] if own.is_dir() else model
     use = ["generate", *model, "--policy", config.method, "--gates", str(folder), "--prompt-file", "FILE"]
-    compare = ["evaluate", *model, *config.compared, "--gates", str(folder), *_compared(config, trained)]
+    compare = [
+        "evaluate",
+        *model,
+        *config.evaluate_options,
+        "--gates",
+        str(folder),
+        *_tasks_and_context(config, trained),
+    ]
     return "\n".join(
         [
             f"{config.exports}: {folder}",
@@ -60,13 +67,13 @@ def summary(config: Recipe, trained: "Trained") -> str:
     )
 
 
-def _compared(config: Recipe, trained: "Trained") -> list[str]:
+def _tasks_and_context(config: Recipe, trained: "RunOutput") -> list[str]:
     """Tasks that mean something to the model, and contexts of which the smallest budget holds the window."""
     from kvjax.models.folder import speaks_builtin
 
     tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
     # contexts of text are shorter than they may be, by the answer and by what more would not have fitted
-    window = config.deployed(trained.params, trained.model).window
+    window = config.deploy(trained.params, trained.model).window
     usual, least = min(EvaluateConfig.context), 1.5 * window / min(EvaluateConfig.budgets)
     return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]
 

@@ -93,5 +93,5 @@ def check_finite(what: str, tree: Any) -> None:
 
 
 @jax.jit
-def _finite(tree):
+def _finite(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)

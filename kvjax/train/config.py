@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import parse_command
-from kvjax.command.options import find_config, given, load_config, read_values, write_values
+from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.train.recipe import Recipe, option
 from kvjax.train.recipes import find_recipe
@@ -31,9 +31,9 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     """
     arguments = sys.argv[1:] if args is None else args
     if "--resume" in arguments:
-        return _parse_resumed(args, arguments)
-    model = given(arguments, "--model")
-    name = given(arguments, "--config")
+        return _parse_resume(args, arguments)
+    model = find_value(arguments, "--model")
+    name = find_value(arguments, "--config")
     recipe = _recipe(arguments, find_config(name) if name else None)
     if name is None and model in (None, BUILTIN):
         name = recipe.builtin
@@ -47,8 +47,8 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     return dataclasses.replace(config, out=out)
 
 
-def _parse_resumed(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
-    name, named, newest = given(arguments, "--config"), given(arguments, "--out"), _newest_run()
+def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recipe:
+    name, named, newest = find_value(arguments, "--config"), find_value(arguments, "--out"), _newest_run()
     if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if named is None else Path(named)
@@ -74,8 +74,8 @@ def _parse_resumed(args: Sequence[str] | None, arguments: Sequence[str]) -> Reci
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
     """The recipe that the command line names, else the file, else WG-KV's."""
-    told = read_values(file).get("method") if file else None
-    return find_recipe(given(arguments, "--method") or str(told or Recipe.method))
+    method = read_values(file).get("method") if file else None
+    return find_recipe(find_value(arguments, "--method") or str(method or Recipe.method))
 
 
 def _newest_run() -> int:
@@ -90,9 +90,9 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
     assert config.out is not None, "parse chose it"
     try:
         config.out.mkdir(parents=True, exist_ok=True)
-        told = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
+        whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
-            write_values(config.out / SAVED, told, omit=("config", "out", "resume"), new=not config.resume)
+            write_values(config.out / SAVED, whole, omit=("config", "out", "resume"), new=not config.resume)
     except FileExistsError:
         raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None
     except OSError as error:

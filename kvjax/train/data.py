@@ -22,7 +22,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
 from kvjax.train.documents import Documents
 
-Tokens = Int[np.ndarray, "b t"]
+TokenRows = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
 """Tokens that a sequence of built-in tasks needs for its questions."""
 FIRST_HELD_OUT = 2**31
@@ -79,7 +79,7 @@ def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
     return jax.tree.map(place, batch)
 
 
-def step_lengths(
+def draw_step_lengths(
     steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
 ) -> Int[np.ndarray, " steps"]:
     """The length of every step: as many of each as `shares` say (largest remainders), in an order drawn from `seed`."""
@@ -89,7 +89,7 @@ def step_lengths(
     return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
 
 
-def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
+def builtin_validation(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
     """Sequences of the built-in tasks on the packaged text for evaluation."""
     from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
 
@@ -97,23 +97,25 @@ def builtin_held_out(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.n
     return [mixture(seed, FIRST_HELD_OUT + index, int(length))[0] for index, length in enumerate(lengths)]
 
 
-def builtin_sequences(rows: Rows, schedule: Int[np.ndarray, " steps"], seed: int) -> grain.DatasetIterator:
+def builtin_sequences(
+    rows: Rows, step_lengths: Int[np.ndarray, " steps"], seed: int
+) -> grain.DatasetIterator:
     """The built-in tasks and text, in the built-in model's tokens. Sequence i of the run is `mixture(seed, i, …)`,
     whatever the processes."""
     from kvjax.tasks import mixture
 
-    if schedule.min() < SHORTEST_BUILTIN:
+    if step_lengths.min() < SHORTEST_BUILTIN:
         raise UserError(
-            f"--lengths {schedule.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
+            f"--lengths {step_lengths.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
         )
 
-    def step(index: int) -> Tokens:
+    def step(index: int) -> TokenRows:
         first = index * rows.total
         return np.stack(
-            [mixture(seed, first + row, int(schedule[index])) for row in range(rows.start, rows.stop)]
+            [mixture(seed, first + row, int(step_lengths[index])) for row in range(rows.start, rows.stop)]
         )
 
-    dataset = grain.MapDataset.range(len(schedule)).map(step)
+    dataset = grain.MapDataset.range(len(step_lengths)).map(step)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
@@ -289,7 +291,7 @@ def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserErro
     )
 
 
-class DocumentSequences(grain.IterDataset[Tokens]):
+class DocumentSequences(grain.IterDataset[TokenRows]):
     """Steps made of documents: row by row the next document of the step's length; each length reads on its own.
 
     Documents whose digests are in `held_out` are passed over.
@@ -300,20 +302,20 @@ class DocumentSequences(grain.IterDataset[Tokens]):
         readers: Callable[[], Reader],
         bins: Bins,
         rows: int,
-        schedule: Int[np.ndarray, " steps"],
+        step_lengths: Int[np.ndarray, " steps"],
         source: str,
         held_out: frozenset[bytes] = frozenset(),
     ):
         super().__init__()
-        self.readers, self.bins, self.rows, self.schedule = readers, bins, rows, schedule
+        self.readers, self.bins, self.rows, self.step_lengths = readers, bins, rows, step_lengths
         self.source, self.held_out = source, held_out
-        self.lengths = sorted({int(length) for length in schedule})
+        self.lengths = sorted({int(length) for length in step_lengths})
 
     def __iter__(self) -> "DocumentIterator":
         return DocumentIterator(self)
 
 
-class DocumentIterator(grain.DatasetIterator[Tokens]):
+class DocumentIterator(grain.DatasetIterator[TokenRows]):
     """`DocumentSequences`, running."""
 
     def __init__(self, dataset: DocumentSequences):
@@ -322,10 +324,10 @@ class DocumentIterator(grain.DatasetIterator[Tokens]):
         self._readers = {length: dataset.readers() for length in dataset.lengths}
         self._step = 0
 
-    def __next__(self) -> Tokens:
-        if self._step >= len(self._data.schedule):
+    def __next__(self) -> TokenRows:
+        if self._step >= len(self._data.step_lengths):
             raise StopIteration
-        length = int(self._data.schedule[self._step])
+        length = int(self._data.step_lengths[self._step])
         self._step += 1
         return np.stack([self._one(length) for _ in range(self._data.rows)])
 
@@ -356,7 +358,7 @@ def open_data(
     source: str,
     *,
     rows: Rows,
-    schedule: Int[np.ndarray, " steps"],
+    step_lengths: Int[np.ndarray, " steps"],
     lengths: Sequence[int],
     validation: Int[np.ndarray, " s"],
     seed: int,
@@ -367,7 +369,7 @@ def open_data(
 
     Args:
         source: `builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed).
-        schedule: the length of every step.
+        step_lengths: the length of every step.
         lengths: those that documents are cut to, rising.
         validation: the length of every held-out sequence.
 
@@ -379,7 +381,7 @@ def open_data(
         UserError: nothing there, no text in it, or no document long enough for one of the lengths.
     """
     if source == "builtin":
-        return builtin_sequences(rows, schedule, seed), builtin_held_out(validation, seed)
+        return builtin_sequences(rows, step_lengths, seed), builtin_validation(validation, seed)
     bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
     if Path(source).exists():
         documents = Documents(Path(source), seed, piece=16 * max(lengths))
@@ -393,6 +395,6 @@ def open_data(
             return HubReader(hub, group, groups)
 
     wanted = [int(length) for length in validation]
-    sequences, held_out = hold_out(readers(0, 1), bins, wanted, sorted(set(schedule.tolist())), source)
-    dataset = DocumentSequences(readers, bins, rows.count, schedule, source, held_out)
+    sequences, held_out = hold_out(readers(0, 1), bins, wanted, sorted(set(step_lengths.tolist())), source)
+    dataset = DocumentSequences(readers, bins, rows.count, step_lengths, source, held_out)
     return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)), sequences

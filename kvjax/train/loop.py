@@ -21,15 +21,15 @@ from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
 from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
-from kvjax.train.data import Rows, open_data, step_lengths, to_mesh
+from kvjax.train.data import Rows, draw_step_lengths, open_data, to_mesh
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, enter, halves, initial_state, make_update, seen_parameters
+from kvjax.train.step import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
 from kvjax.train.validation import make_validate
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class RunOutput:
     """What a run leaves: the model, loaded or trained, the method's own parameters, the folder, and the validation."""
 
     model: Decoder
@@ -62,7 +62,7 @@ def check(config: Recipe) -> None:
         check_tensorboard()
 
 
-def train(config: Recipe) -> Trained:
+def train(config: Recipe) -> RunOutput:
     """Train as `config` (from `parse`) says: checkpoints and metrics on the way, the parameters exported at the end.
 
     Raises:
@@ -80,14 +80,14 @@ def train(config: Recipe) -> Trained:
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         rows = Rows.of_this_process(mesh, config.rows)
         lengths = np.concatenate(
-            [step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
+            [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
         )
         sequences, held_out = open_data(
             config.data,
             rows=rows,
-            schedule=lengths,
+            step_lengths=lengths,
             lengths=sorted({length for phase in phases for length in phase.lengths}),
-            validation=step_lengths(
+            validation=draw_step_lengths(
                 config.validation, phases[-1].lengths, phases[-1].shares, phases[-1].seed
             ),
             seed=config.seed,
@@ -97,17 +97,17 @@ def train(config: Recipe) -> Trained:
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            dtypes = halves(config, model)
+            dtypes = param_dtypes(config, model)
             run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
             state, first = run.begin(model)
             read = None if config.takes_model else model
             state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
-        return _export(phases[-1], mesh, folder, seen_parameters(state.params, dtypes), read, found)
+        return _export(phases[-1], mesh, folder, round_parameters(state.params, dtypes), read, found)
 
 
 def _export(
     recipe: Recipe, mesh: Mesh, folder: Path, params: Any, loaded: Decoder | None, found: Validation
-) -> Trained:
+) -> RunOutput:
     own, trained = recipe.split(params)
     model = loaded if trained is None else trained
     assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
@@ -118,7 +118,7 @@ def _export(
         whole = gather(trained, *AXES)
         if jax.process_index() == 0:
             save_model(whole, into / "model", tokenizer_from=recipe.model)
-    return Trained(model, own, mesh, folder, found)
+    return RunOutput(model, own, mesh, folder, found)
 
 
 def _tokens(batch: Any) -> int:
@@ -151,7 +151,7 @@ class Run:
     held_out: list[np.ndarray]
     checkpoints: Checkpoints
     dtypes: Any
-    """Of parameters with master weights (`halves`)."""
+    """Of parameters with master weights (`param_dtypes`)."""
 
     @property
     def ends(self) -> list[int]:

@@ -186,8 +186,8 @@ def _clock(seconds: float) -> str:
 
 def _open_log(file: Path, first: int) -> Any:
     lines = file.read_text().splitlines() if first and file.is_file() else []
-    kept = [line for line in lines if _step_of(line) < first]
-    write_text(file, "".join(line + "\n" for line in kept))
+    before = [line for line in lines if _step_of(line) < first]
+    write_text(file, "".join(line + "\n" for line in before))
     return file.open("a")
 
 

@@ -168,7 +168,7 @@ class Recipe(abc.ABC):
         teacher), which no update changes."""
         return params, None
 
-    def frozen(self, model: Decoder | None, held: Any) -> Any:
+    def constants(self, model: Decoder | None, held: Any) -> Any:
         """What the loss reads and nobody trains: by default the loaded model. `held` is what `enter` gave."""
         return model
 
@@ -221,9 +221,9 @@ class Recipe(abc.ABC):
         """
         from kvjax.exported import save_tree
 
-        made = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
+        origin = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
         description = {"method": self.method, "options": self.own_options(), "validation": found.numbers}
-        save_tree(folder, params, description | made)
+        save_tree(folder, params, description | origin)
 
     def own_options(self) -> dict[str, Any]:
         """The options that are this recipe's and not every run's."""
@@ -232,12 +232,12 @@ class Recipe(abc.ABC):
         return {name: getattr(self, name) for name in names}
 
     @property
-    def compared(self) -> Sequence[str]:
+    def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
         return "--policies", "full", "snapkv", self.method
 
     @abc.abstractmethod
-    def deployed(self, params: Any, model: Decoder) -> Policy:
+    def deploy(self, params: Any, model: Decoder) -> Policy:
         """The policy of the method's own parameters, for a model."""
 
     @classmethod
@@ -251,17 +251,17 @@ class Recipe(abc.ABC):
 
         from kvjax.exported import describe, load_tree
 
-        told: dict[str, Any] = describe(gates).get("options", {}) | options
+        values: dict[str, Any] = describe(gates).get("options", {}) | options
         known = {field.name for field in dataclasses.fields(cls)} - {
             x.name for x in dataclasses.fields(Recipe)
         }
-        if unknown := sorted(set(told) - known):
+        if unknown := sorted(set(values) - known):
             raise UserError(f"{cls.__name__} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-        given: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in told.items()}
-        recipe = cls(**given)
+        arguments: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in values.items()}
+        recipe = cls(**arguments)
         recipe.check()
         like = recipe.split(jax.eval_shape(recipe.init, model))[0]
-        return recipe.deployed(load_tree(gates, like), model)
+        return recipe.deploy(load_tree(gates, like), model)
 
 
 def option(field: str) -> str:

@@ -52,14 +52,14 @@ def _masters(recipe: Recipe, params: Any) -> Any:
     return jax.tree.map(master, params)
 
 
-def halves(recipe: Recipe, model: Decoder) -> Any:
+def param_dtypes(recipe: Recipe, model: Decoder) -> Any:
     """The dtypes that the recipe made its parameters of, where the state keeps master weights; else None."""
     if not recipe.master_weights:
         return None
     return jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model))
 
 
-def seen_parameters(params: Any, dtypes: Any) -> Any:
+def round_parameters(params: Any, dtypes: Any) -> Any:
     """The parameters as the loss sees them and as they are exported: rounded, if these are master weights."""
     return params if dtypes is None else jax.tree.map(lambda x, dtype: x.astype(dtype), params, dtypes)
 
@@ -69,13 +69,13 @@ Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict
 
 def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
     """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over. `dtypes`: of
-    parameters with master weights (`halves`)."""
+    parameters with master weights (`param_dtypes`)."""
     tx = recipe.optimizer()
 
     def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
         def loss(params):
-            frozen = recipe.frozen(model, state.held)
-            value, numbers = recipe.loss(seen_parameters(params, dtypes), frozen, batch, key, step)
+            frozen = recipe.constants(model, state.held)
+            value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
             return value, {"loss": value} | numbers
 
         (_, numbers), found = jax.value_and_grad(loss, has_aux=True)(state.params)
@@ -86,14 +86,22 @@ def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
         if recipe.accumulate == 1:
             found, numbers = gradient(state, model, batch, key, step)
         else:
-            found, numbers = _accumulated(recipe.accumulate, gradient, state, model, batch, key, step)
+            found, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
         change, opt = tx.update(found, state.opt, state.params)
         return TrainState(optax.apply_updates(state.params, change), opt, state.held), numbers
 
     return jax.jit(update, donate_argnums=0)
 
 
-def _accumulated(parts, gradient, state, model, batch, key, step):
+def _accumulate(
+    parts: int,
+    gradient: Callable[..., tuple[Any, dict[str, Any]]],
+    state: TrainState,
+    model: Decoder | None,
+    batch: Any,
+    key: jax.Array,
+    step: Any,
+) -> tuple[Any, dict[str, Any]]:
     """The means over the batch's parts, one after another; each part has as many rows of every device."""
 
     def split(x):

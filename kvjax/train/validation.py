@@ -12,7 +12,7 @@ from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, seen_parameters
+from kvjax.train.step import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
 
@@ -21,7 +21,7 @@ def make_validate(
     recipe: Recipe, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " _"]], dtypes: Any = None
 ) -> Validate:
     """A function that measures a state on the held-out sequences. A sequence's figures do not depend on the mesh.
-    `dtypes`: of parameters with master weights (`halves`)."""
+    `dtypes`: of parameters with master weights (`param_dtypes`)."""
 
     shards = recipe.mesh.batch_shards
     # the loss is a mean over its batch: each sequence is then in every row
@@ -29,7 +29,7 @@ def make_validate(
 
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
-        params, frozen = seen_parameters(state.params, dtypes), recipe.frozen(model, state.held)
+        params, frozen = round_parameters(state.params, dtypes), recipe.constants(model, state.held)
         return reshard(recipe.measure(params, frozen, batch), P())
 
     def batches(model: Decoder | None):

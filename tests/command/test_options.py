@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvjax.command.launch import MeshShape
-from kvjax.command.options import find_config, given, load_config, packaged_configs, write_values
+from kvjax.command.options import find_config, find_value, load_config, packaged_configs, write_values
 from kvjax.errors import UserError
 
 
@@ -71,7 +71,12 @@ def test_packaged_configs_are_found_by_name_and_by_file_name():
 
 def test_given_takes_the_last():
     args = ["--a", "1", "--b=2", "--a=3", "--c"]
-    assert (given(args, "--a"), given(args, "--b"), given(args, "--c"), given(args, "--d")) == (
+    assert (
+        find_value(args, "--a"),
+        find_value(args, "--b"),
+        find_value(args, "--c"),
+        find_value(args, "--d"),
+    ) == (
         "3",
         "2",
         None,

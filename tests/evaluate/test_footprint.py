@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax.errors import UserError
-from kvjax.evaluate.footprint import Occupancy, critical, evicting, measured, mixed, streaming
+from kvjax.evaluate.footprint import (
+    Occupancy,
+    critical_footprint,
+    evicting_head,
+    mean_head,
+    occupancy,
+    streaming_head,
+)
 from kvjax.inference import sampling
 from kvjax.inference.record import Calls
 from kvjax.policies import make_policy
@@ -16,21 +23,21 @@ LONG = 131072, 128
 
 
 def sparse(share, chunk, kept=1.0):
-    return mixed(
+    return mean_head(
         [
-            (share, streaming(*LONG, chunk, sink=128, window=1024)),
-            (1 - share, evicting(*LONG, chunk, kept=kept)),
+            (share, streaming_head(*LONG, chunk, sink=128, window=1024)),
+            (1 - share, evicting_head(*LONG, chunk, share=kept)),
         ]
     ).footprint
 
 
 def test_the_small_example():
     """8 prompt and 2 new tokens, chunks of 4, sink 1, window 2."""
-    local, full = streaming(8, 2, 4, sink=1, window=2), evicting(8, 2, 4)
+    local, full = streaming_head(8, 2, 4, sink=1, window=2), evicting_head(8, 2, 4)
     assert local.total == 40
     assert (local.held + local.tokens).tolist() == [4, 7, 4, 4]
     assert full.total == 55
-    assert mixed([(0.5, local), (0.5, full)]).footprint == pytest.approx(0.8636, abs=5e-5)
+    assert mean_head([(0.5, local), (0.5, full)]).footprint == pytest.approx(0.8636, abs=5e-5)
 
 
 def test_eight_steps_that_hold_26_entries():
@@ -68,7 +75,7 @@ def test_streaming_is_what_a_simulated_cache_holds(sizes, sink, window):
             total += len(stored)
         peak, last = max(peak, len(stored)), len(stored)
         stored = [j for j in stored if j < min(sink, seen - min(seen, window)) or j >= seen - window]
-    found = streaming(prompt, output, chunk, sink=sink, window=window)
+    found = streaming_head(prompt, output, chunk, sink=sink, window=window)
     assert found.total == total
     assert found.peak == pytest.approx(peak / seen)
     assert found.final == pytest.approx(last / seen)
@@ -76,25 +83,25 @@ def test_streaming_is_what_a_simulated_cache_holds(sizes, sink, window):
 
 @given(sizes=sizes, kept=st.floats(0, 1), less=st.floats(0, 1))
 def test_keeping_all_is_full_and_keeping_less_is_less(sizes, kept, less):
-    assert evicting(*sizes).footprint == pytest.approx(1)
-    assert evicting(*sizes).peak == 1
-    some = evicting(*sizes, kept=kept, observed=0)
-    assert evicting(*sizes, kept=kept * less, observed=0).footprint <= some.footprint + 1e-12
+    assert evicting_head(*sizes).footprint == pytest.approx(1)
+    assert evicting_head(*sizes).peak == 1
+    some = evicting_head(*sizes, share=kept, observed=0)
+    assert evicting_head(*sizes, share=kept * less, observed=0).footprint <= some.footprint + 1e-12
 
 
 def test_where_a_sweep_crosses():
     sweep = [(0.8, 0.95), (0.2, 0.3), (0.5, 0.6)]
-    found = critical(sweep, 1.0)
+    found = critical_footprint(sweep, 1.0)
     assert (found.relation, found.footprint) == ("=", pytest.approx(0.5 + 0.3 * 0.3 / 0.35))
-    assert str(critical(sweep, 0.2)) == "<20%"
-    assert str(critical(sweep, 2.0)) == ">80%"
+    assert str(critical_footprint(sweep, 0.2)) == "<20%"
+    assert str(critical_footprint(sweep, 2.0)) == ">80%"
 
 
 def test_mistakes_are_one_line():
     with pytest.raises(UserError, match="expected prompt ≥ 1, output ≥ 0 and chunk ≥ 1, got 0, 1 and 4"):
-        streaming(0, 1, 4, sink=1, window=2)
+        streaming_head(0, 1, 4, sink=1, window=2)
     with pytest.raises(UserError, match="the shares of heads must add up to 1"):
-        mixed([(0.5, evicting(8, 2, 4))])
+        mean_head([(0.5, evicting_head(8, 2, 4))])
 
 
 def test_a_real_cache_is_measured_step_by_step():
@@ -104,11 +111,11 @@ def test_a_real_cache_is_measured_step_by_step():
     prompts = [np.arange(8), np.arange(6)]
     sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1, calls=calls)
     for sequence, length in enumerate((8, 6)):
-        found, planned = measured(calls, sequence), streaming(length, 2, 4, sink=1, window=2)
+        found, planned = occupancy(calls, sequence), streaming_head(length, 2, 4, sink=1, window=2)
         np.testing.assert_allclose(found.held, planned.held)
         np.testing.assert_array_equal(found.tokens, planned.tokens)
         assert found.final == planned.final < found.peak
-    assert measured(calls, 0).total == 40
+    assert occupancy(calls, 0).total == 40
 
 
 def check_plan(policy, planned):
@@ -116,7 +123,7 @@ def check_plan(policy, planned):
     model, calls = tiny_model(qk_norm=False), Calls()
     options = {"chunk": 4, "max_new_tokens": 3, "eos": (), "block": 1}
     sampling.sample(model, [np.arange(8)], policy=policy(model), calls=calls, **options)
-    found = measured(calls, 0)
+    found = occupancy(calls, 0)
     np.testing.assert_allclose(found.held, planned.held)
     for measure in ("footprint", "peak", "final"):
         assert getattr(found, measure) == pytest.approx(getattr(planned, measure)), measure
@@ -124,7 +131,7 @@ def check_plan(policy, planned):
 
 def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
     heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
-    planned = mixed([(0.5, streaming(8, 2, 4, sink=1, window=2)), (0.5, evicting(8, 2, 4))])
+    planned = mean_head([(0.5, streaming_head(8, 2, 4, sink=1, window=2)), (0.5, evicting_head(8, 2, 4))])
     assert planned.footprint == pytest.approx(0.8636, abs=5e-5)
     check_plan(
         lambda model: make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3), planned
@@ -132,7 +139,7 @@ def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
 
 
 def test_real_chunks_hold_what_is_planned():
-    planned = evicting(8, 2, 4, kept=0.5, observed=0)
+    planned = evicting_head(8, 2, 4, share=0.5, observed=0)
     check_plan(lambda model: make_policy("knorm", model=model, ratio=0.5, when="chunk", chunk=4), planned)
 
 
@@ -144,7 +151,7 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     cache = sampling.prefill(model, [np.arange(20)], policy=policy, calls=calls)
     question = Calls(list(calls.held), list(calls.tokens), list(calls.passing))
     sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=(), calls=question)
-    found = measured(question, 0)
+    found = occupancy(question, 0)
     # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
@@ -160,14 +167,14 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
 
 
 def test_a_half_is_rounded_to_even():
-    assert evicting(12, 0, 5, kept=0.5, observed=0).held.tolist() == [0, 2, 4]
+    assert evicting_head(12, 0, 5, share=0.5, observed=0).held.tolist() == [0, 2, 4]
 
 
 def test_a_share_of_a_chunk_is_rounded_to_the_nearest():
-    assert evicting(30, 0, 10, kept=0.33, observed=0).held.tolist() == [0, 3, 6]
+    assert evicting_head(30, 0, 10, share=0.33, observed=0).held.tolist() == [0, 3, 6]
 
 
 def test_a_score_just_met_is_met():
-    found = critical([(0.2, 0.5), (0.5, 0.9), (0.8, 0.95)], 1.0)
+    found = critical_footprint([(0.2, 0.5), (0.5, 0.9), (0.8, 0.95)], 1.0)
     assert (found.relation, found.footprint) == ("=", 0.5)
-    assert str(critical([(0.2, 0.9)], 1.0)) == "<20%"
+    assert str(critical_footprint([(0.2, 0.9)], 1.0)) == "<20%"

@@ -13,19 +13,16 @@ from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import above, by_lambda
+from kvjax.evaluate.gates import CLOSE, TauSearch, above, by_lambda, nearest
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
+from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import save_gates
-from tests.tiny_models import tiny_gates
+from tests.evaluate import whole_run
+from tests.tiny_models import tiny_gates, tiny_model
 
-SMALL = [
-    *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
-    *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),
-    *("--budgets", "0.3", "0.8", "--tasks", "needle"),
-]
-"""The sizes of test_evaluate.py: its programs."""
+SMALL = [*whole_run.SMALL, "--budgets", "0.3", "0.8", "--tasks", "needle"]
 OWN = {"large": (0.02, 0.3), "small": (0.16, 0.9)}
 """λ and τ of two gates."""
 RATES = {"large": 0.9, "small": 0.4}
@@ -93,17 +90,17 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
     small, large = (str(folders / name) for name in ("small", "large"))
     asked = [*arguments, "--policies", "wgkv", "--budgets", "0.3", "--out", str(tmp_path / "run")]
     (workload,) = workloads(parse(asked))
-    others = {context.tokens.tobytes() for context in (*workload.contexts, *workload.calibration)}
+    others = {sample.context.tobytes() for sample in (*workload.samples, *workload.calibration)}
     given = iter(scores)
 
-    def measured(model, policy, contexts, manner):
-        found = measure(model, policy, contexts, manner)
-        if contexts[0].tokens.tobytes() in others:
+    def measure_or_give(model, policy, samples, manner):
+        found = measure(model, policy, samples, manner)
+        if samples[0].context.tobytes() in others:
             return found
-        assert not others & {context.tokens.tobytes() for context in contexts}
+        assert not others & {sample.context.tobytes() for sample in samples}
         return dataclasses.replace(found, score=next(given))
 
-    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "measure", measure_or_give)
     main(asked)
     (cell,) = cells(tmp_path / "run").values()
     best = large if scores[1] > scores[0] else small
@@ -207,3 +204,47 @@ def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
     found = cells(tmp_path / "run")
     for budget, name in ((0.3, "small"), (0.8, "large")):
         assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def test_tau_meets_the_wanted_size(model):
+    gates = np.random.default_rng(0).beta(0.05, 0.3, 20_000)
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+    tried = []
+
+    def size_of(policy):
+        tau = float(np.asarray(policy.admission.tau)[0])
+        tried.append(tau)
+        return float(0.02 + 0.98 * (gates >= tau).mean())
+
+    search = TauSearch(policy, size_of)
+    for ratio in (0.4, 0.05, 0.8, 0.06):
+        found = float(np.asarray(search.to(ratio).admission.tau)[0])
+        assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
+    assert len(tried) == len(set(tried)) < 30
+    with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
+        search.to(0.01)
+
+
+def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model):
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+
+    def search(least, own):
+        """Gates that keep `own` below a τ of .5, and `least` above it."""
+        return TauSearch(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
+
+    searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
+    assert list(nearest(searches, 0.35)) == ["large", "small"]
+    # the large ones are nearer, but keep too much at any τ
+    found = nearest(searches, 0.1)
+    assert list(found) == ["small", "none"]
+    assert float(np.asarray(found["small"].admission.tau)[0]) > 0.5
+    with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
+        nearest({"large": searches["large"]}, 0.1)
+    # a size that jumps past what is wanted: the nearest
+    assert float(np.asarray(search(0.3, 0.9).to(0.7).admission.tau)[0]) < 0.5
+    assert float(np.asarray(search(0.3, 0.9).to(0.4).admission.tau)[0]) > 0.5

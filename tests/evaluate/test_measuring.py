@@ -1,14 +1,32 @@
-"""What is answered from a cache that was filled before the questions came."""
+"""What is answered from a cache that was filled before the questions came, or with them in sight; and texts that are
+given: agreement with the full cache and perplexity, against attention recomputed densely."""
 
+import itertools
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.evaluate.measuring import Manner, measure
+from kvjax.command.stopwatch import Stopwatch
+from kvjax.evaluate import measuring
+from kvjax.evaluate.measuring import Manner, measure, measure_together
 from kvjax.inference.sampling import logits
+from kvjax.mesh import AXES, gather, use_mesh
+from kvjax.models import load_model
+from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
-from kvjax.tasks.context import exact
-from kvjax.tasks.task import Question, Sample
+from kvjax.tasks import Needle, Question, Recall, Sample, builtin_task
+from kvjax.tasks.sample import one_question, question_aware, score_agreements
+from kvjax.tasks.text import continuation
 from tests.tiny_models import tiny_model
+
+CONTEXT, RATIO = 512, 0.2
+MANNER = Manner(chunk=128, length=576, capacity=1152)
+"""Of the built-in model's samples."""
+TEXT_RATIO = 0.25
+LENGTHS = (41, 48, 56)
+"""Of the texts that are given."""
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +34,7 @@ def model():
     return tiny_model()
 
 
-def continuation(model, context, prompt, tokens):
+def greedy(model, context, prompt, tokens):
     """Greedy tokens after context and prompt, by plain attention over a padded line."""
     line = np.concatenate([context, prompt])
     for _ in range(tokens):
@@ -34,11 +52,157 @@ def test_answers_are_scored_against_what_the_model_says(model):
         questions = []
         for kind, wrong in (("right", 0), ("wrong", 1)):
             prompt = rng.integers(0, 61, 3).astype(np.int32)
-            answer = continuation(model, context, prompt, 2)
+            answer = greedy(model, context, prompt, 2)
             answer[1] = (answer[1] + wrong) % 61
             questions.append(Question(prompt, answer, kind))
-        samples.append(exact(Sample(context, tuple(questions))))
+        samples.append(Sample(context, tuple(questions)))
     found = measure(model, make_policy("full"), samples, Manner(batch=2))
     assert found.by_kind == {"right": 1.0, "wrong": 0.0}
     assert (found.score, found.answers, found.kv_ratio) == (0.5, 6, 1.0)
     np.testing.assert_array_equal(found.rates, 1.0)
+
+
+def test_the_built_in_gates_keep_what_is_asked_for(builtin):
+    task = builtin_task(Recall)
+    policy = make_policy("wgkv", model=builtin, gates="builtin")
+    found = measure(builtin, policy, [task.sample(50 + seed, 512) for seed in range(4)], Manner())
+    assert found.answers == 64
+    assert found.score > 0.9
+    assert found.kv_ratio < 0.2
+
+
+@pytest.fixture(scope="module")
+def builtin():
+    return load_model("builtin")
+
+
+@pytest.fixture(scope="module", params=[Needle, Recall], ids=lambda kind: kind.name)
+def samples(request):
+    """Twelve, each with one of its questions, at any depth."""
+    task = builtin_task(request.param)
+    return question_aware(one_question([task.sample(70 + seed, CONTEXT) for seed in range(12)]))
+
+
+def test_what_the_question_looks_at_is_kept(builtin, samples):
+    """Every method that looks at queries keeps at a fifth what the question asks for."""
+    together = [
+        [make_policy("full", model=builtin)],
+        [make_policy("snapkv", model=builtin, ratio=RATIO, observed=8)],
+        [make_policy("adakv", model=builtin, ratio=RATIO, observed=8)],
+        [make_policy("tova", model=builtin, ratio=RATIO)],
+        [make_policy("r_kv", model=builtin, ratio=RATIO)],
+    ]
+    full, *found = measure_together(builtin, together, samples, MANNER)
+    found.append(measure(builtin, make_policy("h2o", model=builtin, ratio=RATIO), samples, MANNER))
+    assert full.score == 1
+    assert all(one.kv_ratio == pytest.approx(RATIO, abs=0.01) for one in found)
+    assert [one.score for one in found if one.score < 0.9] == []
+
+
+def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin, samples):
+    """PyramidKV after every chunk: patched with the question's tokens, and naive (KV footprint, section 4)."""
+
+    def score(observers):
+        chunks = {"when": "chunk", "chunk": 128, "observers": observers}
+        policy = make_policy("pyramidkv", model=builtin, ratio=RATIO, observed=8, **chunks)
+        return measure(builtin, policy, samples, MANNER).score
+
+    patched, naive = score("prompt"), score("own")
+    assert patched >= 0.9
+    assert patched > naive + 0.5
+
+
+@pytest.fixture(scope="module")
+def unnormed():
+    return tiny_model(qk_norm=False)  # else all keys have one norm
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """No token comes twice in one: in the first layer its keys would have one norm."""
+    return [np.random.default_rng(n).permutation(61)[:n].astype(np.int32) for n in LENGTHS]
+
+
+def dense_logits(model, text, read, kept):
+    """Logits after every token where, once `read` tokens were read, each head keeps those `kept` with the smallest
+    keys, as the eviction by the keys' norm does."""
+
+    def attend(step, _, xs):
+        q, k, v = gather((step.q, step.k, step.v), *AXES)
+        index, groups = jnp.arange(k.shape[2]), q.shape[1] // k.shape[1]
+        norm = jnp.where(index < read, jnp.linalg.norm(k, axis=-1), jnp.inf)
+        stays = (jnp.argsort(jnp.argsort(norm)) < kept) | (index >= read)
+        seen = (index[:, None] >= index) & (stays[:, :, None] | (index < read)[:, None])
+        k, v, seen = (jnp.repeat(x, groups, 1) for x in (k, v, seen))
+        s = jnp.einsum("bnth,bnsh->bnts", q, k) / np.sqrt(k.shape[-1])
+        o = jnp.einsum("bnts,bnsh->bnth", jax.nn.softmax(jnp.where(seen, s, -1e30), -1), v)
+        return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, None
+
+    with use_mesh(model):
+        tokens = jnp.asarray(text[None])
+        position = jnp.broadcast_to(jnp.arange(text.size), tokens.shape)
+        layers = jnp.zeros(model.config.num_layers)
+        x, _, _ = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=layers)
+        return np.asarray(model.logits(model.norm(x)), np.float64)[0]
+
+
+def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
+    samples, manner = [continuation(text) for text in texts], Manner(batch=2)
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, manner)
+    knorm = make_policy("knorm", model=unnormed, ratio=TEXT_RATIO)
+    found = measure(unnormed, knorm, score_agreements(samples, full.outputs), manner)
+    same, right, surprise, surprise_full = [], [], [], []
+    for text, sample in zip(texts, samples, strict=True):
+        read, count = len(sample.context), len(sample.questions[0].answer)
+        assert count == len(text) // 8
+        true, last = text[-count:], slice(-count - 1, -1)
+        ours = dense_logits(unnormed, text, read, int(TEXT_RATIO * read))[last]
+        whole = dense_logits(unnormed, text, read, read)[last]
+        same.append((ours.argmax(-1) == whole.argmax(-1)).mean())
+        right.append((whole.argmax(-1) == true).mean())
+        for row, record in ((ours, surprise), (whole, surprise_full)):
+            record += (np.log(np.exp(row).sum(-1)) - row[np.arange(count), true]).tolist()
+    assert 0 < np.mean(same) < 1
+    assert found.score == pytest.approx(np.mean(same))
+    assert found.perplexity == pytest.approx(np.exp(np.mean(surprise)), rel=1e-4)
+    assert full.score == pytest.approx(np.mean(right))
+    assert full.perplexity == pytest.approx(np.exp(np.mean(surprise_full)), rel=1e-4)
+    assert abs(full.perplexity - found.perplexity) > 0.01 * full.perplexity
+    assert found.answers == full.answers == sum(length // 8 for length in LENGTHS)
+
+
+def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
+    samples, full = [continuation(text) for text in texts], make_policy("full", model=unnormed)
+    said = measure(unnormed, full, samples, Manner(batch=2)).outputs
+    assert measure(unnormed, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
+
+
+def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts, monkeypatch):
+    samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
+    policies = [
+        [make_policy("full", model=unnormed)],
+        [make_policy("knorm", model=unnormed, ratio=ratio) for ratio in (TEXT_RATIO, 0.5)],
+        [make_policy("snapkv", model=unnormed, ratio=0.5, observed=4)],
+        [make_policy("expected_attention", model=unnormed, ratio=0.5)],
+        [make_policy("quest", model=unnormed, ratio=ratio) for ratio in (0.2, 0.6)],
+        [make_policy("h2o", model=unnormed, ratio=0.5)],
+    ]
+    alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
+    read = measuring.read
+    monkeypatch.setattr(measuring, "read", lambda *given: (groups.append(given[2]), read(*given))[1])
+    together = measure_together(unnormed, policies, samples, manner)
+    assert groups == [samples[:2], samples[2:]]
+    for one, other in zip(alone, together, strict=True):
+        assert (one.score, one.footprint, one.peak, one.bytes) == (
+            other.score, other.footprint, other.peak, other.bytes,
+        )  # fmt: skip
+        assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)
+        np.testing.assert_array_equal(one.kv_ratios, other.kv_ratios)
+    figures = [found.perplexity for found in together]
+    assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(figures, 2))
+    # budgets are traced
+    policies[1] = [make_policy("knorm", model=unnormed, ratio=ratio) for ratio in (0.3, 0.6)]
+    watch = Stopwatch()
+    measure_together(unnormed, policies, samples, manner)
+    watch.lap()
+    assert not watch.compiled

@@ -13,18 +13,17 @@ from kvjax.evaluate.static_heads import (
     SINKS,
     Rivals,
     default_contexts,
-    measured,
+    measure_heads,
     one_whole,
     orders,
     sink_and_window,
     whole_heads,
 )
-from kvjax.evaluate.teacher_forced import Outcome, TeacherForced
+from kvjax.evaluate.teacher_forcing import Outcome, TeacherForcing
 from kvjax.models import load_model
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
-from kvjax.tasks import make_task
-from kvjax.tasks.context import exact
+from kvjax.tasks import Recall, builtin_task
 
 SHAPE = (2, 3)
 WORTH = np.array([[3.0, -1.0, 0.5], [2.0, 0.0, 9.0]])
@@ -93,9 +92,9 @@ def test_a_narrow_window_leaves_room_for_a_whole_head():
         lambda whole, sink, window: Outcome(float(whole.sum()), 0.0), {"own": weights}, 1024, 16, (3, 4)
     )
     choice = rivals.head_pattern(102.4)
-    assert (choice.fixed.whole.sum(), choice.fixed.window) == (1, 16)
-    assert choice.said.startswith("1 of 12 heads whole, window 16; ")
-    assert rivals.head_pattern(50.0).said.startswith("0 of 12 heads whole, ")
+    assert (choice.pattern.whole.sum(), choice.pattern.window) == (1, 16)
+    assert choice.words.startswith("1 of 12 heads whole, window 16; ")
+    assert rivals.head_pattern(50.0).words.startswith("0 of 12 heads whole, ")
 
 
 def test_the_order_is_chosen_once_more_at_the_end():
@@ -106,8 +105,8 @@ def test_the_order_is_chosen_once_more_at_the_end():
         return Outcome(float(alone) + 0.5 * (bool(whole[1, 2]) == alone), 0.0)
 
     choice = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 100, SHAPE).head_pattern(400.0)
-    assert choice.fixed.whole[1, 2]
-    assert "order good (of bad 100%, good 150%)" in choice.said
+    assert choice.pattern.whole[1, 2]
+    assert "order good (of bad 100%, good 150%)" in choice.words
 
 
 def test_the_best_order_then_sinks_then_window_are_chosen():
@@ -120,32 +119,32 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
 
     rivals = Rivals(run, {"bad": -WORTH, "good": WORTH}, 1000, 16, SHAPE)
     choice = rivals.head_pattern(400.0)
-    assert (choice.fixed.sink, choice.fixed.window) == (best.sink, best.window)
-    np.testing.assert_array_equal(choice.fixed.whole, best.whole)
+    assert (choice.pattern.sink, choice.pattern.window) == (best.sink, best.window)
+    np.testing.assert_array_equal(choice.pattern.whole, best.whole)
     for said in (
         "order good (of bad 25%, good 75%)",
         "sinks 64 (of 4 50%, 16 50%, 64 75%, 128 50%)",
         "window 64",
     ):
-        assert said in choice.said
+        assert said in choice.words
     few = rivals.sink_and_window(100.0)
-    assert (few.fixed.sink, few.fixed.window) == (64, 37)
-    assert "128" not in few.said
+    assert (few.pattern.sink, few.pattern.window) == (64, 37)
+    assert "128" not in few.words
 
 
 def test_on_recall_the_measured_order_is_far_better_than_the_gates():
     """At .141 the gates' rates answer a twentieth, record heads first a third."""
-    model, task = load_model("builtin"), make_task("recall")
+    model, task = load_model("builtin"), builtin_task(Recall)
     rates = np.array(load_gates("builtin", model)[1]["rate"])
-    seen, others = ([exact(task.sample(first + i, 512)) for i in range(4)] for first in (100, 200))
-    run, shape = TeacherForced(model, seen), rates.shape
-    order = measured(one_whole, run, shape, 16)
+    seen, others = ([task.sample(first + i, 512) for i in range(4)] for first in (100, 200))
+    run, shape = TeacherForcing(model, seen), rates.shape
+    order = measure_heads(one_whole, run, shape, 16)
     rivals = Rivals(run, {"one whole": order, "gates": rates}, 508, 16, shape)
     entries = 0.141 * 508
-    chosen = rivals.head_pattern(entries).fixed
+    chosen = rivals.head_pattern(entries).pattern
     by_rates = whole_heads(rates, entries=entries, context=508, window=16, sink=4)
     scores = [
-        TeacherForced(model, others)(pattern.whole, pattern.sink, pattern.window).score
+        TeacherForcing(model, others)(pattern.whole, pattern.sink, pattern.window).score
         for pattern in (by_rates, chosen)
     ]
     assert scores[0] < 0.15

@@ -74,6 +74,6 @@ class LearnedValueNorm(Recipe):
     def optimizer(self):
         return optax.adam(self.lr)
 
-    def deployed(self, params, model):
+    def deploy(self, params, model):
         policy = Policy(ValueNorm(np.asarray(params["limit"])), name="learned_value_norm", window=self.window)
         return policy.placed(model.config.num_layers, model.config.num_kv_heads)

@@ -71,6 +71,6 @@ class HeadMasks(Recipe):
         groups = {"mask": optax.adam(self.lr), "multiplier": ascent}
         return optax.multi_transform(groups, {"mask": "mask", "multiplier": "multiplier"})
 
-    def deployed(self, params, model):
+    def deploy(self, params, model):
         weights, sizes = np.asarray(self._whole(params)), {"sink": self.sink, "window": self.window}
         return make_policy("head_pattern", model=model, pattern=weights, ratio=1 - self.target, **sizes)

@@ -16,18 +16,18 @@ LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
-def sample_(tokenizer):
-    return make_ruler_task("niah_single_1", tokenizer, Files()).sample(1, LENGTH)
+def draft(tokenizer):
+    return make_ruler_task("niah_single_1", tokenizer, Files()).draft(1, LENGTH)
 
 
 @pytest.fixture(scope="module")
-def prompt(tokenizer, sample_):
-    return PromptEncoder(tokenizer)(sample_)
+def prompt(tokenizer, draft):
+    return PromptEncoder(tokenizer)(draft)
 
 
-def answered(model, tokenizer, prompt, sample_, policy, *, known=False) -> tuple[float, caches.Stats]:
+def answered(model, tokenizer, prompt, draft, policy, *, known=False) -> tuple[float, caches.Stats]:
     """The answer's score and the cache's sizes; `known`: the question is read with the context."""
-    question = prompt.questions[0]
+    question = prompt.questions[0].prompt
     if known:
         said = sample(
             model, [np.concatenate([prompt.context, question])], policy=policy, max_new_tokens=16, chunk=512
@@ -35,12 +35,12 @@ def answered(model, tokenizer, prompt, sample_, policy, *, known=False) -> tuple
     else:
         cache = prefill(model, [prompt.context], policy=policy, chunk=512)
         said = sample(model, [question], policy=policy, cache=cache, max_new_tokens=16)
-    return sample_.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
+    return draft.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
 
 
 @pytest.fixture(scope="module")
-def full(model, tokenizer, prompt, sample_):
-    return answered(model, tokenizer, prompt, sample_, make_policy("full", model=model))
+def full(model, tokenizer, prompt, draft):
+    return answered(model, tokenizer, prompt, draft, make_policy("full", model=model))
 
 
 def test_the_full_cache_finds_the_needle(full):
@@ -52,44 +52,44 @@ def test_the_full_cache_finds_the_needle(full):
 
 
 def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
-    model, tokenizer, prompt, sample_, full
+    model, tokenizer, prompt, draft, full
 ):
     # SnapKV keeps the first digits only, which the question looks at; TOVA's last query looks at the whole number
     policy = make_policy("tova", model=model, ratio=0.25)
-    score, stats = answered(model, tokenizer, prompt, sample_, policy, known=True)
+    score, stats = answered(model, tokenizer, prompt, draft, policy, known=True)
     assert score == 1
     assert stats.kv_ratio < 0.27  # and what the answer added
     assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
 
 
-def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, sample_, full):
+def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, prompt, draft, full):
     """Those that come with the repository, at their own τ."""
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
-    score, stats = answered(model, tokenizer, prompt, sample_, make_policy("wgkv", model=model, gates=gates))
+    score, stats = answered(model, tokenizer, prompt, draft, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
     assert stats.kv_ratio < 0.35
     assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
 
 
-def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, sample_, full):
+def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, draft, full):
     """As the published table has it: in pages of bits, layers' weights as integers where a CPU runs them."""
     model = load_model(file, "bfloat16")
     gates = Path(__file__).parents[2] / "gates" / "smollm2-135m" / "lambda-0.15"
-    score, stats = answered(model, tokenizer, prompt, sample_, make_policy("wgkv", model=model, gates=gates))
+    score, stats = answered(model, tokenizer, prompt, draft, make_policy("wgkv", model=model, gates=gates))
     assert score == 1
     assert stats.kv_ratio < 0.35
     assert 2 * stats.full_bytes == full[1].full_bytes
 
 
-def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, sample_, full):
+def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
     """The needle stands further back than the window."""
-    value = np.array(tokenizer(sample_.questions[0].expected[0])["input_ids"])
+    value = np.array(tokenizer(draft.questions[0].expected[0])["input_ids"])
     windows = np.lib.stride_tricks.sliding_window_view(prompt.context, len(value))
     (place,) = np.flatnonzero((windows == value).all(1))
     window = LENGTH // 4
     assert 64 < place < len(prompt.context) - window
     policy = make_policy("streaming_llm", model=model, sink=64, window=window)
-    score, stats = answered(model, tokenizer, prompt, sample_, policy)
+    score, stats = answered(model, tokenizer, prompt, draft, policy)
     assert score == 0
     assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
 

@@ -12,7 +12,7 @@ from kvjax.command.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.train import config as module
 from kvjax.train.config import SAVED, parse, prepare_folder
-from kvjax.train.data import step_lengths
+from kvjax.train.data import draw_step_lengths
 from kvjax.train.loop import plan, train
 from kvjax.train.recipes.wgkv import WriteGates
 
@@ -122,7 +122,7 @@ def test_rows_fill_every_data_shard():
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
 def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
     config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
-    lengths = step_lengths(config.steps, config.lengths, config.shares, config.seed)
+    lengths = draw_step_lengths(config.steps, config.lengths, config.shares, config.seed)
     tokens = config.rows * int(lengths.sum())
     assert tokens == pytest.approx(65_536_000, rel=0.01)
     assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens)

@@ -18,9 +18,9 @@ from kvjax.train.data import (
     FileReader,
     HubReader,
     Rows,
+    draw_step_lengths,
     open_data,
     open_hub,
-    step_lengths,
     to_mesh,
 )
 from kvjax.train.documents import Documents
@@ -53,13 +53,13 @@ def texts(tmp_path, documents):
     return str(file)
 
 
-def opened_with(source, schedule, validation, rows=ALL, seed=0, tokenizer=None):
+def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
     """The iterator and the held-out sequences."""
     return open_data(
         source,
         rows=rows,
-        schedule=np.asarray(schedule),
-        lengths=sorted(set(schedule)),
+        step_lengths=np.asarray(step_lengths),
+        lengths=sorted(set(step_lengths)),
         validation=np.asarray(validation, int),
         seed=seed,
         tokenizer=tokenizer or Letters(),
@@ -67,8 +67,8 @@ def opened_with(source, schedule, validation, rows=ALL, seed=0, tokenizer=None):
     )
 
 
-def opened(source, schedule, rows=ALL, seed=0, tokenizer=None):
-    return opened_with(source, schedule, [], rows, seed, tokenizer)[0]
+def opened(source, step_lengths, rows=ALL, seed=0, tokenizer=None):
+    return opened_with(source, step_lengths, [], rows, seed, tokenizer)[0]
 
 
 def written(tokens):
@@ -77,21 +77,21 @@ def written(tokens):
 
 
 def test_every_length_gets_its_share_of_the_steps():
-    lengths = step_lengths(7500, (4096, 8192, 16384, 32768), (4000.0, 2000.0, 1000.0, 500.0), seed=3)
+    lengths = draw_step_lengths(7500, (4096, 8192, 16384, 32768), (4000.0, 2000.0, 1000.0, 500.0), seed=3)
     assert Counter(lengths.tolist()) == {4096: 4000, 8192: 2000, 16384: 1000, 32768: 500}
     assert int(lengths.sum()) == 65_536_000  # the paper's 62.5 Mi tokens
     assert (lengths[:100] != 4096).any(), "shuffled, not sorted"
-    assert Counter(step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
+    assert Counter(draw_step_lengths(10, (1, 2, 3), (1.0, 1.0, 1.0), seed=0).tolist()).total() == 10
     np.testing.assert_array_equal(
-        step_lengths(50, (1, 2), (1.0, 1.0), 5), step_lengths(50, (1, 2), (1.0, 1.0), 5)
+        draw_step_lengths(50, (1, 2), (1.0, 1.0), 5), draw_step_lengths(50, (1, 2), (1.0, 1.0), 5)
     )
 
 
 def test_builtin_sequences_are_the_mixture_whatever_the_processes():
-    schedule = [128, 256, 128]
-    whole = list(opened("builtin", schedule, seed=9))
-    halves = [list(opened("builtin", schedule, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
-    for step, length in enumerate(schedule):
+    step_lengths = [128, 256, 128]
+    whole = list(opened("builtin", step_lengths, seed=9))
+    halves = [list(opened("builtin", step_lengths, Rows(start, start + 2, 4), seed=9)) for start in (0, 2)]
+    for step, length in enumerate(step_lengths):
         assert whole[step].shape == (4, length)
         np.testing.assert_array_equal(whole[step][1], mixture(9, 4 * step + 1, length))
         np.testing.assert_array_equal(whole[step], np.concatenate([half[step] for half in halves]))
@@ -102,13 +102,13 @@ def test_a_position_goes_through_json_and_continues_exactly(kind, tmp_path):
     rng = np.random.default_rng(0)
     documents = ["".join(rng.choice(list("abcdef"), size)) for size in rng.integers(16, 80, 60)]
     source = "builtin" if kind == "builtin" else texts(tmp_path, documents)
-    schedule = [length * (8 if kind == "builtin" else 1) for length in (16, 32, 16, 16, 32, 16, 32, 16)]
-    whole = list(opened(source, schedule))
-    half = opened(source, schedule)
+    step_lengths = [length * (8 if kind == "builtin" else 1) for length in (16, 32, 16, 16, 32, 16, 32, 16)]
+    whole = list(opened(source, step_lengths))
+    half = opened(source, step_lengths)
     for _ in range(3):
         next(half)
     position = json.loads(json.dumps(half.get_state()))
-    rest = opened(source, schedule)
+    rest = opened(source, step_lengths)
     next(rest)  # wherever it stands
     rest.set_state(position)
     rest = list(rest)
@@ -126,14 +126,14 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
     source = texts(tmp_path, [letter * size for letter, size in sizes.items()])
     for length, letters in found.items():
         # a pass over them: each once
-        schedule = [length] * len(letters) + [other for other in lengths if other != length]
-        own = [written(t[0]) for t in opened(source, schedule, Rows(0, 1, 1)) if t.shape[1] == length]
+        step_lengths = [length] * len(letters) + [other for other in lengths if other != length]
+        own = [written(t[0]) for t in opened(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length]
         assert sorted(own) == [letter * length for letter in letters]
 
 
-def held_out_of(source, schedule, validation, **changes):
+def held_out_of(source, step_lengths, validation, **changes):
     """Held-out texts, and those trained on."""
-    sequences, held_out = opened_with(source, schedule, validation, **changes)
+    sequences, held_out = opened_with(source, step_lengths, validation, **changes)
     return [written(t) for t in held_out], {written(row) for tokens in sequences for row in tokens}
 
 
@@ -145,8 +145,8 @@ def numbered(tmp_path):
 
 
 def test_held_out_documents_are_never_trained_on(numbered):
-    schedule = [8] * 40 + [16] * 40
-    held, trained = held_out_of(numbered, schedule, [8, 8, 8, 16, 16])
+    step_lengths = [8] * 40 + [16] * 40
+    held, trained = held_out_of(numbered, step_lengths, [8, 8, 8, 16, 16])
     assert [len(text) for text in held] == [8, 8, 8, 16, 16]
     assert len(set(held)) == 5
     assert not set(held) & trained
@@ -155,14 +155,14 @@ def test_held_out_documents_are_never_trained_on(numbered):
 
 
 def test_held_out_documents_do_not_depend_on_the_processes_or_the_steps(numbered):
-    schedule, validation = [8, 16] * 20, [8, 8, 16]
-    held, _ = held_out_of(numbered, schedule, validation)
+    step_lengths, validation = [8, 16] * 20, [8, 8, 16]
+    held, _ = held_out_of(numbered, step_lengths, validation)
     for group in (0, 1):
         rows = Rows(2 * group, 2 * group + 2, 4)
-        others, trained = held_out_of(numbered, schedule * 3, validation, rows=rows)
+        others, trained = held_out_of(numbered, step_lengths * 3, validation, rows=rows)
         assert others == held
         assert not set(held) & trained
-    assert held_out_of(numbered, schedule, validation, seed=1)[0] != held
+    assert held_out_of(numbered, step_lengths, validation, seed=1)[0] != held
 
 
 def test_half_of_a_length_at_most_is_held_out(tmp_path):
@@ -240,9 +240,9 @@ def hub(tmp_path, count):
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
-        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, schedule, "x"))
+        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, step_lengths, "x"))
 
-    schedule = np.full(10, 8)  # more than one pass
+    step_lengths = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
     assert whole == [f"{i % 6:02}" * 4 for i in range(10)]
     first = sequences()
@@ -295,7 +295,7 @@ def test_a_part_of_the_rows_knows_its_group():
 
 
 def test_the_largest_remainders_get_the_steps_that_are_left():
-    lengths = step_lengths(10, (1, 2, 3), (5.0, 3.4, 1.6), seed=0)
+    lengths = draw_step_lengths(10, (1, 2, 3), (5.0, 3.4, 1.6), seed=0)
     assert Counter(lengths.tolist()) == {1: 5, 2: 3, 3: 2}
 
 

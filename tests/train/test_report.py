@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.cache import stats
 from kvjax.evaluate.static_heads import Rivals
-from kvjax.evaluate.teacher_forced import Outcome
+from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference.sampling import prefill
 from kvjax.train import report as report_module
 from kvjax.train.recipes.wgkv import WriteGates
@@ -43,7 +43,7 @@ def test_the_report_is_written(tmp_path):
         Row("wgkv", "recall", 64, 0.2, 0.4, 0.8, 10, {"F": 0.8}),
         Row("head pattern", "recall", 64, 0.2, 0.4, 0.3, 10, {"F": 0.3}, "order one whole"),
     ]
-    write(tmp_path, rows, np.full((3, 4), 0.2), {"lambda": 0.3}, "wgkv")
+    write(tmp_path, rows, np.full((3, 4), 0.2), {"lambda": 0.3})
     assert "| recall, 64 tokens | wgkv | 0.200 | 0.400 | 80.0% | 10 |" in table(rows)
     assert (
         "head pattern on recall, chosen on other contexts: order one whole"
@@ -67,9 +67,9 @@ def test_the_report_asks_enough_and_chooses_on_other_contexts(how, least, monkey
     monkeypatch.setattr(report_module, "write", lambda *_: None)
     model = tiny_model()
     report_module.report(model, tiny_gates(model), WriteGates(report=how), tmp_path, print)
-    for contexts, calibration in taken.values():
-        assert sum(len(c.questions) for c in contexts) >= least
-        assert not {c.tokens.tobytes() for c in contexts} & {c.tokens.tobytes() for c in calibration}
+    for samples, calibration in taken.values():
+        assert sum(len(s.questions) for s in samples) >= least
+        assert not {s.context.tobytes() for s in samples} & {s.context.tobytes() for s in calibration}
 
 
 def test_random_rivals_and_evictions_of_the_gates_size():

@@ -13,7 +13,7 @@ from kvjax.builtin import builtin_model
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.models.rope import cos_sin
-from kvjax.tasks import Mixture, Recall, builtin_text, builtin_vocabulary, make_task
+from kvjax.tasks import Copy, Mixture, Needle, Recall, Text, builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.builtin import encode_files, split_files
 from train.builtin_margin import SMALLEST, margins, settle_margins
 from train.builtin_model import (
@@ -174,11 +174,11 @@ def test_the_packaged_text_is_small_and_says_whose_it_is():
 
 def test_the_packaged_model_scores_what_is_wanted_and_not_with_one_head():
     model = load_model(builtin_model())
-    task = make_task("recall")
+    task = builtin_task(Recall)
     found = score(model, task, 1024, 16)
     assert min(found.values()) >= 0.93
     assert found["all"] >= 0.95
     assert best_single_head(model, task, 256, 4)[1] <= 0.5
-    assert score(model, make_task("needle"), 1024, 8)["all"] >= 0.93
-    assert score(model, make_task("copy"), 1024, 8)["all"] >= 0.9
-    assert score(model, make_task("text"), 1024, 16)["bits per byte"] <= 1.9
+    assert score(model, builtin_task(Needle), 1024, 8)["all"] >= 0.93
+    assert score(model, builtin_task(Copy), 1024, 8)["all"] >= 0.9
+    assert score(model, builtin_task(Text), 1024, 16)["bits per byte"] <= 1.9

@@ -1,9 +1,13 @@
 """RULER's thirteen tasks (Hsieh et al., COLM 2024, arXiv:2404.06654), generated locally in our own wording, and its
 published data through an adapter.
 
-`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `TextSample`; `ruler_samples` gives a
-list of them, and `published_samples` reads RULER's own data. `mean_score` scores. Local and published results are not
+`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample`; `ruler_drafts` gives the
+text of several, and `published_drafts` reads RULER's own data. `mean_score` scores. Local and published results are not
 comparable: the wording, the words and by default the essays differ.
+
+recipe: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
+variables, frequent, questions: the recipes; haystack, draw, words: what they are written with. question_files: SQuAD
+and HotpotQA. published_files, published: RULER's own rows, and drafts of them.
 """
 
 import difflib
@@ -13,19 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError
+from kvjax.tasks.prompt import Draft, PromptEncoder, mean_score
 from kvjax.tasks.ruler import frequent, needles, questions, variables
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.haystack import Lines, read_essays
 from kvjax.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.tasks.ruler.needles import Needles
-from kvjax.tasks.ruler.published import published_sample
+from kvjax.tasks.ruler.published import published_draft
 from kvjax.tasks.ruler.published_files import published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
 from kvjax.tasks.ruler.recipe import Recipe
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
-from kvjax.tasks.text_prompt import PromptEncoder
-from kvjax.tasks.text_sample import TextSample, mean_score
 
 RecipeOf = Callable[[int, int], Recipe]
 """For a length, and the tokens of the chat template."""
@@ -98,7 +101,7 @@ RULER_TASKS = {
     "niah_multikey_2": _among_needles(),
     "niah_multikey_3": _among_needles(key_kind="UUID", value_kind="UUID"),
     "niah_multivalue": _essays(values=4),
-    "niah_multiquery": _essays(keys=4, asked=4),
+    "niah_multiquery": _essays(keys=4, wanted=4),
     "vt": Entry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
     "cwe": Entry(frequent.LIST_RESERVED, _common_words),
     "fwe": Entry(frequent.CODED_RESERVED, _coded_words),
@@ -125,7 +128,7 @@ def make_needle_task(tokenizer: Any, files: Files = Files(), *, chat: bool = Tru
     return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
 
 
-def ruler_samples(
+def ruler_drafts(
     name: str,
     tokenizer: Any,
     *,
@@ -134,25 +137,25 @@ def ruler_samples(
     seed: int = 0,
     files: Files = Files(),
     chat: bool = True,
-) -> list[TextSample]:
-    """`samples` samples of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
+) -> list[Draft]:
+    """`samples` drafts of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
 
     Raises:
         UserError: as `make_ruler_task`; a length too short for the task, or too long for its words.
     """
     task = make_ruler_task(name, tokenizer, files, chat=chat)
-    return [task.sample(seed + index, length) for index in range(samples)]
+    return [task.draft(seed + index, length) for index in range(samples)]
 
 
-def published_samples(data: Path, name: str, length: int) -> list[TextSample]:
-    """RULER's own samples of the task called `name`, of a folder or a hub data set; see `published` for their form and
-    `published_files` for where they are looked for.
+def published_drafts(data: Path, name: str, length: int) -> list[Draft]:
+    """Drafts of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published` for their
+    form and `published_files` for where they are looked for.
 
     Raises:
         UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
     """
     reserved = _entry(name).reserved
-    return [published_sample(row, name, reserved, at) for at, row in published_rows(data, name, length)]
+    return [published_draft(row, name, reserved, at) for at, row in published_rows(data, name, length)]
 
 
 def _entry(name: str) -> Entry:
@@ -169,7 +172,7 @@ __all__ = [
     "make_needle_task",
     "make_ruler_task",
     "mean_score",
-    "published_sample",
-    "published_samples",
-    "ruler_samples",
+    "published_draft",
+    "published_drafts",
+    "ruler_drafts",
 ]

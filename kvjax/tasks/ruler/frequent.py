@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, single_words
 from kvjax.tasks.ruler.recipe import Supply, generator
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
-from kvjax.tasks.text_sample import TextQuestion, TextSample
 
 LIST_RESERVED = 120
 LIST_OPENING = "Below is a numbered list of words. Some occur more often than others: remember which.\n\n"
@@ -52,25 +52,25 @@ class CommonWords:
         words = len(ADJECTIVES) + len(NOUNS) + len(invented_words())
         return Supply(words - self.common - self.example[0], "words")
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)
         n_example, *example_repeats = self.example
         words = single_words(rng, n_example + self.common + units)
         shown, wanted = words[: self.common], words[n_example : n_example + self.common]
-        example = self._listed(rng, words[:n_example], *example_repeats)
-        asked = self._listed(rng, words[n_example:], *self.repeats)
+        example = self._list(rng, words[:n_example], *example_repeats)
+        last = self._list(rng, words[n_example:], *self.repeats)
         question, prefix = (part.format(count=self.common) for part in (LIST_QUESTION, LIST_PREFIX))
-        context = f"{example}{question}{prefix} {numbered(shown)}\n\n{asked}"
-        return TextSample(
-            context, (TextQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
+        context = f"{example}{question}{prefix} {number_words(shown)}\n\n{last}"
+        return Draft(
+            context, (DraftQuestion(question, prefix, tuple(wanted), "all", LIST_RESERVED, self.name),)
         )
 
-    def _listed(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
+    def _list(self, rng: np.random.Generator, words: list[str], often: int, seldom: int) -> str:
         items = words[: self.common] * often + words[self.common :] * seldom
-        return f"{LIST_OPENING}{numbered([items[i] for i in rng.permutation(len(items))])}\n"
+        return f"{LIST_OPENING}{number_words([items[i] for i in rng.permutation(len(items))])}\n"
 
 
-def numbered(words: Sequence[str]) -> str:
+def number_words(words: Sequence[str]) -> str:
     """`1. a 2. b 3. c`."""
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))
 
@@ -89,7 +89,7 @@ class CodedWords:
     """From here on the fourth word occurs more often than the fifth."""
     supply: None = None
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)
         ranks = np.arange(1, max(5, self.tokens // 50) + 1)
         counts = np.floor(units / ZETA_2 / ranks**2).astype(int)
@@ -97,5 +97,7 @@ class CodedWords:
         coded = distinct(rng, letters(string.ascii_lowercase, 6), len(ranks) - 1, avoid=wording)
         text = np.repeat([NOISE, *coded], counts)
         context = f"{CODED_OPENING}{' '.join(rng.permutation(text))}\n"
-        asked = TextQuestion(CODED_QUESTION, CODED_PREFIX, tuple(coded[:3]), "all", CODED_RESERVED, self.name)
-        return TextSample(context, (asked,))
+        question = DraftQuestion(
+            CODED_QUESTION, CODED_PREFIX, tuple(coded[:3]), "all", CODED_RESERVED, self.name
+        )
+        return Draft(context, (question,))

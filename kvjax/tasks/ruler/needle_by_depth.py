@@ -3,9 +3,9 @@
 import dataclasses
 from dataclasses import dataclass
 
+from kvjax.tasks.prompt import Draft
 from kvjax.tasks.ruler.haystack import Essays
 from kvjax.tasks.ruler.needles import Needles
-from kvjax.tasks.text_sample import TextSample
 
 DEPTHS = tuple(range(0, 101, 10))
 """Percent of the characters."""
@@ -23,12 +23,12 @@ class NeedleByDepth:
     fewest: int = 1
     supply: None = None
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         index = seed % len(DEPTHS)
-        sample = Needles(self.name, self.haystacks[index]).write(seed, units)
-        (question,) = sample.questions
+        draft = Needles(self.name, self.haystacks[index]).write(seed, units)
+        (question,) = draft.questions
         return dataclasses.replace(
-            sample, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
+            draft, questions=(dataclasses.replace(question, kind=f"{DEPTHS[index] / 100:g}"),)
         )
 
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.haystack import Haystack
 from kvjax.tasks.ruler.recipe import Supply, generator
-from kvjax.tasks.text_sample import TextQuestion, TextSample
 
 RESERVED = 128
 NEEDLE = "A secret {kind} of {key} is {value}."
@@ -24,7 +24,7 @@ SEVERAL = (
 
 @dataclass(frozen=True)
 class Needles:
-    """`keys` keys with `values` values each; all values of `asked` of the keys are asked for.
+    """`keys` keys with `values` values each; all values of `wanted` of the keys are asked for.
 
     Without a haystack there are as many keys as units, one needle a line. Keys and values are word pairs and 7-digit
     numbers, or UUIDs.
@@ -34,7 +34,7 @@ class Needles:
     haystack: Haystack | None
     keys: int = 1
     values: int = 1
-    asked: int = 1
+    wanted: int = 1
     key_kind: Literal["words", "UUID"] = "words"
     value_kind: Literal["number", "UUID"] = "number"
     fewest: int = 1
@@ -44,7 +44,7 @@ class Needles:
         endless = self.haystack or self.key_kind == "UUID"
         return None if endless else Supply(WORD_PAIRS, "pairs of words")
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)
         avoid = self.haystack.text if self.haystack else ""
         n_keys = self.keys if self.haystack else units
@@ -55,15 +55,15 @@ class Needles:
         needles = [NEEDLE.format(kind=self.value_kind, key=key, value=value) for key, value in pairs]
         shuffled = [needles[i] for i in rng.permutation(len(needles))]
         hidden = self.haystack.hide(rng, units, shuffled) if self.haystack else "\n".join(shuffled)
-        expected = tuple(values[: self.asked * self.values])
+        expected = tuple(values[: self.wanted * self.values])
         opening, question, prefix = (
-            part.format(kind=self.value_kind, keys=listed(keys[: self.asked]))
+            part.format(kind=self.value_kind, keys=join_words(keys[: self.wanted]))
             for part in (ONE if len(expected) == 1 else SEVERAL)
         )
-        asked = TextQuestion(question, prefix, expected, "all", RESERVED, self.name)
-        return TextSample(f"{opening}{hidden}\n", (asked,))
+        one = DraftQuestion(question, prefix, expected, "all", RESERVED, self.name)
+        return Draft(f"{opening}{hidden}\n", (one,))
 
 
-def listed(words: list[str]) -> str:
+def join_words(words: list[str]) -> str:
     """`a`, or `a, b, and c`."""
     return ", and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

@@ -1,15 +1,15 @@
-"""A row of RULER's own data as a sample, in either of the two forms in which it is published.
+"""A row of RULER's own data as a draft, in either of the two forms in which it is published.
 
 As RULER's programs write it: `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in
 one. All thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`; there it is cut.
-Where the end has no such line, nothing is: the sample's context is empty, the whole input is its question, and it can
+Where the end has no such line, nothing is: the draft's context is empty, the whole input is its question, and it can
 only be evaluated question-aware. Without `answer_prefix` the answer's beginning is part of `input`, the question's end.
 
 As NVIDIA kvpress reads it from the hub: `context`, `question`, `answer` and sometimes `answer_prefix` and
 `max_new_tokens` (of the answer). There the context is cut off already.
 
 Data may be written with a model's chat template. No task begins with what `TEMPLATE_START` finds, templates do: such a
-sample is marked `templated`, and read as it is.
+draft is marked `templated`, and read as it is.
 """
 
 import re
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import UserError, whole_number
-from kvjax.tasks.text_sample import TextQuestion, TextSample
+from kvjax.tasks.prompt import Draft, DraftQuestion
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500
@@ -36,8 +36,8 @@ TEMPLATE_START = re.compile(
 """A mark of a turn or of a text's beginning, or one of the two system prompts of RULER's templates that have none."""
 
 
-def published_sample(row: Mapping[str, Any], task: str, reserved: int, at: str) -> TextSample:
-    """A row of published data as a sample, marked `published`.
+def published_draft(row: Mapping[str, Any], task: str, reserved: int, at: str) -> Draft:
+    """A row of published data as a draft.
 
     Args:
         row: needs `input` (a string) and `outputs` (a list of strings), or `context`, `question` (strings) and `answer`
@@ -61,9 +61,9 @@ def published_sample(row: Mapping[str, Any], task: str, reserved: int, at: str) 
     if row.get("max_new_tokens") is not None:
         reserved = whole_number(at, "`max_new_tokens`", row["max_new_tokens"])
     scoring = "any" if task.startswith("qa_") else "all"
-    asked = TextQuestion(question, prefix, expected, scoring, reserved, task)
+    one = DraftQuestion(question, prefix, expected, scoring, reserved, task)
     templated = TEMPLATE_START.match(context or question) is not None
-    return TextSample(context, (asked,), published=True, templated=templated)
+    return Draft(context, (one,), templated=templated)
 
 
 def _field(row: Mapping[str, Any], name: str, at: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.files import read_text
-from kvjax.tasks.ruler.questions import Asked, QuestionAnswering
+from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 
 
 def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
@@ -34,7 +34,7 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
                 if answers:
                     near = tuple(place for place in dict.fromkeys(places) if place != places[j])
                     questions.append(
-                        Asked(question.strip(), tuple(dict.fromkeys(answers)), (places[j],), near)
+                        DataQuestion(question.strip(), tuple(dict.fromkeys(answers)), (places[j],), near)
                     )
     return _task(name, f"--squad {file}", documents, questions)
 
@@ -61,7 +61,7 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
         if not texts:
             raise UserError(f"{at}: `context` has no document")
         given = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
-        questions.append(Asked(question.strip(), (answer,), tuple(given)))
+        questions.append(DataQuestion(question.strip(), (answer,), tuple(given)))
     return _task(name, f"--hotpotqa {file}", documents, questions)
 
 
@@ -83,7 +83,9 @@ def _field(record: Any, name: str, kind: type, at: str) -> Any:
     return record[name]
 
 
-def _task(name: str, where: str, documents: dict[str, int], questions: list[Asked]) -> QuestionAnswering:
+def _task(
+    name: str, where: str, documents: dict[str, int], questions: list[DataQuestion]
+) -> QuestionAnswering:
     if not questions:
         raise UserError(f"{where}: there is no question with an answer in it")
     return QuestionAnswering(name, tuple(documents), tuple(questions))

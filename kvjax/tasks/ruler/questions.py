@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.recipe import generator
-from kvjax.tasks.text_sample import TextQuestion, TextSample
 
 RESERVED = 32
 OPENING = "Below are numbered documents. You will be asked a question that some of them answer.\n\n"
@@ -17,7 +17,7 @@ HEADING = "Document {number}:\n"
 
 
 @dataclass(frozen=True)
-class Asked:
+class DataQuestion:
     """A question of a data set with its reference answers, and indices of documents: those that come with it and always
     stand in its context, and others that are close to them (of the same article)."""
 
@@ -39,7 +39,7 @@ class QuestionAnswering:
 
     name: str
     documents: tuple[str, ...]
-    questions: tuple[Asked, ...]
+    questions: tuple[DataQuestion, ...]
     fewest: int = 1
     supply: None = None
     _words: Int[np.ndarray, " documents"] = field(init=False, repr=False)
@@ -48,31 +48,31 @@ class QuestionAnswering:
         words = [len(HEADING.split()) + len(document.split()) for document in self.documents]
         object.__setattr__(self, "_words", np.array(words))
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)
         order = np.random.default_rng(0).permutation(len(self.questions))
-        asked = self.questions[order[seed % len(order)]]
-        given, near = np.array(asked.given), rng.permutation(np.array(asked.near, int))
+        own = self.questions[order[seed % len(order)]]
+        given, near = np.array(own.given), rng.permutation(np.array(own.near, int))
         anywhere = rng.permutation(len(self.documents))
         anywhere = anywhere[~np.isin(anywhere, np.concatenate([given, near]))]
-        others = self._fitting(np.concatenate([near, anywhere]), units - int(self._words[given].sum()))
-        question = TextQuestion(
-            QUESTION.format(question=asked.question), PREFIX, asked.answers, "any", RESERVED, self.name
+        others = self._fit(np.concatenate([near, anywhere]), units - int(self._words[given].sum()))
+        question = DraftQuestion(
+            QUESTION.format(question=own.question), PREFIX, own.answers, "any", RESERVED, self.name
         )
-        return TextSample(OPENING + self._numbered(rng.permutation([*given, *others])), (question,))
+        return Draft(OPENING + self._number(rng.permutation([*given, *others])), (question,))
 
-    def _fitting(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
+    def _fit(self, order: Int[np.ndarray, " n"], room: int) -> list[int]:
         """Documents of at most `room` words in all: each in its order that fits, after all of them while all do."""
         words = self._words[order]
         times, room = divmod(max(room, 0), max(words.sum(), 1))
-        chosen, at = order.tolist() * times, 0
+        picks, at = order.tolist() * times, 0
         while (fits := words[at:] <= room).any():
             at += int(fits.argmax())
-            chosen.append(int(order[at]))
+            picks.append(int(order[at]))
             room -= words[at]
             at += 1
-        return chosen
+        return picks
 
-    def _numbered(self, chosen: Sequence[int] | np.ndarray) -> str:
-        parts = (HEADING.format(number=i) + self.documents[j] for i, j in enumerate(chosen, 1))
+    def _number(self, picks: Sequence[int] | np.ndarray) -> str:
+        parts = (HEADING.format(number=i) + self.documents[j] for i, j in enumerate(picks, 1))
         return "\n\n".join(parts) + "\n"

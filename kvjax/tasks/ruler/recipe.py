@@ -1,4 +1,4 @@
-"""What one of RULER's tasks is before a tokenizer and a length are known: how to write a sample of so many units."""
+"""What one of RULER's tasks is before a tokenizer and a length are known: how to write a draft of so many units."""
 
 import zlib
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from kvjax.tasks.text_sample import TextSample
+from kvjax.tasks.prompt import Draft
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Recipe(Protocol):
 
     @property
     def fewest(self) -> int:
-        """Units below which a sample would not be one."""
+        """Units below which a draft would not be one."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class Recipe(Protocol):
         """None if there is no end of units."""
         ...
 
-    def write(self, seed: int, units: int) -> TextSample: ...
+    def write(self, seed: int, units: int) -> Draft: ...
 
 
 def generator(recipe: Recipe, seed: int) -> np.random.Generator:

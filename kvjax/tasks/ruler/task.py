@@ -3,15 +3,15 @@
 from collections.abc import Callable
 
 from kvjax.errors import UserError
+from kvjax.tasks.prompt import Draft, PromptEncoder, prompt_size
 from kvjax.tasks.ruler.recipe import Recipe
-from kvjax.tasks.text_prompt import PromptEncoder, prompt_size
-from kvjax.tasks.text_sample import TextSample
+from kvjax.tasks.sample import Sample
 
 
 class RulerTask:
     """One of RULER's tasks for a tokenizer: samples of any length, deterministic from a seed and the length.
 
-    A sample has the largest number of haystack units with which its prompt and its reserved answer tokens fit.
+    Each has the largest number of haystack units with which its prompt and its reserved answer tokens fit.
 
     Args:
         recipe: the task's recipe for a length and the tokens of the chat template.
@@ -26,19 +26,23 @@ class RulerTask:
         """What samples of a length are written by."""
         return self._recipe(length, self._encode.template_size)
 
-    def sample(self, seed: int, length: int) -> TextSample:
-        """A sample whose prompt and reserved answer tokens are at most `length` tokens.
+    def sample(self, seed: int, length: int) -> Sample:
+        """The draft of that seed and length as token ids."""
+        return self._encode(self.draft(seed, length))
+
+    def draft(self, seed: int, length: int) -> Draft:
+        """A sample's text, whose prompt and reserved answer tokens are at most `length` tokens.
 
         Raises `UserError` if `length` is too short for the task, or needs more different words than there are.
         """
         return self.recipe(length).write(seed, self.units(seed, length))
 
     def units(self, seed: int, length: int) -> int:
-        """Haystack units of that sample. Raises `UserError` as `sample` does."""
+        """Haystack units of that draft. Raises `UserError` as `draft` does."""
         recipe = self.recipe(length)
         if length not in self._usual:
             self._usual[length] = self._most(recipe, 0, length, recipe.fewest)
-        # the sample of seed 0 is a good guess; where the search begins depends on nothing but the length
+        # the draft of seed 0 is a good guess; where the search begins depends on nothing but the length
         return self._usual[length] if seed == 0 else self._most(recipe, seed, length, self._usual[length])
 
     def _most(self, recipe: Recipe, seed: int, length: int, guess: int) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, number
 from kvjax.tasks.ruler.haystack import PASSAGE, Lines
 from kvjax.tasks.ruler.recipe import generator
-from kvjax.tasks.text_sample import TextQuestion, TextSample
 
 RESERVED = 30
 EXAMPLE_LINES = 14
@@ -39,7 +39,7 @@ class VariableTracking:
         """A line of filler after each of the chain's."""
         return self.hops + 1
 
-    def write(self, seed: int, units: int) -> TextSample:
+    def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)
         words = PASSAGE + OPENING + QUESTION + PREFIX
         shown, names = (
@@ -47,17 +47,15 @@ class VariableTracking:
             for count in (3, 5)
         )
         shown_value, value = distinct(rng, number(5), 2)
-        example = self._told(rng, EXAMPLE_LINES, shown, shown_value)
-        question, prefix = self._asked(value)
-        solved = "".join([example, *self._asked(shown_value), " ", " ".join(shown)])
-        context = f"{solved}\n\n{self._told(rng, units, names, value)}"
-        return TextSample(
-            context, (TextQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),)
-        )
+        example = self._chain(rng, EXAMPLE_LINES, shown, shown_value)
+        question, prefix = self._question(value)
+        solved = "".join([example, *self._question(shown_value), " ", " ".join(shown)])
+        context = f"{solved}\n\n{self._chain(rng, units, names, value)}"
+        return Draft(context, (DraftQuestion(question, prefix, tuple(names), "all", RESERVED, self.name),))
 
-    def _told(self, rng: np.random.Generator, units: int, names: list[str], value: str) -> str:
+    def _chain(self, rng: np.random.Generator, units: int, names: list[str], value: str) -> str:
         lines = [f"Set {name} = {source}" for name, source in zip(names, [value, *names], strict=False)]
         return f"{OPENING}{Lines().hide(rng, units, lines)}\n"
 
-    def _asked(self, value: str) -> tuple[str, str]:
+    def _question(self, value: str) -> tuple[str, str]:
         return QUESTION.format(value=value), PREFIX.format(count=self.hops + 1, value=value)

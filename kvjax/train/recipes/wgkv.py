@@ -92,7 +92,9 @@ class WriteGates(Recipe):
         tau = jnp.full(gates.b2.shape[0], self.tau, jnp.float32)
         return WriteGateTraining(gates, tau, window=self.window, sparsity=self.sparsity, hard=hard)
 
-    def loss(self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"], key: jax.Array, step: Any):
+    def loss(
+        self, params: WriteGate, frozen: Decoder, batch: Int[Array, "b t"], key: jax.Array, step: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """The mean squared error between the final hidden states of student and teacher, plus λ times the sparsity
         term. Means go over sequences, tokens and width, and over layers, sequences and kv heads."""
         teacher = jax.lax.stop_gradient(frozen.hidden(batch))
@@ -156,10 +158,10 @@ class WriteGates(Recipe):
             save_gates(folder, whole, description)
 
     @property
-    def compared(self) -> Sequence[str]:
+    def evaluate_options(self) -> Sequence[str]:
         return ()
 
-    def deployed(self, params: WriteGate, model: Decoder) -> Policy:
+    def deploy(self, params: WriteGate, model: Decoder) -> Policy:
         # without rates the pool takes everything: the real size is not known yet
         return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
 

@@ -144,7 +144,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
         policy = make_policy(method, gates=exported, model=model)
         read = sample(model, [tokens], policy=policy, max_new_tokens=8)
     with jax.set_mesh(whole.mesh):
-        own = recipe.deployed(whole.params, whole.model)
+        own = recipe.deploy(whole.params, whole.model)
         kept = sample(whole.model, [tokens, tokens], policy=own, max_new_tokens=8)
     np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])
     assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)

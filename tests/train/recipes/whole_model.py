@@ -51,7 +51,7 @@ class WholeModel(Recipe):
     def enter(self, params):
         return params, params["model"]
 
-    def frozen(self, model, held):
+    def constants(self, model, held):
         return held
 
     def split(self, params):
@@ -71,5 +71,5 @@ class WholeModel(Recipe):
     def optimizer(self):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(self.lr))
 
-    def deployed(self, params, model):
+    def deploy(self, params, model):
         return make_policy("streaming_llm", model=model, sink=2, window=self.window)

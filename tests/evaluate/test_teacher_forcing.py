@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.evaluate.teacher_forced import TeacherForced
+from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from kvjax.tasks.context import Asked, Context, predicted
-from kvjax.tasks.text import continued
+from kvjax.tasks import Question, Sample
+from kvjax.tasks.text import continuation
 from tests.inference.cached import cached_logits
 from tests.tiny_models import tiny_model
 
@@ -22,19 +22,19 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def contexts():
+def samples():
     """Of two lengths, with questions and answers of several; a score is the share of right tokens."""
     random = np.random.default_rng(0)
 
     def tokens(count):
         return random.integers(0, 61, count).astype(np.int32)
 
-    def asked(prompt, answer):
-        wanted = tokens(answer)
-        return Asked(tokens(prompt), answer, lambda said: float((said == wanted).mean()), "", expected=wanted)
+    def question(prompt, answer):
+        right = tokens(answer)
+        return Question(tokens(prompt), right, "", lambda said: float((said == right).mean()))
 
     sizes = (23, ((3, 1), (6, 4))), (20, ((4, 7), (2, 2), (1, 3)))
-    return [Context(tokens(n), tuple(asked(*size) for size in questions)) for n, questions in sizes]
+    return [Sample(tokens(n), tuple(question(*size) for size in questions)) for n, questions in sizes]
 
 
 def patterns():
@@ -43,63 +43,63 @@ def patterns():
         yield weights < share, sink, window
 
 
-def through_the_cache(model, contexts, whole, sink, window):
+def through_the_cache(model, samples, whole, sink, window):
     policy = make_policy("head_pattern", model=model, pattern=whole.astype(float), sink=sink, window=window)
     losses, scores = [], []
-    for context in contexts:
-        for question in context.questions:
-            line = np.concatenate([context.tokens, question.prompt, question.expected])
+    for sample in samples:
+        for question in sample.questions:
+            line = np.concatenate([sample.context, question.prompt, question.answer])
             padded = np.pad(line, (0, 40 - len(line)))[None]
             logits, _ = cached_logits(model, policy, padded, [40], lengths=np.array([len(line)]))
-            logits = logits[0, len(line) - len(question.expected) - 1 : len(line) - 1].astype(np.float64)
+            logits = logits[0, len(line) - len(question.answer) - 1 : len(line) - 1].astype(np.float64)
             total = np.log(np.exp(logits).sum(-1))
-            losses.append(total - logits[np.arange(len(logits)), question.expected])
+            losses.append(total - logits[np.arange(len(logits)), question.answer])
             scores.append(question.score(logits.argmax(-1)))
     return np.mean(scores), np.concatenate(losses).mean()
 
 
-def test_every_pattern_is_what_the_policy_says(model, contexts):
-    run = TeacherForced(model, contexts)
+def test_every_pattern_is_what_the_policy_says(model, samples):
+    run = TeacherForcing(model, samples)
     for pattern in patterns():
         outcome = run(*pattern)
         assert (outcome.score, outcome.loss) == pytest.approx(
-            through_the_cache(model, contexts, *pattern), abs=1e-5
+            through_the_cache(model, samples, *pattern), abs=1e-5
         )
 
 
-def test_patterns_share_one_program_and_a_mesh_agrees(model, contexts):
+def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
     compiled = []
 
     def count(event, duration, **_):
         compiled.append(event == "/jax/core/compile/backend_compile_duration")
 
-    run = TeacherForced(model, contexts)
+    run = TeacherForcing(model, samples)
     run(np.ones((3, 4), bool), 1, 1)
     jax.monitoring.register_event_duration_secs_listener(count)
     alone = [run(*pattern) for pattern in patterns()]
     assert not any(compiled)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
-        split = TeacherForced(tiny_model(), contexts)
+        split = TeacherForcing(tiny_model(), samples)
         for pattern, outcome in zip(patterns(), alone, strict=True):
             assert split(*pattern).loss == pytest.approx(outcome.loss, abs=1e-5)
-    one_by_one = TeacherForced(model, contexts, 1)
+    one_by_one = TeacherForcing(model, samples, 1)
     for pattern, outcome in zip(patterns(), alone, strict=True):
         found = one_by_one(*pattern)
         assert found.score == outcome.score
         assert found.loss == pytest.approx(outcome.loss, abs=1e-5)
 
 
-def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, contexts):
+def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
     """As an evaluation scores it: agreement with the full cache, whatever the true text is."""
-    text = np.concatenate([context.tokens for context in contexts])
-    given = predicted(continued(text))
-    run, everything = TeacherForced(model, [given]), np.ones((3, 4), bool)
+    text = np.concatenate([sample.context for sample in samples])
+    given = continuation(text)
+    run, everything = TeacherForcing(model, [given]), np.ones((3, 4), bool)
     assert run(everything, 0, 1).score == 1
     (question,) = given.questions
-    line = np.concatenate([given.tokens, question.prompt, question.given])[None]
+    line = np.concatenate([given.context, question.prompt, question.answer])[None]
     said = {}
     for name, whole in (("full", everything), ("streaming", ~everything)):
         policy = make_policy("head_pattern", model=model, pattern=whole.astype(float), sink=1, window=3)
         logits, _ = cached_logits(model, policy, line, [line.shape[1]], lengths=np.array([line.shape[1]]))
-        said[name] = logits[0, -len(question.given) - 1 : -1].argmax(-1)
+        said[name] = logits[0, -len(question.answer) - 1 : -1].argmax(-1)
     assert run(~everything, 1, 3).score == pytest.approx((said["full"] == said["streaming"]).mean())

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.mesh import BATCH, P, batch_shards, on_cpu, put, use_mesh
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
 from kvjax.struct import static, struct
-from kvjax.tasks.context import Context, held_against
+from kvjax.tasks.sample import Question, Sample, score_agreement
 from pallas_kernels.vertical_slash import vertical_slash
 
 FOREVER = jnp.iinfo(jnp.int32).max
@@ -59,61 +59,67 @@ class Outcome:
     """Cross-entropy of the answers' tokens, the mean in nats."""
 
 
-class TeacherForced:
-    """The expected answers to all questions of some contexts, of which `batch` at most are read at a time. Texts that
+class TeacherForcing:
+    """The expected answers to all questions of some samples, of which `batch` at most are read at a time. Texts that
     are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them."""
 
-    def __init__(self, model: Decoder, contexts: Sequence[Context], batch: int = 16):
+    def __init__(self, model: Decoder, samples: Sequence[Sample], batch: int = 16):
         self._model = model
-        start = max(len(context.tokens) for context in contexts)
-        size = -(-len(contexts) // -(-len(contexts) // batch))
+        start = max(len(sample.context) for sample in samples)
+        size = -(-len(samples) // -(-len(samples) // batch))
         with use_mesh(model):
             size = -(-size // batch_shards()) * batch_shards()
-            rows, self._asked = _rows(contexts, -(-len(contexts) // size), size)
+            rows, self._answers = _rows(samples, -(-len(samples) // size), size)
             self._lines = [
                 Lines(**{name: put(x, BATCH, None) for name, x in part.items()}, context=start)
                 for part in rows
             ]
-        if any(question.given is not None for _, _, question in self._asked):
-            said, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
-            self._asked = [
-                (row, at, held_against(question, said[row, at])) for row, at, question in self._asked
+        if any(question.given for _, _, question in self._answers):
+            output, _ = self._run(np.ones((model.config.num_layers, model.config.num_kv_heads), bool), 1, 1)
+            self._answers = [
+                (row, at, score_agreement(question, output[row, at])) for row, at, question in self._answers
             ]
 
     def __call__(self, whole: Bool[np.ndarray, "l k"], sink: int, window: int) -> Outcome:
         """With the heads that are `whole`, and the others at `sink` first tokens and the last `window`."""
-        said, loss = self._run(whole, sink, window)
-        scores = [question.score(said[row, columns]) for row, columns, question in self._asked]
+        output, loss = self._run(whole, sink, window)
+        scores = [question.score(output[row, columns]) for row, columns, question in self._answers]
         return Outcome(float(np.mean(scores)), loss)
 
-    def _run(self, whole, sink, window) -> tuple[Int[np.ndarray, "b q"], float]:
+    def _run(
+        self, whole: Bool[np.ndarray, "l k"], sink: int, window: int
+    ) -> tuple[Int[np.ndarray, "b q"], float]:
         with use_mesh(self._model):
             pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
             found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
-        said, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
-        return np.concatenate(said), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
+        output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
+        return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
 
-def _rows(contexts, parts, size):
+def _rows(
+    samples: Sequence[Sample], parts: int, size: int
+) -> tuple[list[dict[str, Int[np.ndarray, "b t"]]], list[tuple[int, slice, Question]]]:
     """The lines as arrays, in parts of `size` with empty ones at the end; and of each answer its row, its columns after
     the context and its question."""
-    start = max(len(context.tokens) for context in contexts)
-    room = max(sum(len(q.prompt) + len(q.right) - 1 for q in context.questions) for context in contexts)
+    start = max(len(sample.context) for sample in samples)
+    room = max(sum(len(q.prompt) + len(q.answer) - 1 for q in sample.questions) for sample in samples)
     shape = parts * size, start + room
     token, position, part, target = (np.full(shape, empty, np.int32) for empty in (0, -1, -1, -1))
-    asked = []
-    for row, context in enumerate(contexts):
-        n, column = len(context.tokens), start
-        token[row, :n], position[row, :n], part[row, :n] = context.tokens, np.arange(n), 0
-        for number, question in enumerate(context.questions, 1):
-            answer = question.right
+    answers = []
+    for row, sample in enumerate(samples):
+        n, column = len(sample.context), start
+        token[row, :n], position[row, :n], part[row, :n] = sample.context, np.arange(n), 0
+        for number, question in enumerate(sample.questions, 1):
+            answer = question.answer
             ids = np.concatenate([question.prompt, answer[:-1]])
             at = slice(column, column := column + len(ids))
             token[row, at], position[row, at], part[row, at] = ids, n + np.arange(len(ids)), number
             target[row, column - len(answer) : column] = answer
-            asked.append((row, slice(column - len(answer) - start, column - start), question))
+            answers.append((row, slice(column - len(answer) - start, column - start), question))
     rows = {"token": token, "position": position, "part": part, "target": target}
-    return [{name: x[at * size : (at + 1) * size] for name, x in rows.items()} for at in range(parts)], asked
+    return [
+        {name: x[at * size : (at + 1) * size] for name, x in rows.items()} for at in range(parts)
+    ], answers
 
 
 @partial(jax.jit, static_argnames="as_integers")
@@ -134,8 +140,8 @@ def _outcome(
     wanted = target >= 0
     right = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], -1)[..., 0]
     loss = jnp.where(wanted, jax.nn.logsumexp(logits, -1) - right, 0)
-    said = jnp.argmax(logits, -1).astype(jnp.int32)
-    return jax.sharding.reshard(said, P()), loss.sum(), wanted.sum()
+    output = jnp.argmax(logits, -1).astype(jnp.int32)
+    return jax.sharding.reshard(output, P()), loss.sum(), wanted.sum()
 
 
 def _attend(q, k, v, position, part, pattern, *, context):

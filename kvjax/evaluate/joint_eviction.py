@@ -10,7 +10,7 @@ from kvjax.struct import struct
 
 
 @struct
-class Together(Eviction):
+class JointEviction(Eviction):
     """The memories of several methods side by side, and their planes; `None` stands for a policy that evicts
     nothing."""
 

@@ -1,9 +1,6 @@
-"""What an evaluation refuses: one line each, before anything is run."""
+"""What the command refuses: one line each, before anything is run."""
 
-import dataclasses
-import itertools
 import json
-import re
 import subprocess
 import sys
 
@@ -12,20 +9,12 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.config import default_chunk, default_observed, parse
-from kvjax.evaluate.run import Evaluation
-from kvjax.evaluate.teacher_forced import Outcome
-from kvjax.evaluate.workloads import for_rivals, workloads
-from kvjax.models import load_model, load_tokenizer
+from kvjax.models import load_model
 from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
-from kvjax.tasks import builtin_text, make_task
+from tests.evaluate.inputs import SMALL, fact
 from tests.tiny_models import tiny_gates
-
-TEST_MODEL = ["--model", str(builtin_model("test_model")), "--dtype", "float32"]
-SMALL = [*TEST_MODEL, "--context", "126", "--samples", "3", "--chunk", "32", "--observed", "4"]
 
 
 @pytest.fixture(scope="module")
@@ -135,113 +124,6 @@ def test_too_few_published_samples_are_refused(policies, samples, message, tmp_p
         main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])
 
 
-def fact(number):
-    """A row of RULER's own data, of about 100 tokens."""
-    text = f"The owl of house {number} is grey and sits on a branch.\nQuestion: Is the owl grey?\nAnswer:"
-    return {"input": text, "outputs": ["e"], "length": 9}
-
-
-@pytest.mark.parametrize("question_aware", [False, True])
-def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
-    question_aware, tmp_path
-):
-    """Also where heads are ordered on shorter contexts."""
-    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
-    config = parse([
-        *SMALL, "--policies", "head_pattern", "wgkv", "--tasks", "qa_1", "--ruler-data", str(tmp_path),
-        "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
-        "--gates", "builtin", "--out", str(tmp_path / "run"),
-    ])  # fmt: skip
-    config = dataclasses.replace(config, question_aware=question_aware)
-    (workload,) = workloads(config)
-    model = load_model(config.model, dtype="float32")
-    evaluation = Evaluation(
-        dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [workload]
-    )
-
-    def houses(contexts):
-        decode = load_tokenizer(config.model).decode
-        return [int(re.findall(r"house (\d+)", decode(c.tokens.tolist()))[0]) for c in contexts]
-
-    assert houses(workload.contexts) == [0, 1, 2, 3]
-    assert houses(workload.calibration) == [4, 5, 6, 7]
-    (choosing,) = evaluation.choosing.values()
-    assert (choosing.length, houses(choosing.ordered)) == (126, [4, 5])
-    assert houses(choosing.answered) == list(range(4, 14))
-
-
-def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
-    args = ["--policies", "wgkv", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
-    args += ["--out", str(tmp_path / "run")]
-    config = parse([*SMALL, *args])
-    (workload,) = workloads(config)
-    for contexts, first in (
-        (workload.contexts, 3_000_000),
-        (workload.calibration, 3_500_000),
-        (for_rivals(workload, config, 3, 126), 3_500_004),
-    ):
-        for index, context in enumerate(contexts):
-            sample = make_task("recall").sample(first + index, 126)
-            np.testing.assert_array_equal(context.tokens, sample.context)
-
-
-def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
-    """Nor one that static rivals are chosen on, whatever the seed and the length."""
-    text = builtin_text("evaluate")
-
-    def covered(contexts):
-        found = np.zeros(len(text), bool)
-        for context in contexts:
-            (question,) = context.questions
-            line = np.concatenate([context.tokens[1:], question.prompt, question.given])
-            slices = np.lib.stride_tricks.sliding_window_view(text, len(line))
-            starts = np.flatnonzero((slices == line).all(1))
-            assert len(starts) >= 1
-            for start in starts:
-                found[start : start + len(line)] = True
-        return found
-
-    def made(seed):
-        args = [
-            "--policies",
-            "wgkv",
-            "--gates",
-            "builtin",
-            "--tasks",
-            "text",
-            "--samples",
-            "384",
-            "--seed",
-            seed,
-        ]
-        config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
-        (workload,) = workloads(config)
-        others = (for_rivals(workload, config, 10, length) for length in (126, 96))
-        return covered(workload.contexts), covered([*workload.calibration, *itertools.chain(*others)])
-
-    (compared, calibration), (others, _) = made("0"), made("1")
-    assert compared.mean() > 0.05
-    assert calibration.mean() > 0.02
-    assert not (compared & calibration).any()
-    assert not (others & calibration).any()
-
-
-def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
-    """With that of much longer ones every head would see everything, and all be worth the same."""
-    config = parse([
-        *TEST_MODEL, "--policies", "head_pattern", "--tasks", "needle", "--context", "2048", "--order-length", "512",
-        "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
-    ])  # fmt: skip
-    evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
-    monkeypatch.setattr(run, "TeacherForced", lambda *given: lambda *ran: Outcome(0.0, 0.0))
-    monkeypatch.setattr(
-        run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}
-    )
-    rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
-    assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
-    assert rivals.window == 64
-
-
 def test_another_model_needs_tasks_of_text(tmp_path):
     """The built-in tasks are token ids of the built-in vocabulary."""
     folder = tmp_path / "model"
@@ -276,8 +158,3 @@ def test_a_mistake_ends_in_one_line():
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith("error: ")
     assert "--policies" in line
-
-
-def test_defaults_are_the_documented():
-    assert (default_chunk(1024), default_chunk(10**6), default_chunk(3)) == (256, 32768, 1)
-    assert (default_observed(256), default_observed(32768), default_observed(8)) == (16, 64, 1)

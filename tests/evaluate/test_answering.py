@@ -1,0 +1,121 @@
+"""Answers against plain attention over the whole line."""
+
+import numpy as np
+import pytest
+
+from kvjax.command.stopwatch import Pace, Stopwatch
+from kvjax.evaluate import answering
+from kvjax.evaluate.answering import answer
+from kvjax.inference.record import Calls
+from kvjax.inference.sampling import logits, prefill
+from kvjax.policies import make_policy
+from kvjax.tasks import Question
+from tests.tiny_models import tiny_gates, tiny_model
+
+LINE = 40
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def contexts():
+    return [np.random.default_rng(seed).integers(0, 61, 20).astype(np.int32) for seed in range(3)]
+
+
+class Counted(Pace):
+    """How many tokens were added."""
+
+    tokens = 0
+
+    def add(self, tokens, seconds, compiled):
+        self.tokens += tokens
+        super().add(tokens, seconds, compiled)
+
+
+def said_by_attention(model, line, count):
+    """The most likely next token after each of the last `count` tokens."""
+    padded = np.pad(line, (0, LINE - line.size))
+    return logits(model, [padded])[0, line.size - count : line.size].argmax(-1)
+
+
+def test_answers_are_those_of_plain_attention(model, contexts):
+    """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
+    policy, calls, pace = make_policy("full", model=model), Calls(), Counted()
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
+    prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
+    text = np.array([9, 8, 11, 30, 2], np.int32)
+    questions = [
+        Question(prompt, text, "", given=given)
+        for prompt, given in zip(prompts, (False, False, True), strict=True)
+    ]
+    for _ in range(2):  # the cache stays as it is
+        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+    for row in (0, 1):
+        tokens = said[row].tokens
+        line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
+        np.testing.assert_array_equal(tokens, said_by_attention(model, line, 5))
+    line = np.concatenate([contexts[2], prompts[2], text[:-1]])
+    np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
+    assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
+    assert pace.tokens == 2 * 8 * 3  # two blocks of four steps, all rows
+    assert pace.per_second > 0
+
+
+@pytest.mark.parametrize("policy", ["full", "wgkv", "quest"])
+def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, monkeypatch):
+    """The same is said, and the same was held at every step."""
+    made = {
+        "full": {},
+        "wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": 4},
+        "quest": {"ratio": 0.25},
+    }
+    policy = make_policy(policy, model=model, **made[policy])
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
+    questions = [Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6)]
+    take_rows, taken = answering._take_rows, []
+    monkeypatch.setattr(
+        answering,
+        "_take_rows",
+        lambda cache, last, rows: (taken.append(rows.tolist()), take_rows(cache, last, rows))[1],
+    )
+
+    def run():
+        calls, pace = Calls(), Counted()
+        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+        ran = np.array(calls.tokens) > 0
+        return [one.tokens.tolist() for one in said], np.where(ran, calls.held, 0), ran, pace.tokens
+
+    said, held, ran, counted = run()
+    assert (taken, counted) == ([], 3 * 36)
+    monkeypatch.setattr(answering, "FEWER", 3)
+    monkeypatch.setattr(answering, "AHEAD", 20)
+    again = run()
+    assert taken == [[1]]
+    assert again[0] == said
+    np.testing.assert_array_equal(again[1], held)
+    np.testing.assert_array_equal(again[2], ran)
+    assert again[3] == 3 * 8  # a speed is that of the whole batch
+
+
+def test_an_answer_ends_before_its_stop_token(model, contexts):
+    policy = make_policy("full", model=model)
+    cache = prefill(model, contexts, policy=policy, max_new_tokens=16)
+    prompt = np.array([5, 6], np.int32)
+    right = np.zeros(1, np.int32)
+    questions = [Question(prompt, right, "", reserved=9, stops=stops) for stops in (False, True, True)]
+
+    def run(stop):
+        records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
+        said = answer(model, policy, cache, questions, stop=stop, **records)
+        return [one.tokens for one in said]
+
+    free = run(())
+    stop = int(free[1][4])
+    ended = run((stop,))
+    np.testing.assert_array_equal(ended[0], free[0])
+    for row in (1, 2):
+        whole = free[row].tolist()
+        assert ended[row].tolist() == (whole[: whole.index(stop)] if stop in whole else whole)

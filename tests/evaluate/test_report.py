@@ -1,0 +1,104 @@
+"""What the report of an evaluation says and draws."""
+
+import json
+import shutil
+
+import jax
+
+from kvjax.evaluate import pictures
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.report import report
+from kvjax.evaluate.results import Results
+from tests.evaluate.whole_run import POLICIES, TASKS, lines
+
+
+def test_the_report_says_what_was_done(evaluated, capsys):
+    folder = evaluated[0]
+    report = (folder / "report.md").read_text()
+    cells = {(c["policy"], c["budget"]): c for c in lines(folder) if c["task"] == "needle"}
+    for (policy, budget), cell in cells.items():
+        if policy == "snapkv":
+            assert f"{100 * cell['score']:.1f} at {cell['footprint']:.2f}" in report
+            assert f"| snapkv | {budget:g} | " in report
+    for cell in lines(folder):
+        if cell["task"] == "text":
+            shown = f"{100 * cell['score']:.1f} ({cell['perplexity']:.2f}) at {cell['footprint']:.2f}"
+            assert shown in report
+    for said in (
+        "**Question-independent**", "## needle, 126 tokens", "## text, 126 tokens",
+        "next tokens that are the full cache's", "(and perplexity)", "90% at",
+        "48 answers a cell: were they independent, a 95% interval would reach 14 points", "chunks of 32 tokens",
+        "(cpu)", f"jax {jax.__version__}", "command: `python -m kvjax.eval",
+    ):  # fmt: skip
+        assert said in report, said
+    expected = ["pareto", "mean", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
+    for picture in expected:
+        assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
+    """The full cache first, then the policies of each budget together, with means of their scores and sizes."""
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
+    )
+    folder = shutil.copytree(evaluated[0], tmp_path / "run")
+    cells = [cell | {"bytes": (1 + 4 * (cell["task"] == "text")) << 20} for cell in lines(folder)]
+    (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    main([*arguments, *TASKS, "--out", str(folder)])
+    report = (folder / "report.md").read_text()
+    _, table = report.split("## All tasks, 126 tokens\n")
+    rows = [
+        line.strip("| ").split(" | ")
+        for line in table.split("\n## ")[0].splitlines()
+        if line.startswith("| ")
+    ]
+    assert rows[0] == ["policy", "budget", "needle", "text", "mean", "footprint", "MiB"]
+    assert [row[:2] for row in rows[1:]] == [
+        ["full", "1"],
+        *([name, budget] for budget in ("0.25", "0.5") for name in POLICIES[1:]),
+    ]
+    found = {(c["policy"], c["budget"], c["task"]): c for c in lines(folder)}
+    means = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
+    for policy, budget, needle, text, mean, footprint, mib in rows[1:]:
+        own = [found[policy, float(budget), task] for task in ("needle", "text")]
+        assert needle == f"{100 * own[0]['score']:.1f}"
+        assert text == f"{100 * own[1]['score']:.1f} ({own[1]['perplexity']:.2f})"
+        assert footprint == f"{(own[0]['footprint'] + own[1]['footprint']) / 2:.2f}"
+        assert mean == f"{50 * (own[0]['score'] + own[1]['score']):.1f}"
+        assert any((f"{x:.2f}", f"{100 * score:.1f}") == (footprint, mean) for x, score in means[policy]), (
+            policy
+        )
+        assert mib == "3.0"
+
+
+def test_a_mean_is_of_all_tasks_or_not_shown(arguments, evaluated, tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(
+        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
+    )
+    config = parse([*arguments, *TASKS, "--out", str(shutil.copytree(evaluated[0], tmp_path / "run"))])
+    cells = list(Results(config).cells.values())
+    missing = next(
+        cell for cell in cells if (cell.policy, cell.budget, cell.task) == ("snapkv", 0.25, "text")
+    )
+    tables = report(config, [cell for cell in cells if cell is not missing], "…")
+    (row,) = (line for line in tables.split("\n## ")[0].splitlines() if line.startswith("| snapkv | 0.25 |"))
+    assert "|  |  |" in row
+    points = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
+    assert (len(points["snapkv"]), len(points["wgkv"])) == (1, 2)
+
+
+def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path):
+    folder = shutil.copytree(evaluated[0], tmp_path / "run")
+    cells = [
+        cell | {"score": 0.0} if (cell["policy"], cell["task"]) == ("full", "needle") else cell
+        for cell in lines(folder)
+    ]
+    (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    main([*arguments, *TASKS, "--out", str(folder)])
+    about, _, needle, text, *_ = (folder / "report.md").read_text().split("\n## ")
+    assert "–: the full cache answered nothing" in about
+    assert needle.count("| – |") == len(POLICIES) - 1
+    assert "–" not in text

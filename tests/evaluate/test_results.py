@@ -1,0 +1,80 @@
+"""A folder of results, and what may not be added to it."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.results import Results
+from kvjax.models import load_model
+from kvjax.policies.admission.pattern_folder import write_pattern
+from kvjax.policies.admission.wgkv import save_gates
+from tests.evaluate.whole_run import SMALL, TASKS, lines
+from tests.tiny_models import tiny_gates
+
+
+def test_results_on_other_contexts_are_refused(tmp_path):
+    """The same command, but the file that its contexts are cut from has changed; and another pattern of that name."""
+    documents, pattern = tmp_path / "text.txt", tmp_path / "pattern"
+    paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
+    documents.write_text("\n\n".join(paragraphs))
+    write_pattern(pattern, np.eye(2, 4), 4, 16)
+    files = ["--documents", str(documents), "--pattern", str(pattern), "--out", str(tmp_path / "run")]
+    command = [*SMALL, "--samples", "12", "--policies", "full", "--tasks", "text", *files]
+    main(command)
+    main(command)
+    assert len(lines(tmp_path / "run")) == 1
+    documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
+    with pytest.raises(
+        UserError, match=r"run holds results of text at 126 tokens on other contexts \(what they are made of"
+    ):
+        main(command)
+    documents.write_text("\n\n".join(paragraphs))
+    write_pattern(pattern, 1 - np.eye(2, 4), 4, 16)
+    with pytest.raises(
+        UserError, match=r"holds results with --pattern \[\['.*pattern', '\w{16}'\]\], got \[\['"
+    ):
+        main(command)
+
+
+def test_a_folder_without_results_may_have_other_settings(tmp_path):
+    """And the order of gates counts: what takes one folder takes the first."""
+    model = load_model(builtin_model("test_model"))
+    for name, tau in (("a", 0.5), ("b", 0.6)):
+        save_gates(tmp_path / name, tiny_gates(model), {"tau": tau, "window": 4})
+    out, one, other = tmp_path / "run", str(tmp_path / "a"), str(tmp_path / "b")
+
+    def results(*args):
+        Results(parse(["--out", str(out), *SMALL, *args])).begin()
+
+    results("--gates", one, "--seed", "1")
+    results("--gates", one, other)
+    (out / "heads").mkdir()
+    results("--gates", one, other)
+    for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
+        with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
+            results(*args)
+
+
+def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
+    others = ("--samples", "48", "8"), ("--chunk", "32", "16"), ("--batch", "4", "2"), ("--seed", "0", "3")
+    for option, was, now in others:
+        with pytest.raises(UserError, match=rf"holds results with {option} {was}, got {now}: name another"):
+            main([*arguments, *TASKS, option, now, "--out", str(evaluated[0])])
+    folder = tmp_path / "run"
+    shutil.copytree(evaluated[0], folder)
+    whole = (folder / "results.jsonl").read_text()
+    for line, message in (
+        ('{"policy": "full"}\n', "results.jsonl: line 11 has no field `budget`"),
+        ("policy\n", "results.jsonl: line 11 is no JSON object, it starts policy"),
+    ):
+        (folder / "results.jsonl").write_text(whole + line)
+        with pytest.raises(UserError, match=message):
+            main([*arguments, *TASKS, "--out", str(folder)])
+    (folder / "settings.json").unlink()
+    with pytest.raises(UserError, match=r"there are results but no settings.json beside them"):
+        main([*arguments, *TASKS, "--out", str(folder)])

@@ -1,0 +1,134 @@
+"""Whole evaluations of the test-size model: what they leave, and that a killed one ends like one that was not."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.evaluate import run
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.results import Results
+from kvjax.evaluate.run import Evaluation
+from kvjax.evaluate.teacher_forcing import Outcome
+from kvjax.evaluate.workloads import workloads
+from kvjax.models import load_model
+from tests.evaluate.inputs import TEST_MODEL
+from tests.evaluate.whole_run import SMALL, TASKS, lines, without_speeds
+
+
+def test_every_cell_is_a_line(evaluated):
+    cells = lines(evaluated[0])
+    wanted = [("full", 1.0), ("snapkv", 0.25), ("snapkv", 0.5), ("wgkv", 0.25), ("wgkv", 0.5)]
+    assert [(c["task"], c["policy"], c["budget"]) for c in cells] == [
+        (task, *pair) for task in ("needle", "text") for pair in wanted
+    ]
+    for cell in cells:
+        tokens = 122 if cell["task"] == "needle" else 110
+        assert cell["samples"] == (48 if cell["task"] == "needle" else 4 * 15)
+        assert (cell["perplexity"] is None) == (cell["task"] == "needle")
+        assert np.mean(cell["kept"]) == pytest.approx(cell["kv_ratio"], abs=1e-4)
+        if cell["policy"] == "full":
+            assert (cell["footprint"], cell["peak_kv"], cell["kv_ratio"]) == (1, 1, 1)
+            full_bytes, full_perplexity = cell["bytes"], cell["perplexity"]
+        if cell["task"] == "text":
+            # held against the full cache; this model says much the same without it
+            low, high = {"full": (1, 1), "snapkv": (0.8, 1), "wgkv": (0.5, 0.99)}[cell["policy"]]
+            assert low <= cell["score"] <= high
+            assert cell["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
+        if cell["policy"] == "snapkv":
+            assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens, abs=1e-5)
+        if cell["policy"] == "wgkv":
+            assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
+            assert cell["peak_kv"] < 0.9
+        assert cell["bytes"] <= full_bytes
+        assert 0 < cell["footprint"] <= 1
+        assert cell["decode_tok_s"] > 0
+        # what is read together has no speed of its own
+        assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv")
+        assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
+
+
+def test_another_budget_compiles_nothing(evaluated):
+    """τ is traced: the second cell of wgkv runs the first one's programs."""
+    at_cell = evaluated[1]
+    assert at_cell[3] > at_cell[2]
+    for first in (3, 8):
+        assert lines(evaluated[0])[first]["policy"] == "wgkv"
+        assert at_cell[first + 1] == at_cell[first]
+
+
+def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, monkeypatch):
+    folder, add = tmp_path / "run", Results.add
+
+    def killed_in_the_fourth(self, cell):
+        if len(self.cells) == 3:
+            with self._file.open("a") as out:
+                out.write('{"policy": "wg')
+            raise KeyboardInterrupt
+        add(self, cell)
+
+    monkeypatch.setattr(Results, "add", killed_in_the_fourth)
+    with pytest.raises(KeyboardInterrupt):
+        main([*arguments, *TASKS, "--out", str(folder)])
+    assert not (folder / "report.md").exists()
+    monkeypatch.setattr(Results, "add", add)
+    main([*arguments, *TASKS, "--out", str(folder)])
+    assert without_speeds(lines(folder)) == without_speeds(lines(evaluated[0]))
+
+
+def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
+    """Read with its question and asked of what was kept: another context for each question, and one token to ask. What
+    the question looks at is kept, so nearly all is answered that the full cache answers."""
+    few = ["--budgets", "0.25", "--tasks", "needle", "--question-aware", "--out", str(tmp_path / "run")]
+    main([*arguments[: arguments.index("--policies")], "--policies", "snapkv", *few])
+    (aware,) = lines(tmp_path / "run")
+    cells = {(c["task"], c["policy"], c["budget"]): c for c in lines(evaluated[0])}
+    full, blind = cells["needle", "full", 1.0], cells["needle", "snapkv", 0.25]
+    assert aware["question_aware"]
+    assert aware["samples"] == blind["samples"]
+    assert aware["score"] >= 0.9 * full["score"] > 4 * blind["score"]
+    assert aware["kv_ratio"] == pytest.approx(int(0.25 * 124) / 124, abs=1e-5)
+    # 124 tokens, then the one that asks behind 31 entries; and that it was read behind all of them before
+    whole, last = 124 * 125 / 2, 32
+    assert aware["footprint"] == pytest.approx((whole + last) / (125 * 126 / 2), abs=1e-5)
+    assert aware["footprint_held"] == pytest.approx((whole + last + 125) / (125 * 126 / 2), abs=1e-5)
+    assert "**Question-aware**" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_ruler_s_own_data_is_answered_in_text(tmp_path):
+    """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
+    facts = "The owl is grey and sits on a branch of the old tree.\n"
+    row = {
+        "input": facts + "Question: Is the owl grey?\nAnswer:",
+        "outputs": ["e", "a", " "],
+        "length": 9,
+    }
+    rows = [row, row, row | {"outputs": ["§"]}, row | {"outputs": ["§"]}]
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--ruler-data", str(tmp_path)]
+    main([*SMALL, *own, "--out", str(tmp_path / "run")])
+    (cell,) = lines(tmp_path / "run")
+    assert cell["published"]
+    assert (cell["samples"], cell["score"], cell["by_kind"]) == (4, 0.5, {"qa_1": 0.5})
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert "RULER's own data: qa_1" in report
+    # also where nothing is compared with it
+    table = [line for line in report.splitlines() if line.startswith("|")][:3]
+    assert [line.count("|") for line in table] == [4, 4, 4]
+
+
+def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
+    """With that of much longer ones every head would see everything, and all be worth the same."""
+    config = parse([
+        *TEST_MODEL, "--policies", "head_pattern", "--tasks", "needle", "--context", "2048", "--order-length", "512",
+        "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
+    ])  # fmt: skip
+    evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
+    monkeypatch.setattr(run, "TeacherForcing", lambda *given: lambda *ran: Outcome(0.0, 0.0))
+    monkeypatch.setattr(
+        run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}
+    )
+    rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
+    assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
+    assert rivals.window == 64

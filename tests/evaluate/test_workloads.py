@@ -1,0 +1,101 @@
+"""Samples that are compared, and the others."""
+
+import dataclasses
+import itertools
+import json
+import re
+
+import numpy as np
+import pytest
+
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.run import Evaluation
+from kvjax.evaluate.workloads import for_rivals, workloads
+from kvjax.models import load_model, load_tokenizer
+from kvjax.tasks import Recall, builtin_task, builtin_text
+from tests.evaluate.inputs import SMALL, fact
+
+
+@pytest.mark.parametrize("question_aware", [False, True])
+def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_length(
+    question_aware, tmp_path
+):
+    """Also where heads are ordered on shorter contexts."""
+    (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
+    config = parse([
+        *SMALL, "--policies", "head_pattern", "wgkv", "--tasks", "qa_1", "--ruler-data", str(tmp_path),
+        "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
+        "--gates", "builtin", "--out", str(tmp_path / "run"),
+    ])  # fmt: skip
+    config = dataclasses.replace(config, question_aware=question_aware)
+    (workload,) = workloads(config)
+    model = load_model(config.model, dtype="float32")
+    evaluation = Evaluation(
+        dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [workload]
+    )
+
+    def houses(samples):
+        decode = load_tokenizer(config.model).decode
+        return [int(re.findall(r"house (\d+)", decode(sample.context.tolist()))[0]) for sample in samples]
+
+    assert houses(workload.samples) == [0, 1, 2, 3]
+    assert houses(workload.calibration) == [4, 5, 6, 7]
+    (others,) = evaluation.choice_samples.values()
+    assert (others.length, houses(others.for_order)) == (126, [4, 5])
+    assert houses(others.for_pattern) == list(range(4, 14))
+
+
+def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
+    args = ["--policies", "wgkv", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
+    args += ["--out", str(tmp_path / "run")]
+    config = parse([*SMALL, *args])
+    (workload,) = workloads(config)
+    for samples, first in (
+        (workload.samples, 3_000_000),
+        (workload.calibration, 3_500_000),
+        (for_rivals(workload, config, 3, 126), 3_500_004),
+    ):
+        for index, found in enumerate(samples):
+            sample = builtin_task(Recall).sample(first + index, 126)
+            np.testing.assert_array_equal(found.context, sample.context)
+
+
+def test_no_text_that_is_compared_is_calibrated_on(tmp_path):
+    """Nor one that static rivals are chosen on, whatever the seed and the length."""
+    text = builtin_text("evaluate")
+
+    def covered(samples):
+        found = np.zeros(len(text), bool)
+        for sample in samples:
+            (question,) = sample.questions
+            line = np.concatenate([sample.context[1:], question.prompt, question.answer])
+            slices = np.lib.stride_tricks.sliding_window_view(text, len(line))
+            starts = np.flatnonzero((slices == line).all(1))
+            assert len(starts) >= 1
+            for start in starts:
+                found[start : start + len(line)] = True
+        return found
+
+    def made(seed):
+        args = [
+            "--policies",
+            "wgkv",
+            "--gates",
+            "builtin",
+            "--tasks",
+            "text",
+            "--samples",
+            "384",
+            "--seed",
+            seed,
+        ]
+        config = parse([*SMALL, *args, "--out", str(tmp_path / "run")])
+        (workload,) = workloads(config)
+        others = (for_rivals(workload, config, 10, length) for length in (126, 96))
+        return covered(workload.samples), covered([*workload.calibration, *itertools.chain(*others)])
+
+    (compared, calibration), (others, _) = made("0"), made("1")
+    assert compared.mean() > 0.05
+    assert calibration.mean() > 0.02
+    assert not (compared & calibration).any()
+    assert not (others & calibration).any()

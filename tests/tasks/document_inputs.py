@@ -1,0 +1,32 @@
+"""What the tests of documents share: texts whose terms are their own, and how a sample of them is made."""
+
+import numpy as np
+
+from kvjax.builtin import builtin_model
+from kvjax.tasks.ruler import Files
+from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
+from kvjax.tasks.sources import Material
+from kvjax.tasks.splits import Split
+
+LENGTH = 700
+COMPARED = Split(7, 5)
+
+
+def paragraph_text(seed: int, paragraphs: int) -> str:
+    """Paragraphs of wrapped sentences, every other one with a name or a number that is its own."""
+    rng, text = np.random.default_rng(seed), []
+    for index in range(paragraphs):
+        sentences = []
+        for line in range(3):
+            a, b = (ADJECTIVES[i] for i in rng.integers(len(ADJECTIVES), size=2))
+            noun = NOUNS[rng.integers(len(NOUNS))]
+            term = f"Guild{seed}x{index}x{line}" if line else "the others"
+            sentences.append(
+                f"In the {a} year of the {noun} that was {b} they gave it\n    to {term}, and left."
+            )
+        text.append(" ".join(sentences))
+    return "\n\n".join(text) + "\n"
+
+
+def material(documents=None):
+    return Material(str(builtin_model()), Files(), None, True, documents)

@@ -1,0 +1,135 @@
+"""RULER's tasks at a length: how much fits, repetition, and what is refused."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.tasks.prompt import PromptEncoder, prompt_size
+from kvjax.tasks.ruler import (
+    RULER_TASKS,
+    Files,
+    make_ruler_task,
+    published_drafts,
+    ruler_drafts,
+)
+
+LENGTHS = (1500, 5000)  # on both sides of the length from which the word list is a longer one
+
+
+@pytest.mark.parametrize("name", RULER_TASKS)
+def test_a_sample_fills_its_length(name, smol, files):
+    """To within 2%, or within a line where every line is a pair of UUIDs."""
+    task, encode = make_ruler_task(name, smol, files), PromptEncoder(smol)
+    line = len(smol("A secret UUID of 01234567-0123-4123-8123-0123456789ab is ." * 2)["input_ids"])
+    for length in (2048, 4096):
+        recipe = task.recipe(length)
+        for seed in (3, 0, 1):
+            sample, count = task.draft(seed, length), task.units(seed, length)
+            assert sample == recipe.write(seed, count)
+            size = prompt_size(sample, encode)
+            assert length - max(0.02 * length, line if name == "niah_multikey_3" else 0) <= size <= length
+            assert prompt_size(recipe.write(seed, count + 1), encode) > length
+
+
+@pytest.mark.parametrize("name", RULER_TASKS)
+def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
+    task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
+    for length in LENGTHS:
+        assert 0.95 * length < prompt_size(task.draft(1, length), encode) <= length
+
+
+def test_a_sample_does_not_depend_on_those_made_before_it(smol):
+    task = make_ruler_task("fwe", smol)
+    samples = [task.draft(seed, 2048) for seed in (2, 0, 1)]
+    assert samples == [make_ruler_task("fwe", smol).draft(seed, 2048) for seed in (2, 0, 1)]
+
+
+def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
+    """This tokenizer puts a space before any text, but the question follows the context."""
+    prompt = make_ruler_task("vt", chatty, chat=False).sample(0, 1500)
+    context = chatty.convert_ids_to_tokens(prompt.context.tolist())
+    asked = chatty.convert_ids_to_tokens(prompt.questions[0].prompt.tolist())
+    assert context[0] == "<s>"
+    assert context[1].startswith("▁")
+    assert not asked[0].startswith("▁")
+    assert "</s>" not in context + asked
+
+
+@pytest.mark.parametrize("name", RULER_TASKS)
+def test_a_seed_says_everything(name, builtin, files):
+    first = ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
+    assert first == ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
+    shifted = ruler_drafts(name, builtin, length=1500, samples=3, seed=6, files=files)
+    assert first[1:] == shifted[:-1]
+    assert len({sample.context for sample in first}) == len({sample.questions for sample in first}) == 3
+
+
+@pytest.mark.parametrize("name", RULER_TASKS)
+def test_no_answer_is_in_its_question_and_the_context_ends_with_one_line_break(name, builtin, files):
+    for sample in ruler_drafts(name, builtin, length=1500, samples=5, files=files):
+        (question,) = sample.questions
+        assert sample.context
+        assert re.search(r"\S\n\Z", sample.context)
+        assert question.text[0].isalpha()
+        assert question.answer_prefix == "\n" + question.answer_prefix.strip()
+        assert question.score(question.text + question.answer_prefix) == 0
+        assert question.score(sample.context) == 1
+        assert (question.kind, question.reserved) == (name, RULER_TASKS[name].reserved)
+
+
+def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="RULER has no task called 'niah_single'; did you mean niah_single_3"):
+        make_ruler_task("niah_single", builtin)
+    with pytest.raises(UserError, match="no task called 'x'; did you mean niah_single_1, .*, qa_2"):
+        published_drafts(tmp_path, "x", 99)
+    for name in RULER_TASKS:
+        with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
+            make_ruler_task(name, builtin, files).sample(0, 60)
+    with pytest.raises(UserError, match="give its JSON file as --squad FILE"):
+        make_ruler_task("qa_1", builtin)
+    with pytest.raises(UserError, match="give its JSON file as --hotpotqa FILE"):
+        make_ruler_task("qa_2", builtin)
+    with pytest.raises(
+        UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
+    ):
+        published_drafts(tmp_path / "none", "vt", 99)
+    (tmp_path / "vt.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path.parent)
+    for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
+        with pytest.raises(
+            UserError, match="--ruler-data .*vt.jsonl: is a file; pass the folder that holds it"
+        ):
+            published_drafts(file, "vt", 99)
+    (tmp_path / "vt.jsonl").unlink()
+    (tmp_path / "vt.parquet").write_bytes(b"nothing")
+    with pytest.raises(UserError, match="--ruler-data .*vt.parquet: is no parquet file"):
+        published_drafts(tmp_path, "vt", 99)
+    short = tmp_path / "short.txt"
+    for content, message in ((b"", "there is no text in it"), (b"\xff\xfe\xfa", "is not UTF-8 text")):
+        short.write_bytes(content)
+        with pytest.raises(UserError, match=f"^--essays .*short.txt: {message}"):
+            make_ruler_task("niah_single_2", builtin, Files(essays=short))
+    with pytest.raises(UserError, match=r"^--essays .*no: cannot be read \(No such file"):
+        make_ruler_task("niah_single_2", builtin, Files(essays=tmp_path / "no"))
+    with pytest.raises(UserError, match=r"^--squad .*none: cannot be read \(No such file"):
+        make_ruler_task("qa_1", builtin, Files(squad=tmp_path / "none"))
+
+
+def test_words_do_not_last_for_ever(builtin, monkeypatch):
+    monkeypatch.setattr("kvjax.tasks.ruler.needles.WORD_PAIRS", 20)
+    with pytest.raises(
+        UserError, match="niah_multikey_2: 1500 tokens are too many, there are only 20 pairs of words"
+    ):
+        make_ruler_task("niah_multikey_2", builtin).sample(0, 1500)
+
+
+def test_a_sample_is_its_draft_in_tokens(smol):
+    task = make_ruler_task("vt", smol)
+    sample, draft = task.sample(3, 1500), task.draft(3, 1500)
+    expected = PromptEncoder(smol)(draft)
+    np.testing.assert_array_equal(sample.context, expected.context)
+    np.testing.assert_array_equal(sample.questions[0].prompt, expected.questions[0].prompt)
+    assert len(sample.context) + sample.room == prompt_size(draft, PromptEncoder(smol)) <= 1500

@@ -1,0 +1,28 @@
+"""Chains of variables."""
+
+import re
+
+from kvjax.tasks.ruler import ruler_drafts
+from kvjax.tasks.ruler.haystack import PASSAGE
+
+
+def test_a_chain_of_variables_is_in_order_after_a_solved_one(builtin):
+    for sample in ruler_drafts("vt", builtin, length=1500, samples=5):
+        (question,) = sample.questions
+        solved, asked = sample.context.split("\n\nThe text below")
+        value = re.findall(r"\d{5}", question.text)[0]
+        (shown_value,) = set(re.findall(r"\d{5}", solved))
+        assert sample.context.count(value) == 1
+        shown = re.findall(r"^Set ([A-Z]{3}) = \w+$", solved, re.MULTILINE)
+        assert len(set(shown)) == len(shown) == 5
+        # the example ends as a right answer to its question would
+        asks = (question.text + question.answer_prefix).replace(value, shown_value)
+        assert solved.endswith(f"\n{asks} {' '.join(shown)}")
+        for text, first, names in ((solved, shown_value, shown), (asked, value, question.expected)):
+            lines = re.findall(r"^Set (\w+) = (\w+)\n(.*)$", text, re.MULTILINE)
+            assert [(name, source) for name, source, _ in lines] == list(
+                zip(names, [first, *names], strict=False)
+            )
+            assert all(after == PASSAGE for *_, after in lines)
+        assert [sample.context.count(name) for name in question.expected] == [2, 2, 2, 2, 1]
+        assert solved.count(PASSAGE) == 14
