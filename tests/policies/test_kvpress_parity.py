@@ -15,7 +15,7 @@ from kvjax.inference.forward import extend
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
-from kvjax.policies import make_policy
+from kvjax.policies import ExpectedAttention, make_policy
 from kvjax.policies.budget import Budget, whole
 from tests.models.cases import LLAMA, QWEN3, write_folder
 
@@ -59,12 +59,12 @@ METHODS = {
     # as in kvpress's published figures
     "adakv, expected_attention": (
         lambda ratio: presses.AdaKVPress(expected_attention(ratio, epsilon=1e-2)),
-        {"eviction": "expected_attention", "epsilon": 1e-2},
+        {"eviction": ExpectedAttention(epsilon=1e-2)},
     ),
     "critical_kv": (lambda ratio: presses.CriticalKVPress(snapkv(ratio)), {"observed": OBSERVED}),
     "critical_kv, expected_attention": (
         lambda ratio: presses.CriticalKVPress(expected_attention(ratio, use_vnorm=False)),
-        {"eviction": "expected_attention", "values": False},
+        {"eviction": "expected_attention"},
     ),
     "adakv, critical_kv": (
         lambda ratio: presses.AdaKVPress(presses.CriticalKVPress(snapkv(ratio))),
