@@ -5,6 +5,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from kvjax.errors import shown
 
@@ -32,7 +33,7 @@ def struct(cls: type[T]) -> type[T]:
     own_repr = "__repr__" in cls.__dict__
     cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
     if not own_repr:
-        cls.__repr__ = short
+        cls.__repr__ = short  # pyright: ignore[reportAttributeAccessIssue]
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     data = tuple(f.name for f in fields if not f.metadata.get("static"))
     meta = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -89,7 +90,7 @@ MOST_SHOWN = 4096
 
 def _number(value: Any) -> Any:
     """The one number that an array holds, else None."""
-    if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, jax.core.Tracer):
+    if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, Tracer):
         return None
     if not 0 < value.size <= MOST_SHOWN or np.asarray(value).dtype.kind not in "bif":
         return None

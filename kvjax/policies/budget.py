@@ -43,6 +43,9 @@ class Budget(abc.ABC):
         `entry_bytes`: one token's key and value in all layers and heads.
         """
 
+    def __repr__(self) -> str:
+        return short(self)
+
 
 @dataclass(frozen=True, repr=False)
 class Ratio(Budget):
@@ -50,7 +53,6 @@ class Ratio(Budget):
 
     proportional = True
     ratio: float
-    __repr__ = short
 
     def __post_init__(self):
         assign(self, ratio=real_number("budget", "ratio", self.ratio, above=0.0, most=1.0))
@@ -64,7 +66,6 @@ class Entries(Budget):
     """So many entries of each kv head on average."""
 
     entries: int
-    __repr__ = short
 
     def __post_init__(self):
         assign(self, entries=whole_number("budget", "entries", self.entries, most=MOST))
@@ -78,7 +79,6 @@ class Size(Budget):
     """So many bytes of a sequence, keys and values of all layers and heads together: a number, or "2GiB"."""
 
     size: int | str
-    __repr__ = short
 
     def __post_init__(self):
         size = self.size
@@ -96,7 +96,6 @@ class Threshold(Budget):
 
     proportional = True
     threshold: float
-    __repr__ = short
 
     def __post_init__(self):
         assign(self, threshold=real_number("budget", "threshold", self.threshold))

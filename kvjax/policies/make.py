@@ -113,13 +113,13 @@ def _composed(
         told = {x: words[x] for x in MOMENT if x in words}
         eviction = _wrapped(made["eviction"], **{x: words[x] for x in WRAPPING if x in words})
         fields |= {"eviction": eviction, "budget": budget(**measures), "when": moment(**told)}
-    if "selection" in made:
-        fields["selection"] = made["selection"]
-    base = made.get("admission")
+    fields |= {part: x for part, x in made.items() if part not in fields}
+    base = fields.get("admission")
     if isinstance(base, Policy):
+        del fields["admission"]
         # another package's, whole: it is called as that package says
         return dataclasses.replace(base, **fields, name=label) if fields else base
-    return Policy(admission=base, name=label, **fields)  # pyright: ignore[reportArgumentType]
+    return Policy(name=label, **fields)
 
 
 def _wrapped(

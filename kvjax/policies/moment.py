@@ -33,13 +33,15 @@ class Moment:
     def while_decoding(self) -> bool:
         return self.when in ("every", "overflow")
 
+    def __repr__(self) -> str:
+        return short(self)
+
 
 @dataclass(frozen=True, repr=False)
 class AtPrompt(Moment):
     """Once the prompt was read."""
 
     when = "prompt"
-    __repr__ = short
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +56,6 @@ class EveryChunk(Moment):
     when = "chunk"
     chunk: int = 0
     observers: str = "own"
-    __repr__ = short
 
     def __post_init__(self):
         one_of("schedule", "observers", self.observers, OBSERVERS)
@@ -67,7 +68,6 @@ class Every(Moment):
 
     when = "every"
     every: int = 0
-    __repr__ = short
 
     def __post_init__(self):
         assign(self, every=whole_number("schedule", "every", self.every))
@@ -80,7 +80,6 @@ class Overflow(Moment):
 
     when = "overflow"
     drop: float = 0.1
-    __repr__ = short
 
     def __post_init__(self):
         assign(self, drop=real_number("schedule", "drop", self.drop, above=0.0, most=1.0))

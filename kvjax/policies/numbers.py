@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Float
 
 from kvjax.errors import LARGEST_INT, UserError, real_number, shown, whole_number
@@ -14,7 +15,7 @@ NO_TABLE: np.ndarray = np.zeros(0)
 
 def is_placed(value: Any) -> bool:
     """Whether it is on a mesh already, or in a compiled program: it was checked before."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         return True
     return isinstance(value, jax.Array) and value.ndim > 0 and mesh_of(value) is not None
 

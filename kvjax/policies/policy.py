@@ -34,7 +34,8 @@ class States:
     eviction: State
 
 
-NOBODY: Any = None
+EVERYTHING = Full()
+"""Where no admission is named."""
 
 
 @struct
@@ -52,32 +53,32 @@ class Policy:
         UserError: a composition that means nothing, or a part that is none.
     """
 
-    admission: Admission = NOBODY
+    admission: Admission = EVERYTHING
     """By default everything is stored."""
-    window: int = static(None)
-    """By default the admission's own."""
+    window: Any = static(default=None)
+    """A whole number; by default the admission's own."""
     eviction: Eviction | None = None
-    budget: Budget | None = static(None)
+    budget: Budget | None = static(default=None)
     """Of the eviction, which needs one."""
-    when: Moment | None = static(None)
+    when: Moment | None = static(default=None)
     """Of the eviction: by default once the prompt was read."""
     selection: Selection | None = None
     name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
     """How reports call it: by default the names of its methods."""
 
     def __post_init__(self):
-        admission = Full() if self.admission is None else self.admission
         parts = {"admission": Admission, "eviction": Eviction, "selection": Selection}
         parts |= {"budget": Budget, "when": Moment}
-        given = {part: x for part in parts if (x := getattr(self, part)) is not None}
+        held = {part: getattr(self, part) for part in parts}
+        given = {part: x for part, x in held.items() if x is not None and x is not EVERYTHING}
         for part, x in given.items():
             if not isinstance(x, parts[part]):
                 raise UserError(f"policy: {part} must be an object such as {EXAMPLES[part]}, got {shown(x)}")
         methods = [given[x] for x in ("admission", "eviction", "selection") if x in given]
         name = self.name or "+".join(method.label for method in methods) or "full"
-        window = admission.window if self.window is None else self.window
+        window = self.admission.window if self.window is None else self.window
         when = AtPrompt() if self.when is None and self.eviction is not None else self.when
-        assign(self, admission=admission, name=name, when=when)
+        assign(self, name=name, when=when)
         assign(self, window=whole_number(name, "window", window))
         if self.eviction is None and (alone := [x for x in ("budget", "when") if x in given]):
             raise UserError(
@@ -125,7 +126,6 @@ class Policy:
 
     def __repr__(self) -> str:
         plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
-        plain |= {"admission": None} if self.stores_all else {}
         plain |= {"when": None} if self.when == AtPrompt() else {}
         return short(changed(self, **plain))
 

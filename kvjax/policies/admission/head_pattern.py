@@ -28,10 +28,10 @@ class HeadPattern(Admission):
 
     pattern: Any
     """Which heads keep everything, bool [… k]."""
-    ratio: float | None = host(None)
+    ratio: float | None = host(default=None)
     """The share of heads that do, the highest weights first; None: those of weights ≥ 0.5."""
     sink: Any = None
-    window: int | None = host(None, repr=False)
+    window: int | None = host(default=None, repr=False)
     name = "head_pattern"
 
     def __post_init__(self):

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from kvjax.errors import UserError, real_number
 from kvjax.policies.chance import no_text, text_hash, uniform
@@ -21,11 +21,11 @@ class Random(Admission):
     Its state is the hash of the text so far. Sequences that begin alike are treated alike up to where they part.
     """
 
-    ratio: float | None = static(None)
+    ratio: float | None = static(default=None)
     """The same rate for every head, instead of `rates`, and then kept there."""
     rates: Any = None
     """By layer and kv head, such as another policy was measured to have."""
-    seed: Int[Number, "..."] = 0
+    seed: Number = 0
     name = "random"
 
     def __post_init__(self):

@@ -20,8 +20,8 @@ class CriticalKV(Wrapped):
     """Another method's best `first_stage` of the places stay; the rest by (score + ε) · mean over the group of
     ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`unweighed`)."""
 
-    first_stage: float = static(0.5)
-    epsilon: float = static(1e-4)
+    first_stage: float = static(default=0.5)
+    epsilon: float = static(default=1e-4)
     name = "critical_kv"
 
     def __post_init__(self):

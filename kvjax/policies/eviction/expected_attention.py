@@ -34,12 +34,12 @@ class ExpectedAttention(Eviction):
     4. Averaged over a group's query heads, and weighed by the length of the value.
     """
 
-    future: int = static(512)
+    future: int = static(default=512)
     """How many positions the queries are expected at."""
-    sink: int = static(4)
+    sink: int = static(default=4)
     """Entries at the start that are not scored and stay."""
-    epsilon: Float[Number, "..."] = 0.0
-    values: bool = static(True)
+    epsilon: Number = 0.0
+    values: bool = static(default=True)
     """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
     name = "expected_attention"
 

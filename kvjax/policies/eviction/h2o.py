@@ -22,7 +22,7 @@ class H2O(Eviction):
     """The sum of an entry's attention over all queries that saw it, in the prompt and the answer (Sec. 4.1, Alg. 1),
     averaged over a group's query heads."""
 
-    recent: float = host(0.5)
+    recent: float = host(default=0.5)
     """The share of the budget that goes to the newest entries whatever their attention."""
     name = "h2o"
 

@@ -11,8 +11,8 @@ class Protected(Wrapped):
     """Another eviction whose very `first` and newest `last` entries of each kv head always stay, in place of the
     method's own numbers; None: they are the method's."""
 
-    first: int | None = host(None)
-    last: int | None = host(None)
+    first: int | None = host(default=None)
+    last: int | None = host(default=None)
 
     def __post_init__(self):
         super().__post_init__()

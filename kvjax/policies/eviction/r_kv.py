@@ -31,12 +31,12 @@ class RKV(queries.Observing):
     which eq. 4 does not.
     """
 
-    observed: int = static(8)
-    pool: int = static(7)
-    balance: Float[Number, "..."] = 0.07
+    observed: int = static(default=8)
+    pool: int = static(default=7)
+    balance: Number = 0.07
     """λ."""
-    alike: Float[Number, "..."] = 0.5
-    sink: int = host(0)
+    alike: Number = 0.5
+    sink: int = host(default=0)
     name = "r_kv"
 
     def __post_init__(self):

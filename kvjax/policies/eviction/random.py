@@ -13,7 +13,7 @@ from kvjax.struct import assign, struct
 class RandomEviction(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
-    seed: Int[Number, "..."] = 0
+    seed: Number = 0
     name = "random_eviction"
 
     def __post_init__(self):

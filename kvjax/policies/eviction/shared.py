@@ -15,8 +15,8 @@ class Adaptive(Wrapped):
     the share of the average that every head keeps of its own best, whatever others have (AdaKV's α).
     """
 
-    over: str = host("layer")
-    pinned: float = host(0.2)
+    over: str = host(default="layer")
+    pinned: float = host(default=0.2)
     name = "adakv"
 
     def __post_init__(self):
@@ -37,7 +37,7 @@ class Pyramid(Wrapped):
     """Budgets fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets 1/`beta` of
     the average. All layers get the average if that is below what must stay."""
 
-    beta: float = host(20.0)
+    beta: float = host(default=20.0)
     name = "pyramidkv"
 
     def __post_init__(self):

@@ -19,12 +19,12 @@ class SnapKV(queries.Observing):
     (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
     of a group for each query, and of the neighbours. The last `observed` entries stay."""
 
-    observed: int = static(64)
-    pool: int = static(5)
+    observed: int = static(default=64)
+    pool: int = static(default=5)
     """How many neighbours share their attention."""
-    pooling: str = static("average")
+    pooling: str = static(default="average")
     """As their "average" or the "max"."""
-    group: str = static("mean")
+    group: str = static(default="mean")
     """What counts of a group's query heads, "mean" or "max"."""
     name = "snapkv"
 

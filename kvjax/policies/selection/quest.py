@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from kvjax.errors import UserError, shown, whole_number
@@ -54,12 +55,13 @@ class Quest(Selection):
         )
 
     def __repr__(self) -> str:
-        unused = () if is_placed(self.tokens) else [x for x in ("tokens", "ratio") if not getattr(self, x)]
+        given = {"tokens": self.tokens, "ratio": self.ratio}
+        unused = [x for x, n in given.items() if not isinstance(n, Tracer) and not np.any(n)]
         return short(changed(self, **dict.fromkeys(unused)))
 
     def check(self, model: Any) -> None:
         if not is_placed(self.skip):
-            whole_number(f"quest on {model.num_layers} layers", "skip", self.skip, 0, model.num_layers)
+            whole_number(f"quest on {model.num_layers} layers", "skip", int(self.skip), 0, model.num_layers)
 
     def select(
         self,

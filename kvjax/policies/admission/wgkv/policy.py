@@ -30,7 +30,7 @@ class WGKV(Admission):
     rate: Any = dataclasses.field(default=None, repr=False)
     """The largest share of a sequence's tokens that is expected to be admitted, by layer and kv head, which sizes the
     pool; by default the folder's, if it was exported with this τ or a lower one; else 1."""
-    window: int | None = host(None, repr=False)
+    window: int | None = host(default=None, repr=False)
     """The window of policies that name none: by default the one that the gates were trained with."""
     name = "wgkv"
 
