@@ -21,7 +21,7 @@ from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.interfaces import Method
 from kvjax.policies.numbers import head_table
-from kvjax.policies.registry import brought
+from kvjax.policies.registry import brought, role
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _brought(name: str) -> Contender | None:
     make = brought(name)
     if make is None:
         return None
-    takes = inspect.signature(make).parameters
+    takes = {*inspect.signature(make).parameters, *(["ratio"] if role(make) == "eviction" else ())}
 
     def made(sizing: Sizing) -> Policy:
         known = {"gates": sizing.gates, "ratio": sizing.ratio, "entries": round(sizing.entries)}
@@ -242,7 +242,7 @@ def _brought(name: str) -> Contender | None:
             given.pop("entries", None)
         return _made(name, sizing, **given)
 
-    return Contender(made, fixed=not {"ratio", "entries"} & set(takes))
+    return Contender(made, fixed=not {"ratio", "entries"} & takes)
 
 
 def sized(name: str, sizing: Sizing) -> Policy:

@@ -69,24 +69,8 @@ def make_policy(
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
     given = {"admission": admission, "eviction": eviction, "selection": selection}
     parts = {part: _part(part, x) for part, x in given.items() if x is not None}
-    if name is None:
-        own = next(iter(parts.values()), None) or _part("admission", "full")
-        names = [parts[part].name for part in ("admission", "eviction") if part in parts]
-    else:
-        own = _part("policy", name)
-        beside = parts.get(own.role)
-        if beside is not None and own.words:
-            own = dataclasses.replace(beside, name=own.name, words=own.words | beside.words)
-        elif beside is not None and beside.name != own.name:
-            article = "a" if own.role == "selection" else "an"
-            raise UserError(
-                f"{own.name} is {article} {own.role} itself, got {own.role}={shown(given[own.role])} beside it"
-            )
-        names = [own.name]
+    own, label = _own(name, parts, given)
     parts[own.role] = own
-    if "selection" in parts and (name is None or own.role != "selection"):
-        names.append(parts["selection"].name)
-    label = "+".join(names) or "full"
     evicting = parts.get("eviction")
     words, known = {}, []
     if evicting is not None:
@@ -101,6 +85,25 @@ def make_policy(
     with use_mesh(model):
         policy = _composed(label, parts, words, window, model)
         return policy if model is None else policy.for_model(model)
+
+
+def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> tuple["_Part", str]:
+    """The method that is named, or the first of the others, and what the policy is called."""
+    if name is None:
+        own = next(iter(parts.values()), None) or _part("admission", "full")
+        names = [parts[part].name for part in ("admission", "eviction", "selection") if part in parts]
+        return own, "+".join(names) or own.name
+    own = _part("policy", name)
+    if own.role in parts and own.words:
+        beside = parts[own.role]
+        own = dataclasses.replace(beside, name=own.name, words=own.words | beside.words)
+    elif own.role in parts and given[own.role] != name:
+        article = "a" if own.role == "selection" else "an"
+        raise UserError(
+            f"{own.name} is {article} {own.role} itself, got {own.role}={shown(given[own.role])} beside it"
+        )
+    selected = [parts["selection"].name] if "selection" in parts and own.role != "selection" else []
+    return own, "+".join([own.name, *selected])
 
 
 def _composed(

@@ -90,7 +90,7 @@ class Policy:
     def _check(self, eviction: Eviction) -> None:
         """Refuse what the eviction does not go with."""
         if self.budget is None:
-            budget()
+            budget()  # which says what one is
         plan, name = self.plan, self.name
         assert plan is not None
         schedule = plan.schedule

@@ -12,7 +12,6 @@ from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
-from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
@@ -45,7 +44,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
 WRAPPERS: dict[str, dict[str, Any]] = {
     "adakv": {"over": Adaptive.over, "pinned": Adaptive.pinned},
     "pyramidkv": {"pyramid": Pyramid.beta},
-    "critical_kv": {"critical": True, "first_stage": CriticalKV.first_stage},
+    "critical_kv": {"critical": True},
 }
 """Evictions that hold another one (SnapKV unless another is named), by the words of `make_policy` that they are."""
 SELECTIONS: dict[str, type[Selection]] = {

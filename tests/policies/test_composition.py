@@ -261,8 +261,8 @@ def test_budgets_moments_and_who_shares_are_not_compiled():
         ),
         (lambda: make_policy("full", ratio=0.5), "full has no argument 'ratio'; it has window"),
         (
-            lambda: make_policy("quest", tokens=8, selection=Quest(tokens=9), eviction="tova"),
-            "a budget is one of ratio, entries, size and threshold, got none",
+            lambda: make_policy("quest", tokens=8, selection=Quest(tokens=9)),
+            "quest is a selection itself, got selection=Quest(tokens=9) beside it",
         ),
     ],
 )  # fmt: skip
@@ -270,3 +270,11 @@ def test_what_means_nothing_is_refused_in_one_line(make, says):
     with pytest.raises(UserError) as error:
         make()
     assert str(error.value) == says
+
+
+def test_another_package_s_method_is_a_class_by_its_module_and_name():
+    path = "kvjax.policies.eviction.snapkv:SnapKV"
+    assert repr(make_policy(f"{path}:pool=3", ratio=0.5)) == repr(make_policy("snapkv", pool=3, ratio=0.5))
+    beside = make_policy("streaming_llm", window=70, eviction=f"{path}:observed=9", entries=80)
+    assert beside.plan is not None
+    assert beside.plan.observed == 9
