@@ -108,8 +108,8 @@ def random_gated(model: Any, config: BenchmarkConfig):
         gates: WriteGate
         random: Random
 
-        def init(self, batch, heads):
-            return self.random.init(batch, heads)
+        def init(self, shape):
+            return self.random.init(shape)
 
         def score(self, state, step, seen, valid):
             state, priority, delay = self.random.score(state, step, seen, valid)
@@ -159,9 +159,7 @@ def eviction(
 
     if policy.plan is None or policy.plan.schedule.when != "prompt":
         return None
-    cache = sampling.prefill(
-        model, [tokens], policy=dataclasses.replace(policy, plan=None), page_size=config.page_size
-    )
+    cache = sampling.prefill(model, [tokens], policy=policy.uncompacted, page_size=config.page_size)
     return cache, lambda cache: at_prompt_end(model, policy, cache, [config.context])
 
 

@@ -49,14 +49,14 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.inference.record import Calls
     from kvjax.inference.sampling import sample
     from kvjax.models import load_model
-    from kvjax.policies import make_policy
+    from kvjax.policies import SnapKV, make_policy
 
     with jax.set_mesh(mesh):
         model = load_model(config.model, max_length=config.prompt_tokens + config.new_tokens)
         prompts = passages(config)
         bound = {
-            "model": model, "eviction": "snapkv", "observed": config.observed, "entries": config.entries,
-            "group": "max", "pooling": "max", "when": "overflow",
+            "model": model, "eviction": SnapKV(config.observed, group="max", pooling="max"),
+            "entries": config.entries, "when": "overflow",
         }  # fmt: skip
         policies = {
             "snapkv": make_policy(**bound),

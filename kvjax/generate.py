@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from kvjax.assignments import assignments
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
-from kvjax.command.options import assignments
 from kvjax.errors import UserError
 from kvjax.files import read_text
 
@@ -28,9 +28,10 @@ class GenerateConfig:
     adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest; or what another
     package brings: its name, or package.module:NAME."""
     eviction: str | None = None
-    """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from."""
+    """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from: a name, or
+    a name with its arguments, snapkv:observed=32,pool=7."""
     selection: str | None = None
-    """How a decoded token chooses the pages that it reads: quest."""
+    """How a decoded token chooses the pages that it reads: quest:tokens=1024."""
     gates: Path | None = None
     """What was trained for the policy: the `gates` of a training run's --out, or for wgkv `builtin`, those of the
     built-in model."""
@@ -42,7 +43,7 @@ class GenerateConfig:
     entries: int | None = None
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
     tokens: int | None = None
-    """quest: entries of each kv head that it reads."""
+    """quest, as the policy: entries of each kv head that it reads."""
     set: tuple[str, ...] = ()
     """Any other arguments of the policy, as NAME=VALUE: --set sink=4 tau=0.2 when=every every=128 observed=32."""
     max_new_tokens: int = 128

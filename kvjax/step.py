@@ -1,10 +1,25 @@
-"""What one layer shows a cache policy: the tokens of a call, and the entries that are stored."""
+"""What one layer shows a cache policy: its shape, the tokens of a call, and the entries that are stored."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
 
 from kvjax.struct import static, struct
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one device holds of a layer."""
+
+    batch: int
+    kv_heads: int
+    group: int
+    """Query heads of a kv head."""
+    head_dim: int
+    dtype: Any
+    """Of queries, keys and values."""
 
 
 @struct
@@ -72,6 +87,10 @@ class Stored:
     """Tokens so far."""
     output: Float[Array, "n h d"]
     """The output projection of these query heads."""
+    frequencies: Float[np.ndarray, " pairs"]
+    """RoPE's radians a position of each rotated pair."""
+    rope_scale: float = static()
+    """What RoPE multiplies cosines and sines by."""
     layer: Int[Array, ""]
     head: Int[Array, " k"]
     """As in `Step`."""

@@ -4,6 +4,10 @@ import dataclasses
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+import numpy as np
+from jax.core import Tracer
+
+from kvjax.errors import shown
 
 T = TypeVar("T")
 
@@ -13,13 +17,23 @@ def static(default: Any = dataclasses.MISSING) -> Any:
     return dataclasses.field(default=default, metadata={"static": True})
 
 
-@dataclass_transform(frozen_default=True, field_specifiers=(static, dataclasses.field))
+def host(default: Any = dataclasses.MISSING, *, repr: bool = True) -> Any:
+    """A static field that only the host reads: compiled programs are given what is `bare` of it, and serve all its
+    values."""
+    return dataclasses.field(default=default, repr=repr, metadata={"static": True, "host": True})
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(static, host, dataclasses.field))
 def struct(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a pytree whose children are its fields, except those declared `static`.
 
-    Unflattening skips `__init__`: JAX may put shardings, shapes or `None` where arrays are declared.
+    Unflattening skips `__init__`: JAX may put shardings, shapes or `None` where arrays are declared. Its `repr` is
+    `short`.
     """
-    cls = dataclasses.dataclass(frozen=True)(cls)
+    own_repr = "__repr__" in cls.__dict__
+    cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
+    if not own_repr:
+        cls.__repr__ = short  # pyright: ignore[reportAttributeAccessIssue]
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
     data = tuple(f.name for f in fields if not f.metadata.get("static"))
     meta = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -35,3 +49,64 @@ def struct(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
     return cls
+
+
+def assign(x: Any, **values: Any) -> None:
+    """Write checked values into the fields of a frozen dataclass that is being made (`__post_init__`)."""
+    for name, value in values.items():
+        object.__setattr__(x, name, value)
+
+
+def changed(x: T, **values: Any) -> T:
+    """A copy with other values, made like one that JAX unflattens: without `__init__` and what it checks."""
+    fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
+    new = object.__new__(type(x))
+    new.__dict__.update({f.name: getattr(x, f.name) for f in fields} | values)
+    return new
+
+
+def bare(x: T) -> T:
+    """A copy without what only the host reads."""
+    fields: Any = dataclasses.fields(x)  # pyright: ignore[reportArgumentType]
+    return changed(x, **{f.name: None for f in fields if f.metadata.get("host")})
+
+
+def short(x: Any) -> str:
+    """A dataclass in a line, as one would write it: fields at their default left out, the first one by its value alone
+    where it has no default or is a dataclass itself, and of arrays that do not hold one number their shape."""
+    parts = []
+    for index, f in enumerate(dataclasses.fields(x)):
+        value = getattr(x, f.name)
+        if not f.repr or _is_default(value, f.default):
+            continue
+        bare_value = index == 0 and (f.default is dataclasses.MISSING or dataclasses.is_dataclass(value))
+        parts.append(_shown(value) if bare_value else f"{f.name}={_shown(value)}")
+    return f"{type(x).__name__}({', '.join(parts)})"
+
+
+MOST_SHOWN = 4096
+"""Numbers of an array that are looked at for whether they are one."""
+
+
+def _number(value: Any) -> Any:
+    """The one number that an array holds, else None."""
+    if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, Tracer):
+        return None
+    if not 0 < value.size <= MOST_SHOWN or np.asarray(value).dtype.kind not in "bif":
+        return None
+    flat = np.asarray(value).reshape(-1)
+    return flat[0] if (flat == flat[0]).all() else None
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    if (number := _number(value)) is not None and isinstance(default, int | float):
+        return bool(number == np.asarray(default, number.dtype))
+    return type(value) is type(default) and not hasattr(value, "shape") and value == default
+
+
+def _shown(value: Any) -> str:
+    if (number := _number(value)) is not None:
+        return f"{number:g}" if number.dtype.kind == "f" else str(number)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return repr(value) if dataclasses.is_dataclass(value) else shown(value)

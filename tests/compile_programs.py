@@ -28,7 +28,7 @@ from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, make_policy
+from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.step import initial_state, make_update
@@ -56,7 +56,7 @@ def shape(mesh, dtype, size, *spec):
 def wgkv(config):
     gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
     heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, "tensor"))
-    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), "wgkv", 256)
+    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
 
 
 def programs(mesh, config):
@@ -78,9 +78,11 @@ def programs(mesh, config):
             bounds=None if policy.selection is None else DTYPE,
             planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()),
         )  # fmt: skip
-        return jax.eval_shape(lambda policy: laid_out(policy, layout), policy)
+        return jax.eval_shape(
+            lambda policy: laid_out(policy, layout, config.num_heads // config.num_kv_heads), policy
+        )
 
-    cache = empty(policy, 65536)
+    cache = empty(policy.traced, 65536)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
 
@@ -90,7 +92,7 @@ def programs(mesh, config):
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
 
-    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": "quest", "tokens": 256}
+    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": Quest(tokens=256)}
     busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
     cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
@@ -104,7 +106,12 @@ def programs(mesh, config):
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
         dropped=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
-    yield "compaction", compact, (model, evicting.eviction, cache, quota), {"entries": 4096, "over": "layer"}
+    yield (
+        "compaction",
+        compact,
+        (model, evicting.traced.eviction, cache, quota),
+        {"entries": 4096, "over": "layer"},
+    )
 
 
 def kernels(program: str) -> set[str]:

@@ -74,7 +74,7 @@ POLICIES = {
 }
 BAD_POLICIES = [
     ("unbudgeted", "entries", (NAN, INF, "64", [64], True, 1.5, 0)),
-    ("unbudgeted", "size", (INF, "2GiB", True, -1)),
+    ("unbudgeted", "size", (INF, "2GiG", "GiB", True, -1)),
     ("unbudgeted", "ratio", ("0.5", True, NAN, 0, [0.5])),
     ("unbudgeted", "threshold", ("a", INF, True, 1e39)),
     ("snapkv", "pinned", ("a", None, NAN, 2)),
@@ -110,7 +110,7 @@ BAD_POLICIES = [
     ("full", "window", ("a", NAN, INF, None, True)),
     ("streaming_llm", "window", ("a", None, 2.5)),
     ("streaming_llm", "sink", ("a", None, 2.5, -1, 2**31)),
-    ("quest", "layers", ("a", 5, np.ones(2))),
+    ("quest", "layers", ("a",)),
     ("random", "ratio", ("a", NAN, -1, [0.5])),
     ("random", "seed", ("a", 2.5, -1)),
     (
@@ -209,7 +209,7 @@ def test_a_policy_of_another_model_is_refused(model):
 def test_a_table_of_another_model_is_refused(model):
     policy = make_policy("random", window=2, rates=np.ones((2, 4)))
     with pytest.raises(
-        UserError, match="^policy random is made for 2 layers × 4 kv heads, the model has 3 × 4$"
+        UserError, match="^policy random: rates is made for 2 layers × 4 kv heads, the model has 3 × 4$"
     ):
         sampling.prefill(model, PROMPTS, policy=policy)
 

@@ -35,7 +35,7 @@ def test_text_comes_first_and_then_one_line_of_what_it_took():
 def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
-    select = ["--selection", "quest", "--tokens", "17"]
+    select = ["--selection", "quest:tokens=17"]
     own = ["--window", "16", "--set", "sink=6"]
     done = generate(*text, *SMALL, "--policy", "streaming_llm", *own, *select)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
+    {
+        *("kvjax.assignments", "kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step"),
+        *("kvjax.top", "kvjax.builtin"),
+    },
     {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
     {"kvjax.exported"},
     {"kvjax.cache", "kvjax.policies"},
@@ -22,6 +25,7 @@ LAYERS = (
 
 POLICIES_MAY_IMPORT = {
     *(
+        "kvjax.assignments",
         "kvjax.builtin",
         "kvjax.errors",
         "kvjax.exported",

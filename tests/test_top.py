@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.mesh import BATCH, P, make_mesh, put
-from kvjax.policies.budget import Budget, Shares, pyramid, whole
+from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
 from kvjax.top import top
 
 LAYERS, SEQUENCES, HEADS, ENTRIES = 2, 2, 4, 7
@@ -83,15 +83,15 @@ def test_a_score_that_is_no_number_is_the_worst():
 @pytest.mark.parametrize(
     ("budget", "tokens", "entries"),
     [
-        (Budget(ratio=0.29), 100, 29),
-        (Budget(ratio=0.7), 10, 7),
-        (Budget(ratio=0.3), 7, 2),
-        (Budget(ratio=0.01), 7, 1),
-        (Budget(ratio=1.0), 7, 7),
-        (Budget(entries=50), 40, 40),
-        (Budget(entries=30), 40, 30),
-        (Budget(size=1000), 40, 10),
-        (Budget(size=10), 40, 1),
+        (Ratio(0.29), 100, 29),
+        (Ratio(0.7), 10, 7),
+        (Ratio(0.3), 7, 2),
+        (Ratio(0.01), 7, 1),
+        (Ratio(1.0), 7, 7),
+        (Entries(50), 40, 40),
+        (Entries(30), 40, 30),
+        (Size(1000), 40, 10),
+        (Size(10), 40, 1),
     ],
 )
 def test_budgets_are_whole_entries(budget, tokens, entries):

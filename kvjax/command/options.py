@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,25 +58,6 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
         return parse_command(cls, args, default=default)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
-
-
-def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
-    """Arguments written as NAME=VALUE: numbers, true and false as in JSON, anything else as text.
-
-    Raises UserError for one without a name or a value, and for a name given twice.
-    """
-    found: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name.isidentifier() or not equals or not value:
-            raise UserError(f"{option} {text}: expected NAME=VALUE")
-        if name in found:
-            raise UserError(f"{option} gives {name} twice")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
 
 
 def find_value(args: Sequence[str], option: str) -> str | None:

@@ -1,25 +1,27 @@
 """The methods that are compared, by name: how each is made for a budget. One line adds one."""
 
+import dataclasses
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.command.options import assignments
+from kvjax.assignments import with_arguments
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
 from kvjax.exported import describe
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, brought, make_policy
+from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.policy import head_table
+from kvjax.policies.interfaces import Method
+from kvjax.policies.numbers import head_table
+from kvjax.policies.registry import brought, role
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,22 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(sizing).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
+    eviction, sizing = _told(SnapKV, sizing, observed=observed, **largest)
     # heads differ in what the gates let in, so the budget is that of all together
-    return _gated(sizing, eviction="snapkv", ratio=sizing.ratio, observed=observed, over="model", **largest)
+    return _gated(sizing, eviction=eviction, ratio=sizing.ratio, over="model")
+
+
+def _gates_then_quest(sizing: Sizing) -> Policy:
+    selection, sizing = _told(Quest, sizing, ratio=sizing.ratio)
+    return _gated(sizing, selection=selection)
+
+
+def _told(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
+    """A method over gates, with those of the arguments that are its own, and the sizing with the others."""
+    fields = {field.name for field in dataclasses.fields(method)}
+    told = {name: x for name, x in sizing.arguments.items() if name in fields}
+    others = {name: x for name, x in sizing.arguments.items() if name not in fields}
+    return method(**(own | told)), dataclasses.replace(sizing, arguments=others)
 
 
 CONTENDERS = {
@@ -183,11 +199,9 @@ CONTENDERS = {
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates=True),
-    "wgkv+quest": Contender(
-        lambda s: _gated(s, selection="quest", ratio=s.ratio), reads=GATED, over_gates=True
-    ),
+    "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates=True),
 }
-"""What each means: docs of the functions of the same names in `kvjax.policies`, and README. NAME evicts once, when the
+"""What each means: docs of the methods of `kvjax.policies.registry`, and README. NAME evicts once, when the
 prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""
 
 
@@ -197,20 +211,20 @@ def contender(name: str) -> Contender:
 
     Raises UserError with the nearest names, and for arguments where they mean nothing.
     """
-    base, colon, told = name.partition(":")
-    # package.module:NAME has a colon of its own
-    if base not in CONTENDERS and (brought_by := re.fullmatch(r"([\w.]+:\w+)(?:(:)(.*))?", name)):
-        base, colon, told = (part or "" for part in brought_by.groups())
+    base, own = with_arguments(name, CONTENDERS, "--policies")
     found = CONTENDERS.get(base) or _brought(base)
     if found is None:
         near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
         raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
-    if not colon:
+    if own is None:
         return found
     if base in CONTENDERS and (found.fixed or found.chosen is not None):
         raise UserError(f"--policies {name}: {base} takes no arguments here")
-    own = assignments(told.split(","), f"--policies {base}:")
-    return replace(found, make=lambda sizing: found.make(replace(sizing, arguments=own)), reads="")
+
+    def make(sizing: Sizing) -> Policy:
+        return found.make(dataclasses.replace(sizing, arguments=own))
+
+    return dataclasses.replace(found, make=make, reads="")
 
 
 def _brought(name: str) -> Contender | None:
@@ -219,7 +233,7 @@ def _brought(name: str) -> Contender | None:
     make = brought(name)
     if make is None:
         return None
-    takes = inspect.signature(make).parameters
+    takes = {*inspect.signature(make).parameters, *(["ratio"] if role(make) == "eviction" else ())}
 
     def made(sizing: Sizing) -> Policy:
         known = {"gates": sizing.gates, "ratio": sizing.ratio, "entries": round(sizing.entries)}
@@ -228,7 +242,7 @@ def _brought(name: str) -> Contender | None:
             given.pop("entries", None)
         return _made(name, sizing, **given)
 
-    return Contender(made, fixed=not {"ratio", "entries"} & set(takes))
+    return Contender(made, fixed=not {"ratio", "entries"} & takes)
 
 
 def sized(name: str, sizing: Sizing) -> Policy:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.policies.interfaces import Eviction, Numbers, Planes, State
-from kvjax.step import Attended, Step, Stored
+from kvjax.step import Attended, Shape, Step, Stored
 from kvjax.struct import struct
 
 
@@ -24,8 +24,8 @@ class JointEviction(Eviction):
     def _some(self) -> Iterator[tuple[int, Eviction]]:
         return ((i, method) for i, method in enumerate(self.methods) if method is not None)
 
-    def init(self, batch: int, heads: int) -> tuple[State, ...]:
-        return tuple(() if method is None else method.init(batch, heads) for method in self.methods)
+    def init(self, shape: Shape) -> tuple[State, ...]:
+        return tuple(() if method is None else method.init(shape) for method in self.methods)
 
     def observe(
         self, state: tuple[State, ...], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]

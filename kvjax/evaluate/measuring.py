@@ -26,6 +26,7 @@ from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
+from kvjax.struct import changed
 from kvjax.tasks.sample import Question, Sample, Tokens
 
 
@@ -148,10 +149,9 @@ def measure_together(
     of contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy; without
     a speed of reading if there are several, for then all methods' work is in it."""
     methods = [own[0] for own in policies]
-    reader = dataclasses.replace(
-        methods[0],
-        plan=None,
-        eviction=JointEviction(tuple(method.eviction for method in methods)),
+    reader = changed(
+        methods[0].uncompacted,
+        eviction=JointEviction(tuple(method.traced.eviction for method in methods)),
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, P, gather
-from kvjax.policies.admission.full import stores_all
 from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
 from kvjax.step import Attended, Step
@@ -197,7 +196,7 @@ def _prefill(
     alone = table.shape[-1] == 0  # nothing can have left the ring
     # what is merged is rounded once, after that
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
-    if stores_all(policy):
+    if policy.stores_all:
         # nothing is masked: padding comes after every real token
         near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     else:

@@ -14,6 +14,7 @@ from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
+from kvjax.step import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 Prompts = Iterable[Any]
@@ -111,9 +112,8 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
     if cache.window != policy.window:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
-    needed = jax.eval_shape(
-        lambda: jax.vmap(lambda _: later.init(cache.seen.shape[0], heads))(jnp.arange(layers))
-    )
+    shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
+    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(shape))(jnp.arange(layers)))
     held = cache.layers.state
     held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
     sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]

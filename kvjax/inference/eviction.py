@@ -26,8 +26,10 @@ def compact(
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
 
+    rotation = model.config.rotation()
+
     def local(eviction, output, pages, layers, seen, head, quota):
-        found = scores(eviction, output, pages, layers, seen, head, quota, entries, cache.window)
+        found = scores(eviction, output, pages, layers, seen, head, quota, rotation, entries, cache.window)
         kept = compaction.kept(found, layers.length, quota, over)
         return compaction.moved(pages, layers, kept, ring)
 
@@ -48,11 +50,16 @@ def scores(
     seen: Int[Array, " b"],
     head: Int[Array, " k"],
     quota: Quota,
+    rotation: tuple[Float[np.ndarray, " pairs"], float],
     entries: int,
     window: int,
 ) -> Float[Array, "l b k s"]:
-    """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard."""
+    """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard.
+
+    `rotation`: RoPE's, as of `ModelConfig.rotation`.
+    """
     ring = ring_pages(window, pages.pool.shape[1])
+    frequencies, rope_scale = rotation
 
     def one(index, xs):
         method, layer, weight, count, since = xs
@@ -64,6 +71,7 @@ def scores(
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(
             k=k, v=v, place=place, eligible=eligible, forced=forced, count=count, seen=seen, output=weight,
+            frequencies=frequencies, rope_scale=rope_scale,
             layer=index, head=head, causal=window == 1, planes=planes,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
@@ -75,10 +83,11 @@ def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cach
     """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
     observed at least."""
     assert policy.plan is not None
-    assert policy.eviction is not None
+    eviction = policy.traced.eviction
+    assert eviction is not None
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
     plan = policy.plan
     entries = bucket(max(longest, plan.observed))
-    return compact(model, policy.eviction, cache, kept, entries=entries, over=plan.shares.over)
+    return compact(model, eviction, cache, kept, entries=entries, over=plan.shares.over)

@@ -57,7 +57,7 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():
         free = np.maximum(counts - (last + plan.first)[:, None], 0)
-        gone = np.floor(plan.schedule.lost * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.floor(plan.schedule.drop * (1 + 1e-12) * counts).astype(np.int32)
         gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
         if not gone.any():
             break
@@ -88,7 +88,6 @@ def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
         return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
 
     zero = np.zeros((layers, len(due), heads), np.int32)
-    floor = -np.inf if plan.budget.threshold is None else plan.budget.threshold
     return Quota(
         due=by_sequence(due),
         count=by_row(counts.astype(np.int32)),
@@ -97,5 +96,5 @@ def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
         dropped=by_sequence(np.array(dropped, np.int32)),
         last=by_sequence(last.astype(np.int32)),
         first=by_sequence(first.astype(np.int32)),
-        floor=put(np.float32(floor)),
+        floor=put(np.float32(plan.budget.floor)),
     )

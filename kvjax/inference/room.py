@@ -15,6 +15,7 @@ from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy, States
+from kvjax.step import Shape
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
@@ -29,11 +30,13 @@ def empty_cache(
     head_dim: int,
     tokens: int,
     dtype: Any,
+    group: int = 1,
     page_size: int = caches.PAGE_SIZE,
     capacity: int | str | None = None,
 ) -> Cache:
     """A cache that has seen nothing, for `batch` sequences (a multiple of the mesh's batch shards) of at most `tokens`
-    tokens each (`rounded_up`), on the current mesh. `capacity` as in `kvjax.cache.pages_for`."""
+    tokens each (`rounded_up`), on the current mesh. `group`: query heads of a kv head, for methods that remember
+    queries. `capacity` as in `kvjax.cache.pages_for`."""
     page_size = whole_number("cache", "page_size", page_size)
     most = policy.most_stored
     tokens = caches.rounded_up(tokens if most is None else min(tokens, most + policy.window - 1))
@@ -60,15 +63,16 @@ def empty_cache(
         bounds=None if policy.selection is None else jnp.dtype(bounds), planes=planes,
         bounded=capacity is not None,
     )  # fmt: skip
-    return laid_out(policy.traced, layout)
+    return laid_out(policy.traced, layout, group)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def laid_out(policy: Policy, layout: Layout) -> Cache:
-    """An empty cache of this shape, with the policy's states."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def laid_out(policy: Policy, layout: Layout, group: int) -> Cache:
+    """An empty cache of this shape, with the policy's states, for `group` query heads of a kv head."""
 
     def init(policy: Policy, batch: int, heads: int) -> States:
-        return jax.vmap(lambda one, _: one.init(batch, heads))(policy, jnp.arange(layout.layers))
+        shape = Shape(batch, heads, group, layout.head_dim, layout.dtype)
+        return jax.vmap(lambda one, _: one.init(shape))(policy, jnp.arange(layout.layers))
 
     local = layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor")
     one, two = (jax.eval_shape(functools.partial(init, batch=1, heads=heads), policy) for heads in (1, 2))
@@ -107,6 +111,7 @@ def new_cache(
         head_dim=config.head_dim,
         tokens=tokens,
         dtype=model.embed.dtype,
+        group=config.num_heads // config.num_kv_heads,
         page_size=page_size,
         capacity=capacity,
     )

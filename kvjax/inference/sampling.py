@@ -138,7 +138,7 @@ _first_draw = jax.jit(_draw, static_argnums=3)
 def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
     """The policy for a model, on the current mesh; the full cache where none is given."""
     policy = make_policy("full") if policy is None else policy
-    return adopt(policy.placed(model.config.num_layers, model.config.num_kv_heads))
+    return adopt(policy.for_model(model))
 
 
 def prefill(

@@ -4,67 +4,126 @@ Numbers are worked out on the host, in whole entries and without rounding errors
 compiled program serves all budgets.
 """
 
+import abc
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.struct import assign, short
 from kvjax.top import OVER
 
 MOST = 2**62
 """No context has so many entries or bytes."""
 
 
-@dataclass(frozen=True)
-class Budget:
-    """What stays of a context, in one of four measures: `ratio` of its entries, `entries` of each kv head on average,
-    `size` in bytes of a sequence, keys and values of all layers and heads together, or whatever has a score of at least
-    `threshold`, which only the method's own scores give a meaning.
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
-    Raises:
-        UserError: none or several of them, or one that is out of range.
-    """
 
-    ratio: float | None = None
-    entries: int | None = None
-    size: int | None = None
-    threshold: float | None = None
+class Budget(abc.ABC):
+    """What stays of a context."""
 
-    def __post_init__(self):
-        names = "ratio", "entries", "size", "threshold"
-        given = {name: x for name in names if (x := getattr(self, name)) is not None}
-        if len(given) != 1:
-            got = shown(given) if given else "none"
-            raise UserError(f"a budget is one of ratio, entries, size and threshold, got {got}")
-        ((name, number),) = given.items()
-        if name in ("entries", "size"):
-            number = whole_number("budget", name, number, most=MOST)
-        elif name == "ratio":
-            number = real_number("budget", "ratio", number, above=0.0, most=1.0)
-        else:
-            number = real_number("budget", name, number)
-        object.__setattr__(self, name, number)
+    proportional: ClassVar[bool] = False
+    """Whether more tokens leave more entries, however many there are."""
 
     @property
-    def proportional(self) -> bool:
-        """Whether more tokens leave more entries, however many there are."""
-        return self.ratio is not None or self.threshold is not None
+    def floor(self) -> float:
+        """Entries with a lower score go, however many that leaves."""
+        return -math.inf
 
+    @abc.abstractmethod
     def of(self, tokens: int, entry_bytes: int) -> float:
         """Entries of each kv head on average for a context of `tokens` tokens, not yet rounded to whole ones.
 
         `entry_bytes`: one token's key and value in all layers and heads.
         """
-        if self.ratio is not None:
-            return self.ratio * tokens
-        if self.entries is not None:
-            return float(min(self.entries, tokens))
-        if self.size is not None:
-            return min(self.size / entry_bytes, tokens)
+
+    def __repr__(self) -> str:
+        return short(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Ratio(Budget):
+    """A share of a context's entries, above 0 and at most 1."""
+
+    proportional = True
+    ratio: float
+
+    def __post_init__(self):
+        assign(self, ratio=real_number("budget", "ratio", self.ratio, above=0.0, most=1.0))
+
+    def of(self, tokens: int, entry_bytes: int) -> float:
+        return self.ratio * tokens
+
+
+@dataclass(frozen=True, repr=False)
+class Entries(Budget):
+    """So many entries of each kv head on average."""
+
+    entries: int
+
+    def __post_init__(self):
+        assign(self, entries=whole_number("budget", "entries", self.entries, most=MOST))
+
+    def of(self, tokens: int, entry_bytes: int) -> float:
+        return float(min(self.entries, tokens))
+
+
+@dataclass(frozen=True, repr=False)
+class Size(Budget):
+    """So many bytes of a sequence, keys and values of all layers and heads together: a number, or "2GiB"."""
+
+    size: int | str
+
+    def __post_init__(self):
+        size = self.size
+        if isinstance(size, str) and (said := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", size)):
+            size = int(float(said[1]) * UNITS[said[2]])
+        assign(self, size=whole_number("budget", "size", size, most=MOST))
+
+    def of(self, tokens: int, entry_bytes: int) -> float:
+        return min(int(self.size) / entry_bytes, tokens)
+
+
+@dataclass(frozen=True, repr=False)
+class Threshold(Budget):
+    """Whatever has a score of at least `threshold`, which only the method's own scores give a meaning."""
+
+    proportional = True
+    threshold: float
+
+    def __post_init__(self):
+        assign(self, threshold=real_number("budget", "threshold", self.threshold))
+
+    @property
+    def floor(self) -> float:
+        return self.threshold
+
+    def of(self, tokens: int, entry_bytes: int) -> float:
         return float(tokens)
+
+
+BUDGETS: dict[str, type[Budget]] = {
+    "ratio": Ratio,
+    "entries": Entries,
+    "size": Size,
+    "threshold": Threshold,
+}
+
+
+def budget(**measures: Any) -> Budget:
+    """The budget of the one of `BUDGETS` that is not None. Raises UserError for none or several of them."""
+    given = {name: x for name, x in measures.items() if x is not None}
+    if len(given) != 1:
+        got = shown(given) if given else "none"
+        raise UserError(f"a budget is one of ratio, entries, size and threshold, got {got}")
+    ((name, number),) = given.items()
+    return BUDGETS[name](number)  # pyright: ignore[reportCallIssue]
 
 
 def whole(entries: float) -> int:
@@ -87,10 +146,9 @@ class Shares:
 
     def __post_init__(self):
         one_of("budget", "over", self.over, OVER)
-        pinned = real_number("budget", "pinned", self.pinned, 0.0, 1.0)
-        object.__setattr__(self, "pinned", pinned)
+        assign(self, pinned=real_number("budget", "pinned", self.pinned, 0.0, 1.0))
         if self.pyramid is not None:
-            object.__setattr__(self, "pyramid", real_number("budget", "pyramid", self.pyramid, above=1.0))
+            assign(self, pyramid=real_number("budget", "pyramid", self.pyramid, above=1.0))
 
     def check(self, layers: int) -> None:
         """UserError if a model of so many layers has none to share with."""

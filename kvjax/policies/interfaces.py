@@ -4,6 +4,9 @@ A method's numbers are NumPy arrays: a number or a vector counts for all layers,
 1 × 1, alike for all). `Policy.placed` puts them on a model's mesh, and these functions then see those of one layer, on
 one device's share of the batch and of the kv heads, as plain local code: a method writes no sharding.
 
+A method is a `struct` that a person writes, `SnapKV(observed=32)`: `__post_init__` checks its numbers and makes arrays
+of those that are traced (`kvjax.policies.numbers`).
+
 Roles: `Admission` decides what leaves the ring for the global region, `Eviction` scores what is stored there when it
 is compacted, `Selection` filters pages when they are read, `Trainable` is what training asks of a gate, a scorer or a
 mask.
@@ -13,14 +16,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.step import Attended, Step, Stored
-from kvjax.struct import struct
+from kvjax.policies.budget import Shares
+from kvjax.step import Attended, Shape, Step, Stored
+from kvjax.struct import bare, struct
 
 Number = Any
 """A method's own array: NumPy's until it is placed, then JAX's."""
@@ -45,8 +49,30 @@ class Keep:
     before, keeps as many."""
 
 
-class Role:
+class Method:
+    """What all methods have in common."""
+
+    name: ClassVar[str] = ""
+    """How it is called, in `make_policy` and in reports."""
+
+    @property
+    def label(self) -> str:
+        """Its name, or that of its class."""
+        return self.name or type(self).__name__
+
+    def check(self, model: Any) -> None:
+        """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`,
+        `head_dim`)."""
+        return None
+
+
+class Role(Method):
     """What admissions and evictions have in common: a memory, and numbers of their own beside entries."""
+
+    @property
+    def traced(self) -> Any:
+        """What compiled programs see of it: nothing that only the host reads."""
+        return bare(self)
 
     @property
     def planes(self) -> Mapping[str, str]:
@@ -54,10 +80,10 @@ class Role:
         entries, and counted in bytes."""
         return {}
 
-    def init(self, batch: int, heads: int) -> State:
-        """The memory of one layer before the first token, of `batch` sequences and `heads` kv heads of one device.
+    def init(self, shape: Shape) -> State:
+        """The memory of one layer before the first token, of the sequences and kv heads of one device.
 
-        Arrays [b …]; an axis whose size grows with `heads` is split with them.
+        Arrays [b …]; an axis whose size grows with `shape.kv_heads` is split with them.
         """
         return ()
 
@@ -77,6 +103,9 @@ class Role:
 
 class Admission(Role, abc.ABC):
     """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""
+
+    window: int | None = None
+    """The window of policies that name none; None: they must."""
 
     @abc.abstractmethod
     def score(
@@ -103,8 +132,41 @@ class Admission(Role, abc.ABC):
         return np.full((1, 1), tokens, np.float64)
 
 
+class Needs(NamedTuple):
+    """What a plan must know of an eviction."""
+
+    last: int = 0
+    """The newest entries of each kv head that always stay. They take places of the budget."""
+    first: int = 0
+    """The very first entries of each kv head that always stay. They take places of the budget, too."""
+    recent: float = 0.0
+    """The share of the budget that always goes to the newest, if that is more than `last`."""
+    observed: int = 0
+    """How many of the last tokens are looked back at."""
+
+
 class Eviction(Role, abc.ABC):
     """Decides, once there are too many entries, which are worth least."""
+
+    @property
+    def needs(self) -> Needs:
+        """What always stays whatever its scores, and how far it looks back."""
+        return Needs()
+
+    @property
+    def shares(self) -> Shares:
+        """How layers and heads share its budget."""
+        return Shares()
+
+    @property
+    def places(self) -> str:
+        """Why it needs to know how many entries stay, which a threshold does not say; empty: it does not."""
+        return ""
+
+    @property
+    def unweighed(self) -> Eviction:
+        """Its form without values in the score, for a method that weighs by values itself."""
+        return self
 
     @property
     def alone(self) -> str:
@@ -128,10 +190,10 @@ class Eviction(Role, abc.ABC):
         return changed != (Eviction.observe, Eviction.numbers, Eviction.update)
 
 
-@runtime_checkable
-class Selection(Protocol):
+class Selection(Method, abc.ABC):
     """Decides, when a query reads, which pages can matter to it."""
 
+    @abc.abstractmethod
     def select(
         self,
         q: Float[Array, "b n 1 h"],

@@ -1,4 +1,4 @@
-"""When a cache is compacted, and how much stays: what the host knows of an eviction."""
+"""How much a compaction keeps, and when there is one: what the host knows of an eviction."""
 
 import math
 from collections.abc import Sequence
@@ -7,72 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError, one_of, real_number, whole_number
+from kvjax.errors import UserError
 from kvjax.mesh import axis_size
-from kvjax.policies.budget import Budget, Shares, whole
-
-WHEN = "prompt", "chunk", "every", "overflow"
-"""Moments of a compaction."""
-OBSERVERS = "own", "prompt"
-"""Who looks at what is scored: the last tokens of what was read, or those of the whole prompt."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When the cache is compacted."""
-
-    when: str = "prompt"
-    """One of `WHEN`.
-
-    "prompt": once the prompt was read. "chunk": after every `chunk` tokens of it and at its end, so that the cache
-    never holds all of it. "every": at the prompt's end and after `every` tokens of an answer, again and again (R-KV,
-    arXiv:2505.24133). "overflow": as soon as there are more entries than the budget allows, when every head loses a
-    share `drop` of what it has beyond the window (WG-KV's composition with SnapKV).
-    """
-    observers: str = "own"
-    """One of `OBSERVERS`. "prompt", with chunks: the prompt's own last tokens are read once more behind each chunk but
-    the last, look at it, and are dropped again (a patch: PruLong, arXiv:2506.17121, Sec. 4.3). Other tokens are given
-    to `prefill(observers=…)`."""
-    chunk: int = 0
-    """Tokens of a chunk."""
-    every: int = 0
-    """Tokens of an answer between two compactions."""
-    drop: float | None = None
-    """The share of a head's entries that goes on an overflow; a tenth if it is not stated."""
-
-    def __post_init__(self):
-        one_of("schedule", "when", self.when, WHEN)
-        one_of("schedule", "observers", self.observers, OBSERVERS)
-        whole = {"chunk": 0, "every": 1 if self.when == "every" else 0}
-        for name, least in whole.items():
-            object.__setattr__(self, name, whole_number("schedule", name, getattr(self, name), least))
-        if self.drop is not None:
-            object.__setattr__(self, "drop", real_number("schedule", "drop", self.drop, above=0.0, most=1.0))
-            if self.when != "overflow":
-                raise UserError(f"drop={self.drop:g} needs when='overflow'")
-        for name, given in (("chunk", self.chunk), ("observers", self.patched)):
-            if given and not self.in_chunks:
-                raise UserError(f"{name}={getattr(self, name)!r} needs when='chunk'")
-        if self.every and self.when != "every":
-            raise UserError(f"every={self.every} needs when='every'")
-
-    @property
-    def lost(self) -> float:
-        """The share of a head's entries that goes on an overflow."""
-        return 0.1 if self.drop is None else self.drop
-
-    @property
-    def in_chunks(self) -> bool:
-        return self.when == "chunk"
-
-    @property
-    def patched(self) -> bool:
-        """Whether chunks are looked at by the whole prompt's last tokens."""
-        return self.observers == "prompt"
-
-    @property
-    def while_decoding(self) -> bool:
-        return self.when in ("every", "overflow")
+from kvjax.policies.budget import Budget, Shares, Size, whole
+from kvjax.policies.moment import Moment
 
 
 @dataclass(frozen=True)
@@ -88,9 +26,9 @@ class Plan:
     """What stays."""
     shares: Shares
     """Who shares it."""
-    schedule: Schedule
+    schedule: Moment
     last: int = 0
-    """As in `Method`, like the next three."""
+    """As in `Needs`, like the next three."""
     first: int = 0
     recent: float = 0.0
     observed: int = 0
@@ -101,7 +39,7 @@ class Plan:
             raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
         if self.schedule.patched and not self.observed:
             raise UserError("observers='prompt' is for methods that look back at the last tokens")
-        if self.schedule.in_chunks and self.budget.size is None:
+        if self.schedule.in_chunks and not isinstance(self.budget, Size):
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)
             if kept < stay:
@@ -168,7 +106,7 @@ class Plan:
     def due(self, tokens: int, kept: float, ring: int) -> bool:
         """Whether a sequence of so many tokens has more than its budget of `kept` entries, and enough of both for the
         method: an answer may still make up for a prompt that is too short."""
-        over = self.budget.threshold is not None or tokens > kept
+        over = math.isfinite(self.budget.floor) or tokens > kept
         return over and tokens > self.observed and whole(kept) >= self.stay(kept, ring)
 
     def most(self, tokens: int, entry_bytes: int) -> float:

@@ -10,10 +10,21 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import put
+from kvjax.policies.admission.full import Full
+from kvjax.policies.budget import Budget, Threshold, budget
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
+from kvjax.policies.moment import AtPrompt, Moment
 from kvjax.policies.plan import Plan
-from kvjax.step import Attended, Step
-from kvjax.struct import static, struct
+from kvjax.step import Attended, Shape, Step
+from kvjax.struct import assign, changed, short, static, struct
+
+EXAMPLES = {
+    "admission": "StreamingLLM()",
+    "eviction": "SnapKV()",
+    "selection": "Quest(tokens=1024)",
+    "budget": "Ratio(0.25)",
+    "when": "AtPrompt()",
+}
 
 
 @struct
@@ -24,26 +35,63 @@ class States:
     eviction: State
 
 
+EVERYTHING = Full()
+"""Where no admission is named."""
+
+
 @struct
 class Policy:
     """What a model keeps of its context: the last `window` tokens, and what `admission` lets into the global region
-    until `eviction` has it go, when and to what size `plan` says.
+    until `eviction` has it go, to what `budget` says, `when` it says.
+
+        Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1), when=AtPrompt())
 
     A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
     only those of them in the pages that `selection` chooses for it. Once it is `placed`, every array in it has a
     leading layer axis.
+
+    Raises:
+        UserError: a composition that means nothing, or a part that is none.
     """
 
-    admission: Admission
-    name: str = static()
-    window: int = static()
+    admission: Admission = EVERYTHING
+    """By default everything is stored."""
+    window: Any = static(default=None)
+    """A whole number; by default the admission's own."""
     eviction: Eviction | None = None
-    plan: Plan | None = static(default=None)
+    budget: Budget | None = static(default=None)
+    """Of the eviction, which needs one."""
+    when: Moment | None = static(default=None)
+    """Of the eviction: by default once the prompt was read."""
     selection: Selection | None = None
+    name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
+    """How reports call it: by default the names of its methods."""
 
     def __post_init__(self):
-        if self.admission.keep().capacity is None:
-            return
+        parts = {"admission": Admission, "eviction": Eviction, "selection": Selection}
+        parts |= {"budget": Budget, "when": Moment}
+        held = {part: getattr(self, part) for part in parts}
+        given = {part: x for part, x in held.items() if x is not None and x is not EVERYTHING}
+        for part, x in given.items():
+            if not isinstance(x, parts[part]):
+                raise UserError(f"policy: {part} must be an object such as {EXAMPLES[part]}, got {shown(x)}")
+        methods = [given[x] for x in ("admission", "eviction", "selection") if x in given]
+        name = self.name or "+".join(method.label for method in methods) or "full"
+        window = self.admission.window if self.window is None else self.window
+        when = AtPrompt() if self.when is None and self.eviction is not None else self.when
+        assign(self, name=name, when=when)
+        assign(self, window=whole_number(name, "window", window))
+        if self.eviction is None and (alone := [x for x in ("budget", "when") if x in given]):
+            raise UserError(
+                f"{name}: {alone[0]}={shown(given[alone[0]])} is for an eviction, and there is none"
+            )
+        if self.eviction is not None:
+            self._check(self.eviction)
+        if self.admission.keep().capacity is not None:
+            self._check_capacity()
+
+    def _check_capacity(self) -> None:
+        """Refuse what does not go with entries in no order."""
         for what, other in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
             if other is not None:
                 raise UserError(
@@ -55,6 +103,69 @@ class Policy:
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"
             )
 
+    def _check(self, eviction: Eviction) -> None:
+        """Refuse what the eviction does not go with."""
+        if self.budget is None:
+            budget()  # which says what one is
+        plan, name = self.plan, self.name
+        assert plan is not None
+        schedule = plan.schedule
+        if eviction.places and isinstance(self.budget, Threshold):
+            raise UserError(f"{name}: {eviction.places}")
+        if self.stores_all:
+            if schedule.when != "prompt" and plan.last < plan.observed:
+                raise UserError(
+                    f"{name}: when={schedule.when!r} looks back at the last {plan.observed} tokens again and again, so "
+                    f"they must stay: last must be at least {plan.observed}, got {plan.last}"
+                )
+            return
+        # what is stored is at least as old as the window, and the oldest query that is looked back at is younger
+        if self.window < plan.observed:
+            raise UserError(
+                f"{name} looks back at the last {plan.observed} tokens, which must still be in the window: "
+                f"window must be at least {plan.observed}, got {self.window}"
+            )
+        if schedule.patched:
+            raise UserError(
+                f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
+                "admission's ring"
+            )
+        if plan.by_chunk:
+            raise UserError(
+                f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
+                "state entries or size"
+            )
+        if eviction.alone:
+            raise UserError(f"{name} {eviction.alone}")
+        if twice := set(self.admission.planes) & set(eviction.planes):
+            raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
+
+    def __repr__(self) -> str:
+        plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
+        plain |= {"when": None} if self.when == AtPrompt() else {}
+        return short(changed(self, **plain))
+
+    @property
+    def stores_all(self) -> bool:
+        """Whether every token is stored for good as it comes: all are admitted, and there is no ring."""
+        return isinstance(self.admission, Full) and self.window == 1
+
+    @property
+    def plan(self) -> Plan | None:
+        """How much a compaction keeps, and when there is one; None: there is none."""
+        if self.eviction is None or self.budget is None or self.when is None:
+            return None
+        return Plan(self.budget, self.eviction.shares, self.when, *self.eviction.needs)
+
+    def for_model(self, model: Any) -> "Policy":
+        """Checked against a model, and `placed`. Raises UserError if it is for another."""
+        for method in (self.admission, self.eviction, self.selection):
+            if method is not None:
+                method.check(model.config)
+        if self.eviction is not None:
+            self.eviction.shares.check(model.config.num_layers)
+        return self.placed(model.config.num_layers, model.config.num_kv_heads)
+
     def placed(self, layers: int, kv_heads: int) -> "Policy":
         """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets
         a layer axis, tables are split with the heads.
@@ -62,7 +173,7 @@ class Policy:
         Raises UserError for a table that is another model's.
         """
 
-        def place(x: Any) -> jax.Array:
+        def place(path: Any, x: Any) -> jax.Array:
             if isinstance(x, jax.Array):
                 return x
             if x.ndim < 2:
@@ -70,36 +181,46 @@ class Policy:
             if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
                 made_for = f"{x.shape[0]} layers × {x.shape[1]} kv heads"
                 raise UserError(
-                    f"policy {self.name} is made for {made_for}, the model has {layers} × {kv_heads}"
+                    f"policy {self.name}: {path[-1].name} is made for {made_for}, the model has {layers} × {kv_heads}"
                 )
             return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, "tensor")
 
-        return jax.tree.map(place, self)
+        return jax.tree_util.tree_map_with_path(place, self)
 
     @property
     def traced(self) -> "Policy":
-        """What compiled programs see: no budget and no name, so that one program serves all that run alike."""
-        return dataclasses.replace(self, name="", plan=None)
+        """What compiled programs see: no name, and nothing for the host, so that one program serves all that run
+        alike."""
+        eviction = None if self.eviction is None else self.eviction.traced
+        return changed(
+            self, name="", admission=self.admission.traced, eviction=eviction, budget=None, when=None
+        )
+
+    @property
+    def uncompacted(self) -> "Policy":
+        """The same without a compaction: what reads a cache that is compacted apart."""
+        return changed(self, budget=None, when=None)
 
     @property
     def continuing(self) -> "Policy":
         """What goes on once the prompt was read: where nothing will be compacted any more, no method that looks at
         tokens for it."""
-        if self.plan is not None and self.plan.schedule.while_decoding:
+        if self.when is not None and self.when.while_decoding:
             return self
-        return dataclasses.replace(self, eviction=None, plan=None)
+        return changed(self, eviction=None, budget=None, when=None)
 
     @property
     def reading(self) -> "Policy":
         """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut, and
         an eviction that looks at no tokens has no part in it."""
-        eviction = self.eviction if self.eviction is not None and self.eviction.looks else None
-        return dataclasses.replace(self.traced, selection=None, eviction=eviction)
+        traced = self.traced
+        eviction = traced.eviction if traced.eviction is not None and traced.eviction.looks else None
+        return changed(traced, selection=None, eviction=eviction)
 
-    def init(self, batch: int, heads: int) -> States:
+    def init(self, shape: Shape) -> States:
         """The methods' memories of one layer before the first token, on one device."""
-        evicting = () if self.eviction is None else self.eviction.init(batch, heads)
-        return States(self.admission.init(batch, heads), evicting)
+        evicting = () if self.eviction is None else self.eviction.init(shape)
+        return States(self.admission.init(shape), evicting)
 
     @property
     def planes(self) -> dict[str, str]:
@@ -142,27 +263,3 @@ class Policy:
         return ring + (
             stored if self.plan is None else np.minimum(stored, self.plan.most(tokens, entry_bytes))
         )
-
-
-NO_TABLE: np.ndarray = np.zeros(0)
-
-
-def head_table(
-    policy: str, name: str, value: Any, layers: int | None, kv_heads: int | None, *, shares: bool = True
-) -> Float[np.ndarray, "l k"]:
-    """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of this model."""
-    try:
-        given = np.asarray(value)
-        table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE
-    except (TypeError, ValueError):
-        table = NO_TABLE
-    outside = ~np.isfinite(table) | (shares & ((table < 0) | (table > 1)))
-    if table.ndim != 2 or table.size == 0 or outside.any():
-        numbers = "numbers from 0 to 1" if shares else "finite numbers"
-        raise UserError(f"{policy}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
-    wanted = zip(("layers", "kv_heads"), (layers, kv_heads), table.shape, strict=True)
-    shape = tuple(size if own is None else whole_number(policy, what, own) for what, own, size in wanted)
-    if table.shape != shape:
-        made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
-        raise UserError(f"{policy}: {name} {made_for}, the model has {shape[0]} × {shape[1]}")
-    return table

@@ -14,7 +14,7 @@ from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.interfaces import Admission, Mask, Trainable
-from kvjax.step import Step
+from kvjax.step import Shape, Step
 from pallas_kernels.varying import alike
 
 
@@ -43,10 +43,11 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     """What each query of whole sequences sees under an admission, as it will when it is used, and every token's
     priority, −inf for the last ones whose priority is not known. For `Trainable.masks`: the mask has no gradient, the
     priorities have."""
-    batch, heads, tokens, _ = step.k.shape
+    batch, heads, tokens, head_dim = step.k.shape
+    shape = Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
     whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
     # a memory that a scan carries must differ between devices as what it sees does
-    state = jax.tree.map(lambda x: alike(x, step.k)[0], admission.init(batch, heads))
+    state = jax.tree.map(lambda x: alike(x, step.k)[0], admission.init(shape))
     _, known, delay = admission.score(state, step, *whole)
     later = ((0, 0), (0, 0), (0, delay))
     priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)

@@ -168,7 +168,7 @@ class Recipe(abc.ABC):
         teacher), which no update changes."""
         return params, None
 
-    def constants(self, model: Decoder | None, held: Any) -> Any:
+    def frozen(self, model: Decoder | None, held: Any) -> Any:
         """What the loss reads and nobody trains: by default the loaded model. `held` is what `enter` gave."""
         return model
 

@@ -74,7 +74,7 @@ def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
 
     def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
         def loss(params):
-            frozen = recipe.constants(model, state.held)
+            frozen = recipe.frozen(model, state.held)
             value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
             return value, {"loss": value} | numbers
 

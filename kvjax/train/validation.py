@@ -29,7 +29,7 @@ def make_validate(
 
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
-        params, frozen = round_parameters(state.params, dtypes), recipe.constants(model, state.held)
+        params, frozen = round_parameters(state.params, dtypes), recipe.frozen(model, state.held)
         return reshard(recipe.measure(params, frozen, batch), P())
 
     def batches(model: Decoder | None):

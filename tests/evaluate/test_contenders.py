@@ -114,7 +114,7 @@ def test_each_is_the_method_of_its_name(name, model, gates):
         assert set(np.asarray(policy.eviction.seed).tolist()) == {7}
     if name == "wgkv+snapkv":
         assert policy.plan.shares.over == "model"
-        assert (policy.eviction.group, policy.eviction.pooling) == ("max", "max")
+        assert (policy.eviction.eviction.group, policy.eviction.eviction.pooling) == ("max", "max")
 
 
 def test_a_budget_is_checked_against_the_shortest_context(model, gates):

@@ -27,8 +27,8 @@ class Delayed(Admission):
         drawn = uniform(step.head[:, None], 7 * step.layer, step.token[:, None])
         return jnp.where(drawn < 0.1, -jnp.inf, 8 * drawn - 4)
 
-    def init(self, batch, heads):
-        return jnp.zeros((batch, self.delay), jnp.int32)
+    def init(self, shape):
+        return jnp.zeros((shape.batch, self.delay), jnp.int32)
 
     def score(self, state, step, seen, valid):
         line, t = jnp.concatenate([state, step.token], 1), step.token.shape[1]

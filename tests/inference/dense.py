@@ -7,6 +7,7 @@ import numpy as np
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies.interfaces import BIAS
+from tests.policies.steps import shape_of
 
 
 def stored(priority, keep, window):
@@ -30,7 +31,7 @@ def dense_logits(model, policy, tokens):
 
     def attend(step, _, admission):
         b, t = step.position.shape
-        state = admission.init(b, step.k.shape[1])
+        state = admission.init(shape_of(step))
         _, priority, delay = admission.score(state, step, jnp.zeros(b, jnp.int32), jnp.full(b, t))
         q, k, v, priority, keep = gather((step.q, step.k, step.v, priority, admission.keep()), *AXES)
         # none of the last tokens, whose priorities are not known yet, has left the window

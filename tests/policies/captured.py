@@ -48,7 +48,7 @@ def scored(model, policy, prompts):
         output = gather(model.layers.o[...], "fsdp")
 
         def local(*arguments):
-            return eviction.scores(*arguments, max(LENGTHS), policy.window)
+            return eviction.scores(*arguments, model.config.rotation(), max(LENGTHS), policy.window)
 
         arguments = policy.eviction, output, cache.pages, cache.layers, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))

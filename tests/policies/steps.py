@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.step import Step
+from kvjax.step import Shape, Step
 
 
 def step(positions, layer=0, heads=4, seed=0):
@@ -18,6 +18,12 @@ def step(positions, layer=0, heads=4, seed=0):
         v=draw(b, heads, t, 8), position=positions, layer=jnp.int32(layer), head=jnp.arange(heads),
         token=jnp.asarray(rng.integers(0, 61, (b, t)), jnp.int32),
     )  # fmt: skip
+
+
+def shape_of(step: Step) -> Shape:
+    """The shape of what one device holds, from a step."""
+    batch, heads, _, head_dim = step.k.shape
+    return Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
 
 
 def whole(step):

@@ -11,7 +11,7 @@ from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
 from tests.policies.captured import PAGE, captured_layers, entries
-from tests.policies.steps import step, whole
+from tests.policies.steps import shape_of, step, whole
 from tests.tiny_models import tiny_model
 
 TOKENS, SHARED = 48, 20
@@ -103,7 +103,7 @@ def test_random_admission_has_its_rate_in_every_sequence(model):
     with use_mesh(model):
         method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
         at = step(np.broadcast_to(np.arange(30), (400, 30)))
-        _, priority, _ = method.score(method.init(400, 4), at, *whole(at))
+        _, priority, _ = method.score(method.init(shape_of(at)), at, *whole(at))
         kept = np.asarray(priority >= method.keep().threshold)
     share = kept.mean(0)
     assert np.abs(share - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / 400)

@@ -6,7 +6,7 @@ import pytest
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import make_policy
+from kvjax.policies import Random, make_policy
 from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
@@ -154,12 +154,12 @@ def test_a_number_of_entries_bounds_the_cache(model):
 def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
     """Where a key's score does not change, and the layer does not see what went. Then the window, too, is in the
     budget."""
-    admission = {"rates": np.full((3, 4), 0.6), "window": 5}
-    options = admission | {"admission": "random", "entries": 12}
+    admission = {"admission": Random(rates=np.full((3, 4), 0.6)), "window": 5}
+    options = admission | {"entries": 12}
     policies = (
         make_policy("knorm", model=model, when="chunk", chunk=CHUNK, **options),
         make_policy("knorm", model=model, **options),
-        make_policy("random", model=model, **admission),
+        make_policy(model=model, **admission),
     )
     a, b, everything = (sampling.prefill(model, prompts, policy=x, page_size=PAGE) for x in policies)
     pages_are_whole(a)

@@ -9,7 +9,7 @@ from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import sampling
 from kvjax.inference.record import Calls
-from kvjax.policies import make_policy
+from kvjax.policies import Quest, Random, make_policy
 from tests.policies import published
 from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole
 
@@ -74,7 +74,7 @@ def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
     rates = np.full((3, 4), 0.6)
     rates[:, ::2] = 0.1
     policy = make_policy(
-        "snapkv", model=model, admission="random", rates=rates, window=9, observed=6, entries=20, first=8,
+        "snapkv", model=model, admission=Random(rates=rates), window=9, observed=6, entries=20, first=8,
         when="overflow",
     )  # fmt: skip
     _, held = held_by(model, prompts, policy)
@@ -187,9 +187,7 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
 
 def test_only_what_was_read_is_counted(model, prompts):
     """Beside Quest: every query's attention adds up to one."""
-    policy = make_policy(
-        "h2o", model=model, entries=1000, when="every", every=64, selection="quest", tokens=16
-    )
+    policy = make_policy("h2o", model=model, entries=1000, when="every", every=64, selection=Quest(tokens=16))
     *_, (_, cache) = sampling.stream(
         model, prompts, policy=policy, max_new_tokens=8, eos=(), block=1, page_size=PAGE, capacity=100
     )

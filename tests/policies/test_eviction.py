@@ -246,7 +246,7 @@ def test_freed_pages_are_used_again(model, prompts):
         ),
         (
             {"name": "random", "eviction": "knorm", "ratio": 0.5, "window": 9},
-            "random: ratio is an argument of the admission and of the budget",
+            "random: give either ratio (one number) or rates (layers × kv heads)",
         ),
         ({"name": "snapkv", "over": "row", "ratio": 0.5}, "over is one of head, layer, model, got 'row'"),
         ({"name": "snapkv", "ratio": 0.5, "window": 9}, "snapkv has no argument 'window'"),

@@ -8,7 +8,7 @@ import pytest
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import make_policy
+from kvjax.policies import WGKV, Quest, Random, SnapKV, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
 from tests.tiny_models import tiny_gates
@@ -20,19 +20,19 @@ WINDOW, KEPT = 9, 18
 def admitted(model):
     """Chance with its own rate for each head."""
     rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
-    return {"model": model, "admission": "random", "rates": rates, "window": WINDOW}
+    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
 
 
 @pytest.fixture(scope="module")
 def gated(model):
-    return {"model": model, "admission": "wgkv", "gates": tiny_gates(model), "tau": 0.5, "window": WINDOW}
+    return {"model": model, "admission": WGKV(tiny_gates(model), tau=0.5), "window": WINDOW}
 
 
 @pytest.mark.parametrize(("group", "pooling", "over"), [("mean", "average", "layer"), ("max", "max", "head")])
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
     """In the first layer, whose queries do not depend on what was refused."""
     how = {"group": group, "pooling": pooling}
-    policy = make_policy(eviction="snapkv", entries=KEPT, observed=OBSERVED, over=over, **how, **admitted)
+    policy = make_policy(eviction=SnapKV(OBSERVED, **how), entries=KEPT, over=over, **admitted)
     scores = scored(model, policy, prompts)
     before = sampling.prefill(model, prompts, policy=make_policy(**admitted), page_size=PAGE)
     after = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
@@ -59,9 +59,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
 def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
     """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
     query's own key is stored, which is as new as an entry can be."""
-    policy = make_policy(
-        eviction="snapkv", entries=KEPT, observed=OBSERVED, **admitted | {"window": OBSERVED}
-    )
+    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted | {"window": OBSERVED})
     scores = scored(model, policy, prompts)
     before = sampling.prefill(
         model, prompts, policy=make_policy(**admitted | {"window": OBSERVED}), page_size=PAGE
@@ -85,7 +83,7 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
 def test_what_observes_passes_by_the_ring(model, prompts, admitted):
     """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
-    policy = make_policy(eviction="snapkv", entries=KEPT, observed=OBSERVED, **admitted)
+    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted)
     before = sampling.prefill(model, rows, policy=make_policy(**admitted), page_size=PAGE)
     after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
     pages_are_whole(after)
@@ -109,10 +107,8 @@ def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prom
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length
         for policy in (
             make_policy("adakv", entries=KEPT, observed=OBSERVED, **admitted),
-            make_policy(eviction="adakv", entries=KEPT, observed=OBSERVED, **admitted),
-            make_policy(
-                eviction="snapkv", over="layer", pinned=0.2, entries=KEPT, observed=OBSERVED, **admitted
-            ),
+            make_policy(eviction=f"adakv:observed={OBSERVED}", entries=KEPT, **admitted),
+            make_policy(eviction=SnapKV(OBSERVED), over="layer", pinned=0.2, entries=KEPT, **admitted),
         )
     ]
     np.testing.assert_array_equal(counts[0], counts[1])
@@ -121,14 +117,14 @@ def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prom
 
 def test_gates_eviction_and_selection_at_once(model, prompts, gated):
     """All three: what reads every page answers like what selects none, what reads few does not."""
-    both = {"eviction": "snapkv", "entries": KEPT, "observed": OBSERVED, **gated}
+    both = {"eviction": SnapKV(OBSERVED), "entries": KEPT, **gated}
     options = {"max_new_tokens": 12, "eos": (), "page_size": PAGE, "capacity": 100}
     said = [
         sampling.sample(model, prompts, policy=policy, **options).tokens
         for policy in (
             make_policy(**both),
-            make_policy(selection="quest", tokens=1000, **both),
-            make_policy(selection="quest", tokens=1, **both),
+            make_policy(selection="quest:tokens=1000", **both),
+            make_policy(selection=Quest(tokens=1), **both),
         )
     ]
     np.testing.assert_array_equal(said[0], said[1])
@@ -140,7 +136,7 @@ def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated)
     options = {"max_new_tokens": 120, "eos": (), "page_size": PAGE, "capacity": 60, "block": 1}
     with pytest.raises(CapacityError):
         sampling.sample(model, prompts, policy=make_policy(**gated), **options)
-    bounded = make_policy(eviction="snapkv", entries=24, observed=OBSERVED, when="overflow", **gated)
+    bounded = make_policy(eviction=SnapKV(OBSERVED), entries=24, when="overflow", **gated)
     *_, (_, cache) = sampling.stream(model, prompts, policy=bounded, **options)
     pages_are_whole(cache)
     assert np.asarray(cache.seen).min() >= 120 + min(map(len, prompts)) - 1
@@ -169,6 +165,6 @@ def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(mo
 
 
 def test_a_window_one_short_of_what_is_observed_is_refused(model):
-    make_policy("snapkv", model=model, admission="streaming_llm", window=64, sink=4, ratio=0.5)
+    make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=64, ratio=0.5)
     with pytest.raises(UserError, match="window must be at least 64, got 63"):
-        make_policy("snapkv", model=model, admission="streaming_llm", window=63, sink=4, ratio=0.5)
+        make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=63, ratio=0.5)

@@ -15,8 +15,8 @@ from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
-from kvjax.policies import make_policy
-from kvjax.policies.budget import Budget, whole
+from kvjax.policies import ExpectedAttention, make_policy
+from kvjax.policies.budget import Ratio, whole
 from tests.models.cases import LLAMA, QWEN3, write_folder
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"
@@ -59,12 +59,12 @@ METHODS = {
     # as in kvpress's published figures
     "adakv, expected_attention": (
         lambda ratio: presses.AdaKVPress(expected_attention(ratio, epsilon=1e-2)),
-        {"eviction": "expected_attention", "epsilon": 1e-2},
+        {"eviction": ExpectedAttention(epsilon=1e-2)},
     ),
     "critical_kv": (lambda ratio: presses.CriticalKVPress(snapkv(ratio)), {"observed": OBSERVED}),
     "critical_kv, expected_attention": (
         lambda ratio: presses.CriticalKVPress(expected_attention(ratio, use_vnorm=False)),
-        {"eviction": "expected_attention", "values": False},
+        {"eviction": "expected_attention"},
     ),
     "adakv, critical_kv": (
         lambda ratio: presses.AdaKVPress(presses.CriticalKVPress(snapkv(ratio))),
@@ -202,5 +202,5 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
 
 def test_budgets_are_not_rounded_twice():
     """A tenth of 200 is 20; kvpress takes 1 − 0.9 times 200, which is 19.999… in binary."""
-    assert whole(Budget(ratio=0.1).of(200, 1)) == 20
+    assert whole(Ratio(0.1).of(200, 1)) == 20
     assert presses.utils.compute_n_kept(200, 0.9) == 19

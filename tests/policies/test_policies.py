@@ -15,12 +15,12 @@ from kvjax.cache import stats
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import gather, use_mesh
-from kvjax.policies import make_policy
+from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import GATE_FLOOR, WriteGateTraining, load_gates, save_gates
 from kvjax.policies.interfaces import Admission, Eviction
-from tests.policies.steps import step, whole
+from tests.policies.steps import shape_of, step, whole
 from tests.tiny_models import tiny_gates, tiny_model
 
 
@@ -43,7 +43,7 @@ def layer(tree, index):
 def kept(policy, at, index=0):
     admission = layer(policy.admission, index)
     with use_mesh(policy):
-        _, priority, delay = admission.score(admission.init(*at.k.shape[:2]), at, *whole(at))
+        _, priority, delay = admission.score(admission.init(shape_of(at)), at, *whole(at))
     assert delay == 0
     return np.asarray(priority >= admission.keep().threshold)
 
@@ -68,8 +68,8 @@ def test_head_pattern_keeps_whole_heads_and_sinks(tmp_path, model):
         kept(policy, step([[1, 2]]), 1)[0], [[True, False], [True, True], [True, False], [True, True]]
     )
     third: Any = make_policy("head_pattern", model=model, pattern=tmp_path, ratio=1 / 3).admission
-    assert np.asarray(third.retrieval).sum() == 4
-    np.testing.assert_array_equal(np.asarray(third.retrieval)[2], [False, False, True, False])
+    assert np.asarray(third.pattern).sum() == 4
+    np.testing.assert_array_equal(np.asarray(third.pattern)[2], [False, False, True, False])
 
 
 def test_heads_of_equal_weight_are_taken_in_order():
@@ -237,7 +237,7 @@ def test_the_example_of_contributing_is_a_policy(model, monkeypatch):
     monkeypatch.setitem(sys.modules, "key_norm", written)
     exec(source, written.__dict__)
     for limit, kept in ((0.0, 3), (1e9, 40)):
-        policy = written.key_norm(limit=limit, window=4)
+        policy = Policy(written.KeyNorm(limit=limit), window=4)
         entries = stats(prefill(model, [np.arange(40)], policy=policy)).entries
         assert (entries == kept).all()
 

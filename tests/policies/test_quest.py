@@ -148,12 +148,12 @@ def row_entries(cache, layer, b, head):
 
 def evicting(model, **given):
     """Heads of one layer share what an eviction left, so that rows are ragged."""
-    return make_policy("keydiff", model=model, entries=20, over="layer", selection="quest", **given)
+    return make_policy("keydiff", model=model, entries=20, over="layer", selection=Quest(**given))
 
 
 def admitting(model):
     gates = tiny_gates(model)
-    return make_policy("wgkv", model=model, gates=gates, tau=0.5, window=6, selection="quest", ratio=0.25)
+    return make_policy("wgkv", model=model, gates=gates, tau=0.5, window=6, selection=Quest(ratio=0.25))
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,7 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
             "quest on 3 layers: skip must be a whole number of at most 3, got 4",
         ),
         ({"name": "qest", "tokens": 8}, "unknown policy 'qest'; the nearest known: quest"),
-        ({"name": "full", "selection": "qust", "tokens": 8}, "unknown selection 'qust'; the nearest known: quest"),
+        ({"name": "full", "selection": "qust:tokens=8"}, "unknown selection 'qust'; the nearest known: quest"),
         (
             {"name": "snapkv", "selection": "quest", "ratio": 0.5},
             "quest: what a query reads is one of tokens and ratio, got none",
@@ -249,7 +249,7 @@ def test_mistakes_are_one_line(model, arguments, says):
 
 
 def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
-    policy, (cache, _) = make_policy("full", selection="quest", model=model, tokens=8), evicted[0]
+    policy, (cache, _) = make_policy("full", selection="quest:tokens=8", model=model), evicted[0]
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, bounds=None))
     with pytest.raises(UserError) as error:
         sampling.sample(model, [[1], [2]], cache=cache, policy=policy)

@@ -26,8 +26,8 @@ class Scorer(Admission):
     capacity: jax.Array
     window: int = static()
 
-    def init(self, batch, heads):
-        return jnp.zeros((batch, heads))
+    def init(self, shape):
+        return jnp.zeros((shape.batch, shape.kv_heads))
 
     def score(self, state, step, seen, valid):
         entry = jax.lax.stop_gradient(jnp.concatenate([step.k, step.v], -1).astype(jnp.float32))
@@ -80,6 +80,6 @@ class DelayedScorer(Recipe):
     def optimizer(self):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(self.lr))
 
-    def deployed(self, params, model):
+    def deploy(self, params, model):
         scorer = Scorer(np.asarray(params), np.asarray(self.capacity), self.window)
         return Policy(scorer, name="delayed_scorer", window=self.window)

@@ -77,5 +77,5 @@ def test_random_rivals_and_evictions_of_the_gates_size():
     model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
     static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, kv_ratio=0.32, rates=rates, window=8, seed=0)
-    np.testing.assert_allclose(rivals["random"][0].admission.rate, (96 - 7) / (300 - 7), rtol=1e-6)
+    np.testing.assert_allclose(rivals["random"][0].admission.rates, (96 - 7) / (300 - 7), rtol=1e-6)
     assert {rivals[name][0].plan.budget.ratio for name in EVICTIONS} == {0.32}

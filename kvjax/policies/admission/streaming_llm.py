@@ -1,15 +1,24 @@
 """StreamingLLM: the first tokens and the last ones (arXiv:2309.17453). Keys keep their original positions."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
-from kvjax.errors import whole_number
 from kvjax.policies.admission.head_pattern import HeadPattern
-from kvjax.policies.policy import Policy
+from kvjax.policies.numbers import whole_array
+from kvjax.struct import assign, struct
 
 
-def streaming_llm(*, window: int, sink: int = 4) -> Policy:
-    """Every head keeps the first `sink` tokens and the last `window`; sink 0 is plain local attention."""
-    where = "streaming_llm"
-    sink, window = whole_number(where, "sink", sink, 0), whole_number(where, "window", window)
-    pattern = HeadPattern(np.zeros((1, 1), bool), np.array(sink, np.int32))
-    return Policy(pattern, name="streaming_llm", window=window)
+@struct
+class StreamingLLM(HeadPattern):
+    """Every head keeps the first `sink` tokens and the last of the window; sink 0 is plain local attention."""
+
+    pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)
+    ratio: None = dataclasses.field(default=None, init=False, metadata={"static": True})
+    sink: Any = 4
+    window: None = dataclasses.field(default=None, init=False, metadata={"static": True})
+    name = "streaming_llm"
+
+    def __post_init__(self):
+        assign(self, sink=whole_array(self.name, "sink", self.sink, 0))

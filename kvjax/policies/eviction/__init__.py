@@ -1,4 +1,5 @@
 """Which stored entries are worth least: a file a method.
 
-method: what a method's file returns. queries: the last queries, for methods that look at what was looked at.
+wrapped: evictions that hold another one, which are shared (AdaKV, PyramidKV), critical_kv and protected. queries: the
+last queries, for methods that look at what was looked at.
 """

@@ -1,18 +1,18 @@
 """Expected Attention (Devoto et al., 2025, arXiv:2510.00636): what queries to come are expected to look at."""
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import one_of, real_number, whole_number
-from kvjax.policies.eviction.method import Method
-from kvjax.policies.interfaces import Eviction, Number
-from kvjax.step import Step, Stored
-from kvjax.struct import static, struct
+from kvjax.errors import one_of, whole_number
+from kvjax.policies.interfaces import Eviction, Needs, Number
+from kvjax.policies.numbers import real_array
+from kvjax.step import Shape, Step, Stored
+from kvjax.struct import assign, static, struct
 
 
 class Moments(NamedTuple):
@@ -34,24 +34,35 @@ class ExpectedAttention(Eviction):
     4. Averaged over a group's query heads, and weighed by the length of the value.
     """
 
-    frequencies: Float[Number, "*l pairs"]
-    """Radians a position of each rotated pair."""
-    scale: Float[Number, "..."]
-    """What RoPE multiplies cosines and sines by."""
-    epsilon: Float[Number, "..."]
-    group: int = static()
-    """Query heads of a kv head."""
-    head_dim: int = static()
-    future: int = static()
+    future: int = static(default=512)
     """How many positions the queries are expected at."""
-    sink: int = static()
-    """Entries at the start that are not scored."""
-    values: bool = static()
+    sink: int = static(default=4)
+    """Entries at the start that are not scored and stay."""
+    epsilon: Number = 0.0
+    values: bool = static(default=True)
     """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
+    name = "expected_attention"
 
-    def init(self, batch: int, heads: int) -> Moments:
-        n, h = heads * self.group, self.head_dim
-        return Moments(jnp.zeros(batch), jnp.zeros((batch, n, h)), jnp.zeros((batch, n, h, h)))
+    def __post_init__(self):
+        assign(
+            self,
+            future=whole_number(self.name, "future", self.future),
+            sink=whole_number(self.name, "sink", self.sink, 0),
+            epsilon=real_array(self.name, "epsilon", self.epsilon, 0.0),
+        )
+        one_of(self.name, "values", self.values, (True, False))
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(first=self.sink)
+
+    @property
+    def unweighed(self) -> Eviction:
+        return replace(self, values=False)
+
+    def init(self, shape: Shape) -> Moments:
+        b, n, h = shape.batch, shape.kv_heads * shape.group, shape.head_dim
+        return Moments(jnp.zeros(b), jnp.zeros((b, n, h)), jnp.zeros((b, n, h, h)))
 
     @jax.default_matmul_precision("highest")
     def observe(self, state: Moments, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Moments:
@@ -65,11 +76,11 @@ class ExpectedAttention(Eviction):
 
     @jax.default_matmul_precision("highest")
     def score(self, state: Moments, stored: Stored) -> Float[Array, "b k s"]:
-        heads, h = stored.k.shape[1], self.head_dim
+        _, heads, _, h = stored.k.shape
         count = jnp.maximum(state.number, 1)[:, None, None]
         mean = state.total / count
         covariance = state.products / count[..., None] - mean[..., None] * mean[..., None, :]
-        turn = self._turn(stored.seen)
+        turn = self._turn(stored)
         mean = jnp.einsum("bij,bnj->bni", turn, mean)
         covariance = jnp.einsum("bij,bnjk,blk->bnil", turn, covariance, turn)
         k = stored.k.astype(jnp.float32)
@@ -87,32 +98,9 @@ class ExpectedAttention(Eviction):
             return weight
         return (weight + self.epsilon) * jnp.linalg.norm(stored.v.astype(jnp.float32), axis=-1)
 
-    def _turn(self, seen: Int[Array, " b"]) -> Float[Array, "b h h"]:
+    def _turn(self, stored: Stored) -> Float[Array, "b h h"]:
         """The mean of RoPE's rotations to positions seen … seen + future − 1."""
-        position = seen[:, None] + jnp.arange(self.future)
-        angle = position[..., None].astype(jnp.float32) * self.frequencies
-        cos, sin = (jax.vmap(jnp.diag)((f(angle) * self.scale).mean(1)) for f in (jnp.cos, jnp.sin))
+        position = stored.seen[:, None] + jnp.arange(self.future)
+        angle = position[..., None].astype(jnp.float32) * stored.frequencies
+        cos, sin = (jax.vmap(jnp.diag)((f(angle) * stored.rope_scale).mean(1)) for f in (jnp.cos, jnp.sin))
         return jnp.concatenate([jnp.concatenate([cos, -sin], 2), jnp.concatenate([sin, cos], 2)], 1)
-
-
-def expected_attention(
-    *, model: Any, future: int = 512, sink: int = 4, epsilon: float = 0.0, values: bool = True
-) -> Method:
-    """The first `sink` entries stay. `future`: how many positions the queries are expected at."""
-    where = "expected_attention"
-    future, sink = whole_number(where, "future", future), whole_number(where, "sink", sink, 0)
-    epsilon = real_number(where, "epsilon", epsilon, 0.0)
-    one_of(where, "values", values, (True, False))
-    config = model.config
-    frequencies, scale = config.rotation()
-    method = ExpectedAttention(
-        np.asarray(frequencies, np.float32),
-        np.array(scale, np.float32),
-        np.array(epsilon, np.float32),
-        config.num_heads // config.num_kv_heads,
-        config.head_dim,
-        future,
-        sink,
-        values,
-    )
-    return Method(method, first=sink)

@@ -8,10 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
-from kvjax.policies.eviction.method import Method
-from kvjax.policies.interfaces import Eviction, Numbers, Planes
+from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes
 from kvjax.step import Attended, Step, Stored
-from kvjax.struct import struct
+from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 
 ENTRIES = 4096
@@ -22,6 +21,17 @@ ENTRIES = 4096
 class H2O(Eviction):
     """The sum of an entry's attention over all queries that saw it, in the prompt and the answer (Sec. 4.1, Alg. 1),
     averaged over a group's query heads."""
+
+    recent: float = host(default=0.5)
+    """The share of the budget that goes to the newest entries whatever their attention."""
+    name = "h2o"
+
+    def __post_init__(self):
+        assign(self, recent=real_number(self.name, "recent", self.recent, 0.0, 1.0))
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(recent=self.recent)
 
     @property
     def planes(self) -> Mapping[str, str]:
@@ -68,8 +78,3 @@ def _paying(step: Step, attended: Attended) -> tuple[Float[Array, "b n t h"], di
     real = jnp.arange(step.q.shape[2]) < attended.valid[:, None]
     lse = jnp.where(real[:, None], attended.lse, -jnp.inf)
     return step.q.astype(attended.dtype), {"over": "sum", "group": "mean", "lse": lse}
-
-
-def h2o(*, recent: float = 0.5) -> Method:
-    """`recent`: the share of the budget that goes to the newest entries whatever their attention."""
-    return Method(H2O(), recent=real_number("h2o", "recent", recent, 0.0, 1.0))

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction
 from kvjax.step import Stored
 from kvjax.struct import struct
@@ -13,6 +12,8 @@ from kvjax.struct import struct
 class KeyDiff(Eviction):
     """−cos(k_i, mean over j of k_j / ‖k_j‖)  (Sec. 3.2)."""
 
+    name = "keydiff"
+
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         k = stored.k.astype(jnp.float32)
         length = jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
@@ -21,7 +22,3 @@ class KeyDiff(Eviction):
         anchor = direction.sum(2, keepdims=True)
         anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
         return -jnp.einsum("bksh,bkxh->bks", direction, anchor)
-
-
-def keydiff() -> Method:
-    return Method(KeyDiff())

@@ -3,19 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction
 from kvjax.step import Stored
 from kvjax.struct import struct
 
 
 @struct
-class Knorm(Eviction):
+class KNorm(Eviction):
     """−‖k‖₂."""
+
+    name = "knorm"
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         return -jnp.linalg.norm(stored.k.astype(jnp.float32), axis=-1)
-
-
-def knorm() -> Method:
-    return Method(Knorm())

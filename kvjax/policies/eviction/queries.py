@@ -2,48 +2,35 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.interfaces import Eviction
-from kvjax.step import Step, Stored
-from kvjax.struct import static, struct
+from kvjax.policies.interfaces import Eviction, Needs
+from kvjax.step import Shape, Step, Stored
 from pallas_kernels.attention_mass import attention_mass
 
 Queries = Float[Array, "b n w h"]
 """The query of position i is in slot i mod w."""
 
 
-class Shape(NamedTuple):
-    """The last `observed` queries of each head, `group` of them to a kv head."""
-
-    group: int
-    observed: int
-    head_dim: int
-    dtype: str
-
-
-@struct
 class Observing(Eviction):
-    """A method whose memory is the last queries."""
+    """A method whose memory is the last `observed` queries, of the tokens that always stay."""
 
-    shape: Shape = static()
+    observed: int
 
-    def init(self, batch: int, heads: int) -> Queries:
-        group, observed, head_dim, dtype = self.shape
-        return jnp.zeros((batch, heads * group, observed, head_dim), dtype)
+    @property
+    def needs(self) -> Needs:
+        return Needs(last=self.observed, observed=self.observed)
+
+    def init(self, shape: Shape) -> Queries:
+        heads = shape.kv_heads * shape.group
+        return jnp.zeros((shape.batch, heads, self.observed, shape.head_dim), shape.dtype)
 
     def observe(self, state: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:
         return remember(state, step, seen, valid)
-
-
-def shape_for(model: Any, observed: int) -> Shape:
-    config = model.config
-    return Shape(config.num_heads // config.num_kv_heads, observed, config.head_dim, model.embed.dtype.name)
 
 
 def remember(queries: Queries, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Queries:

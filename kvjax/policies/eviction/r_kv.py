@@ -1,20 +1,17 @@
 """R-KV (Cai et al., 2025, arXiv:2505.24133): what matters and is not said again, for long reasoning."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from kvjax.errors import real_number, whole_number
+from kvjax.errors import whole_number
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
-from kvjax.policies.interfaces import Number
+from kvjax.policies.interfaces import Needs, Number
+from kvjax.policies.numbers import real_array
 from kvjax.step import Stored
-from kvjax.struct import static, struct
+from kvjax.struct import assign, host, static, struct
 
 ROWS = 128
 """Keys whose likeness to all others is looked at at a time."""
@@ -27,22 +24,44 @@ class RKV(queries.Observing):
     importance (eq. 2 and 3): the largest logit of a group's query heads, its softmax over the keys before the last
     `observed`, the mean over these tokens' queries, the maximum over `pool` neighbours. redundancy (eq. 4): the softmax
     over the keys of the mean cosine with the others, where each key forgives the last one that is like it by more than
-    `alike`: of things said twice the newest stays.
+    `alike`: of things said twice the newest stays. The last `observed` and the first `sink` entries stay.
+
+    The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
+    `balance=0.1, sink=4`. Not copied: where a key has none alike, the authors' code forgives it the first key of all,
+    which eq. 4 does not.
     """
 
-    balance: Float[Number, "..."]
-    alike: Float[Number, "..."]
-    pool: int = static()
+    observed: int = static(default=8)
+    pool: int = static(default=7)
+    balance: Number = 0.07
+    """λ."""
+    alike: Number = 0.5
+    sink: int = host(default=0)
+    name = "r_kv"
+
+    def __post_init__(self):
+        assign(
+            self,
+            observed=whole_number(self.name, "observed", self.observed),
+            pool=whole_number(self.name, "pool", self.pool),
+            balance=real_array(self.name, "balance", self.balance, 0.0, 1.0),
+            alike=real_array(self.name, "alike", self.alike),
+            sink=whole_number(self.name, "sink", self.sink, 0),
+        )
+
+    @property
+    def needs(self) -> Needs:
+        return super().needs._replace(first=self.sink)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         seen = stored.eligible
         if stored.causal:
-            seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.shape.observed
+            seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.observed
 
         def importance(logits):
             return jax.nn.softmax(jnp.where(seen[:, :, None], logits.max(2), -jnp.inf), -1)
 
-        mean = queries.total(state, stored, importance) / self.shape.observed
+        mean = queries.total(state, stored, importance) / self.observed
         return self.balance * queries.pooled(mean, self.pool, "max") - (1 - self.balance) * self._redundancy(
             stored
         )
@@ -69,20 +88,3 @@ class RKV(queries.Observing):
 
 def _softmax(x: Float[Array, "b k s"], exists: Bool[Array, "b k s"]) -> Float[Array, "b k s"]:
     return jax.nn.softmax(jnp.where(exists, x, -jnp.inf), -1)
-
-
-def r_kv(
-    *, model: Any, observed: int = 8, pool: int = 7, balance: float = 0.07, alike: float = 0.5, sink: int = 0
-) -> Method:
-    """The last `observed` and the first `sink` entries stay. `balance`: λ.
-
-    The defaults are those of the authors' code (rkv/compression/r1_kv.py). The form in Fast KVzip's code is
-    `balance=0.1, sink=4`. Not copied: where a key has none alike, the authors' code forgives it the first key of all,
-    which eq. 4 does not.
-    """
-    observed, pool = whole_number("r_kv", "observed", observed), whole_number("r_kv", "pool", pool)
-    balance, alike = real_number("r_kv", "balance", balance, 0.0, 1.0), real_number("r_kv", "alike", alike)
-    sink = whole_number("r_kv", "sink", sink, 0)
-    shape = queries.shape_for(model, observed)
-    method = RKV(shape, np.array(balance, np.float32), np.array(alike, np.float32), pool)
-    return Method(method, last=observed, first=sink, observed=observed)

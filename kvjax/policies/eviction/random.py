@@ -1,24 +1,26 @@
 """Random eviction: what a method's choice is worth is its distance from this."""
 
-import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.errors import whole_number
 from kvjax.policies.chance import no_text, text_hash, uniform
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.interfaces import Eviction, Number
-from kvjax.step import Step, Stored
-from kvjax.struct import struct
+from kvjax.policies.numbers import whole_array
+from kvjax.step import Shape, Step, Stored
+from kvjax.struct import assign, struct
 
 
 @struct
-class RandomScore(Eviction):
+class RandomEviction(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
-    seed: Int[Number, "..."]
+    seed: Number = 0
+    name = "random_eviction"
 
-    def init(self, batch: int, heads: int) -> UInt32[Array, " b"]:
-        return no_text(batch)
+    def __post_init__(self):
+        assign(self, seed=whole_array(self.name, "seed", self.seed, 0))
+
+    def init(self, shape: Shape) -> UInt32[Array, " b"]:
+        return no_text(shape.batch)
 
     def observe(
         self, state: UInt32[Array, " b"], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
@@ -27,7 +29,3 @@ class RandomScore(Eviction):
 
     def score(self, state: UInt32[Array, " b"], stored: Stored) -> Float[Array, "b k s"]:
         return uniform(self.seed, stored.layer, stored.head[:, None], state[:, None, None], stored.place)
-
-
-def random(*, seed: int = 0) -> Method:
-    return Method(RandomScore(np.array(whole_number("random_eviction", "seed", seed, 0), np.int32)))

@@ -1,17 +1,14 @@
 """SnapKV (Li et al., 2024, arXiv:2404.14469): what the last queries looked at is what will be looked at."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
 from kvjax.step import Stored
-from kvjax.struct import static, struct
+from kvjax.struct import assign, static, struct
 
 GROUP = "mean", "max"
 
@@ -20,14 +17,28 @@ GROUP = "mean", "max"
 class SnapKV(queries.Observing):
     """Attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring keys
     (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
-    of a group for each query, and of the neighbours."""
+    of a group for each query, and of the neighbours. The last `observed` entries stay."""
 
-    pool: int = static()
-    pooling: str = static()
-    group: str = static()
+    observed: int = static(default=64)
+    pool: int = static(default=5)
+    """How many neighbours share their attention."""
+    pooling: str = static(default="average")
+    """As their "average" or the "max"."""
+    group: str = static(default="mean")
+    """What counts of a group's query heads, "mean" or "max"."""
+    name = "snapkv"
+
+    def __post_init__(self):
+        assign(
+            self,
+            observed=whole_number(self.name, "observed", self.observed),
+            pool=whole_number(self.name, "pool", self.pool),
+        )
+        one_of(self.name, "pooling", self.pooling, tuple(queries.POOLING))
+        one_of(self.name, "group", self.group, GROUP)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
-        observed = self.shape.observed
+        observed = self.observed
         if self.group == "mean":
             mass = queries.attention(state, stored) / observed
         else:
@@ -39,15 +50,3 @@ class SnapKV(queries.Observing):
 
 def _largest(logits: Float[Array, "b k g w s"]) -> Float[Array, "b k w s"]:
     return jax.nn.softmax(logits, -1).max(2)
-
-
-def snapkv(
-    *, model: Any, observed: int = 64, pool: int = 5, pooling: str = "average", group: str = "mean"
-) -> Method:
-    """The last `observed` entries stay. `pool`: how many neighbours share their attention, as their "average" or the
-    "max". `group`: what counts of a group's query heads, "mean" or "max"."""
-    observed, pool = whole_number("snapkv", "observed", observed), whole_number("snapkv", "pool", pool)
-    one_of("snapkv", "pooling", pooling, tuple(queries.POOLING))
-    one_of("snapkv", "group", group, GROUP)
-    method = SnapKV(queries.shape_for(model, observed), pool, pooling, group)
-    return Method(method, last=observed, observed=observed)

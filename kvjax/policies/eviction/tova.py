@@ -1,13 +1,10 @@
 """TOVA (Oren et al., 2024, arXiv:2401.06104): what the last query of a layer looked at, all heads together."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.method import Method
 from kvjax.policies.eviction.queries import Queries
 from kvjax.step import Stored
 from kvjax.struct import struct
@@ -15,14 +12,12 @@ from kvjax.struct import struct
 
 @struct
 class TOVA(queries.Observing):
-    """The last query's attention, averaged over all heads of the layer (Sec. 3.2)."""
+    """The last query's attention, averaged over all heads of the layer (Sec. 3.2). The last entry stays."""
+
+    observed = 1
+    name = "tova"
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
         mass = queries.attention(state, stored)
         mean = lax.pmean(mass.mean(1, keepdims=True), "tensor")
         return jnp.broadcast_to(mean, mass.shape)
-
-
-def tova(*, model: Any) -> Method:
-    """The last entry stays."""
-    return Method(TOVA(queries.shape_for(model, 1)), last=1, observed=1)

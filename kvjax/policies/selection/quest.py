@@ -4,15 +4,19 @@ A page's keys lie in a box, from the smallest to the largest of each component. 
 with the query than the box's best corner, so the pages with the best corners are read.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from kvjax.errors import UserError, real_number, shown, whole_number
-from kvjax.policies.interfaces import Number
-from kvjax.struct import struct
+from kvjax.errors import UserError, shown, whole_number
+from kvjax.policies.interfaces import Selection
+from kvjax.policies.numbers import is_placed, real_array, whole_array
+from kvjax.struct import assign, changed, short, struct
 from kvjax.top import top
 
 EVERYTHING = 2**30
@@ -20,13 +24,44 @@ EVERYTHING = 2**30
 
 
 @struct
-class Quest:
-    """`tokens` and a share `ratio` of the tokens so far are read, of which one of both is 0; everything in the first
-    `skip` layers."""
+class Quest(Selection):
+    """Of the two that say what a query reads, `tokens` and `ratio`, one is given (and the other then 0). When a single
+    token is decoded; prompts read everything."""
 
-    tokens: Int[Number, "..."]
-    ratio: Float[Number, "..."]
-    skip: Int[Number, "..."]
+    tokens: Any = None
+    """Entries of each kv head that a query reads, those of the window included, which it always reads."""
+    ratio: Any = None
+    """Instead, as a share of the tokens so far."""
+    skip: Any = 0
+    """So many of the first layers read everything (2 in the paper's code)."""
+    name = "quest"
+
+    def __post_init__(self):
+        tokens, ratio = self.tokens, self.ratio
+        if is_placed(tokens):
+            return
+        if (tokens is None) == (ratio is None):
+            given = "got none" if tokens is None else f"got tokens={shown(tokens)} and ratio={shown(ratio)}"
+            raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
+        assign(
+            self,
+            tokens=np.array(0, np.int32)
+            if tokens is None
+            else whole_array(self.name, "tokens", tokens, 1, EVERYTHING),
+            ratio=np.array(0, np.float32)
+            if ratio is None
+            else real_array(self.name, "ratio", ratio, -np.inf, 1.0, above=0.0),
+            skip=whole_array(self.name, "skip", self.skip, 0, EVERYTHING),
+        )
+
+    def __repr__(self) -> str:
+        given = {"tokens": self.tokens, "ratio": self.ratio}
+        unused = [x for x, n in given.items() if not isinstance(n, Tracer) and not np.any(n)]
+        return short(changed(self, **dict.fromkeys(unused)))
+
+    def check(self, model: Any) -> None:
+        if not is_placed(self.skip):
+            whole_number(f"quest on {model.num_layers} layers", "skip", int(self.skip), 0, model.num_layers)
 
     def select(
         self,
@@ -59,28 +94,3 @@ def page_scores(q: Float[Array, "b n 1 h"], bounds: Float[Array, "b k p 2*h"]) -
     corner = rearrange(corner, "b (k g) 1 h -> b k g h", k=bounds.shape[1])
     exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     return jnp.einsum("bkgh,bkph->bkgp", corner, bounds, **exact).max(2)
-
-
-def quest(
-    *, layers: int | None = None, tokens: int | None = None, ratio: float | None = None, skip: int = 0
-) -> Quest:
-    """Selection of pages when a single token is decoded; prompts read everything.
-
-    Args:
-        layers: the model's, for a check of `skip`.
-        tokens: how many entries of each kv head a query reads, those of the window included, which it always reads.
-        ratio: instead, as a share of the tokens so far.
-        skip: so many of the first layers read everything (2 in the paper's code).
-
-    Raises:
-        UserError: not exactly one of `tokens` and `ratio`, or values out of their range.
-    """
-    if (tokens is None) == (ratio is None):
-        given = "got none" if tokens is None else f"got tokens={shown(tokens)} and ratio={shown(ratio)}"
-        raise UserError(f"quest: what a query reads is one of tokens and ratio, {given}")
-    tokens = 0 if tokens is None else whole_number("quest", "tokens", tokens, most=EVERYTHING)
-    if ratio is not None:
-        ratio = real_number("quest", "ratio", ratio, above=0.0, most=1.0)
-    where = "quest" if layers is None else f"quest on {layers} layers"
-    skip = whole_number(where, "skip", skip, 0, EVERYTHING if layers is None else layers)
-    return Quest(np.array(tokens, np.int32), np.array(ratio or 0, np.float32), np.array(skip, np.int32))

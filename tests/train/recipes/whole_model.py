@@ -51,7 +51,7 @@ class WholeModel(Recipe):
     def enter(self, params):
         return params, params["model"]
 
-    def constants(self, model, held):
+    def frozen(self, model, held):
         return held
 
     def split(self, params):

@@ -9,7 +9,7 @@ gate: the network. policy: the admission. soft: what is trained. files: exported
 
 from kvjax.policies.admission.wgkv.files import load_gates, save_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.admission.wgkv.policy import WGKV, wgkv
+from kvjax.policies.admission.wgkv.policy import WGKV
 from kvjax.policies.admission.wgkv.soft import GATE_FLOOR, WriteGateTraining
 
 __all__ = [
@@ -19,5 +19,4 @@ __all__ = [
     "WriteGateTraining",
     "load_gates",
     "save_gates",
-    "wgkv",
 ]

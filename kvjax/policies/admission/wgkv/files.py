@@ -34,7 +34,7 @@ def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[s
         expand = float(description["expand"])
     except Exception as error:
         raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
-    check_made_for((layers, kv_heads, head_dim), model)
+    check_made_for((layers, kv_heads, head_dim), getattr(model, "config", None))
     with use_mesh():
         gates = jax.eval_shape(lambda: WriteGate(layers, kv_heads, head_dim, expand=expand, rngs=nnx.Rngs(0)))
         state = nnx.state(gates)
@@ -49,9 +49,9 @@ def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[s
 
 
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
-    """Refuse gates for another model than `model`, if there is one."""
+    """Refuse gates for a model of another configuration than `model`, if there is one."""
     if model is not None:
-        wanted = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        wanted = (model.num_layers, model.num_kv_heads, model.head_dim)
         if shape != wanted:
             raise UserError(
                 f"wgkv: these gates are for (layers, kv heads, head_dim) = {shape}, the model has {wanted}"

@@ -1,31 +1,59 @@
-"""The policy: what leaves the window stays iff its gate is at least τ."""
+"""The admission: what leaves the window stays iff its gate is at least τ."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.errors import UserError, real_number, shown, whole_number
+from kvjax.errors import UserError, shown
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
-from kvjax.policies.interfaces import Admission, Keep, Number
-from kvjax.policies.policy import Policy, head_table
+from kvjax.policies.interfaces import Admission, Keep
+from kvjax.policies.numbers import head_table, is_placed, real_array
 from kvjax.step import Step
-from kvjax.struct import struct
+from kvjax.struct import assign, host, struct
 
 
 @struct
 class WGKV(Admission):
     """Admission by the gate: a token that leaves the window is written iff g ≥ τ.
 
-    `rate` is the largest share of a sequence's tokens that is expected to be admitted (1 where unknown); it sizes the
-    pool.
+    `gates`: the gates themselves, a folder that training exported, or `builtin` for those of the built-in model. What
+    else is not given is the folder's.
     """
 
-    gates: WriteGate
-    tau: Float[Number, "..."]
-    rate: Float[Number, "... k"]
+    gates: Any = dataclasses.field(repr=False)
+    tau: Any = None
+    """The threshold; a higher one keeps less. By default the folder's, else 0.1."""
+    rate: Any = dataclasses.field(default=None, repr=False)
+    """The largest share of a sequence's tokens that is expected to be admitted, by layer and kv head, which sizes the
+    pool; by default the folder's, if it was exported with this τ or a lower one; else 1."""
+    window: int | None = host(default=None, repr=False)
+    """The window of policies that name none: by default the one that the gates were trained with."""
+    name = "wgkv"
+
+    def __post_init__(self):
+        gates, description = self.gates, {}
+        if isinstance(gates, str | Path):
+            gates, description = load_gates(gates)
+        if not isinstance(gates, WriteGate):
+            raise UserError(f"wgkv: gates must be a folder of gates or a WriteGate, got {shown(gates)}")
+        layers, kv_heads, _, _ = gates.w1.shape
+        tau = description.get("tau", 0.1) if self.tau is None else self.tau
+        tau, rate = real_array(self.name, "tau", tau, 0.0, 1.0), self.rate
+        if rate is None and tau >= np.float32(description.get("tau", tau)):
+            rate = description.get("peak_rate", description.get("rate"))
+        rate = np.ones((layers, kv_heads)) if rate is None else rate
+        if not is_placed(rate):
+            rate = head_table(self.name, "rate", rate, layers, kv_heads).astype(np.float32)
+        window = description.get("window") if self.window is None else self.window
+        assign(self, gates=gates, tau=tau, rate=rate, window=window)
+
+    def check(self, model: Any) -> None:
+        layers, kv_heads, fan_in, _ = self.gates.w1.shape
+        check_made_for((layers, kv_heads, fan_in // 2), model)
 
     def score(
         self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
@@ -37,37 +65,3 @@ class WGKV(Admission):
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         return np.asarray(self.rate, np.float64) * tokens
-
-
-def wgkv(
-    *,
-    gates: str | Path | WriteGate,
-    tau: float | None = None,
-    window: int | None = None,
-    rate: Float[np.ndarray, "l k"] | None = None,
-    model: Any = None,
-) -> Policy:
-    """Write-gated admission.
-
-    Args:
-        gates: a folder that training exported, `builtin` for those of the built-in model, or the gates themselves.
-        tau: the threshold; a higher one keeps less. By default the folder's, else 0.1.
-        window: the local window. By default the folder's, that is the one the gates were trained with.
-        rate: the largest share of a sequence's tokens that is expected to be admitted, by layer and kv head, which
-            sizes the pool; by default the folder's, if it was exported with this τ or a lower one; else 1.
-        model: refuses gates whose layers, kv heads or head_dim are not this model's.
-    """
-    description: dict[str, Any] = {}
-    if isinstance(gates, (str, Path)):
-        gates, description = load_gates(gates, model)
-    if not isinstance(gates, WriteGate):
-        raise UserError(f"wgkv: gates must be a folder of gates or a WriteGate, got {shown(gates)}")
-    layers, kv_heads, fan_in, _ = gates.w1.shape
-    check_made_for((layers, kv_heads, fan_in // 2), model)
-    tau = real_number("wgkv", "tau", description.get("tau", 0.1) if tau is None else tau, 0.0, 1.0)
-    window = whole_number("wgkv", "window", description.get("window") if window is None else window)
-    if rate is None and tau >= description.get("tau", tau):
-        rate = description.get("peak_rate", description.get("rate"))
-    known = np.ones((layers, kv_heads)) if rate is None else rate
-    table = head_table("wgkv", "rate", known, layers, kv_heads).astype(np.float32)
-    return Policy(WGKV(gates, np.array(tau, np.float32), table), name="wgkv", window=window)

@@ -1,0 +1,41 @@
+"""Arguments as people write them: NAME=VALUE, and a method with its own, `snapkv:observed=32,pool=7`."""
+
+import json
+import re
+from collections.abc import Container, Sequence
+from typing import Any
+
+from kvjax.errors import UserError
+
+
+def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
+    """Arguments written as NAME=VALUE: numbers, true and false as in JSON, anything else as text.
+
+    Raises UserError for one without a name or a value, and for a name given twice.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name.isidentifier() or not equals or not value:
+            raise UserError(f"{option} {text}: expected NAME=VALUE")
+        if name in found:
+            raise UserError(f"{option} gives {name} twice")
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def with_arguments(text: str, known: Container[str], option: str = "") -> tuple[str, dict[str, Any] | None]:
+    """A name and the arguments behind it: `snapkv:observed=32,pool=7`; None: there is no colon for any.
+
+    A name that is not `known` may be another package's `package.module:NAME`, which has a colon of its own. `option`
+    says where it was written. Raises UserError for arguments that are not NAME=VALUE.
+    """
+    name, colon, told = text.partition(":")
+    if name not in known and (brought := re.fullmatch(r"([\w.]+:\w+)(?:(:)(.*))?", text)):
+        name, colon, told = (part or "" for part in brought.groups())
+    if not colon:
+        return name, None
+    return name, assignments(told.split(","), f"{option} {name}:".lstrip())

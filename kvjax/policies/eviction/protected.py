@@ -1,0 +1,28 @@
+"""What always stays, as a person says it."""
+
+from kvjax.errors import whole_number
+from kvjax.policies.eviction.wrapped import Wrapped
+from kvjax.policies.interfaces import Needs
+from kvjax.struct import assign, host, struct
+
+
+@struct
+class Protected(Wrapped):
+    """Another eviction whose very `first` and newest `last` entries of each kv head always stay, in place of the
+    method's own numbers; None: they are the method's."""
+
+    first: int | None = host(default=None)
+    last: int | None = host(default=None)
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("first", "last"):
+            if (number := getattr(self, name)) is not None:
+                assign(self, **{name: whole_number("eviction", name, number, 0)})
+
+    @property
+    def needs(self) -> Needs:
+        needs = self.eviction.needs
+        if self.first is not None:
+            needs = needs._replace(first=self.first)
+        return needs if self.last is None else needs._replace(last=self.last, recent=0.0)

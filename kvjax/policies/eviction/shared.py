@@ -1,0 +1,49 @@
+"""Budgets that layers and heads share unevenly, over any method's scores: AdaKV and PyramidKV."""
+
+from dataclasses import replace
+
+from kvjax.policies.budget import Shares
+from kvjax.policies.eviction.wrapped import Wrapped
+from kvjax.struct import assign, host, struct
+
+
+@struct
+class Adaptive(Wrapped):
+    """Heads compete for the budget (AdaKV, Feng et al., 2024, arXiv:2407.11550).
+
+    `over`: those of a "layer" among themselves, or of the whole "model" (KVzip); "head" leaves each its own. `pinned`:
+    the share of the average that every head keeps of its own best, whatever others have (AdaKV's α).
+    """
+
+    over: str = host(default="layer")
+    pinned: float = host(default=0.2)
+    name = "adakv"
+
+    def __post_init__(self):
+        super().__post_init__()
+        assign(self, pinned=Shares(self.over, self.pinned).pinned)
+
+    @property
+    def label(self) -> str:
+        return self.name if self.over == "layer" else self.eviction.label
+
+    @property
+    def shares(self) -> Shares:
+        return replace(self.eviction.shares, over=self.over, pinned=self.pinned)
+
+
+@struct
+class Pyramid(Wrapped):
+    """Budgets fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets 1/`beta` of
+    the average. All layers get the average if that is below what must stay."""
+
+    beta: float = host(default=20.0)
+    name = "pyramidkv"
+
+    def __post_init__(self):
+        super().__post_init__()
+        assign(self, beta=Shares(pyramid=self.beta).pyramid)
+
+    @property
+    def shares(self) -> Shares:
+        return replace(self.eviction.shares, pyramid=self.beta)

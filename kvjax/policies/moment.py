@@ -1,0 +1,110 @@
+"""When a cache is compacted."""
+
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.struct import assign, short
+
+OBSERVERS = "own", "prompt"
+"""Who looks at what is scored: the last tokens of what was read, or those of the whole prompt."""
+
+
+class Moment:
+    """When a cache is compacted."""
+
+    when: ClassVar[str]
+    """Its name."""
+    chunk: int = 0
+    every: int = 0
+    drop: float = 0.0
+    observers: str = "own"
+
+    @property
+    def in_chunks(self) -> bool:
+        return self.when == "chunk"
+
+    @property
+    def patched(self) -> bool:
+        """Whether chunks are looked at by the whole prompt's last tokens."""
+        return self.observers == "prompt"
+
+    @property
+    def while_decoding(self) -> bool:
+        return self.when in ("every", "overflow")
+
+    def __repr__(self) -> str:
+        return short(self)
+
+
+@dataclass(frozen=True, repr=False)
+class AtPrompt(Moment):
+    """Once the prompt was read."""
+
+    when = "prompt"
+
+
+@dataclass(frozen=True, repr=False)
+class EveryChunk(Moment):
+    """After every `chunk` tokens of a prompt and at its end, so that the cache never holds all of it.
+
+    `observers`, one of `OBSERVERS`. "prompt": the prompt's own last tokens are read once more behind each chunk but the
+    last, look at it, and are dropped again (a patch: PruLong, arXiv:2506.17121, Sec. 4.3). Other tokens are given to
+    `prefill(observers=…)`.
+    """
+
+    when = "chunk"
+    chunk: int = 0
+    observers: str = "own"
+
+    def __post_init__(self):
+        one_of("schedule", "observers", self.observers, OBSERVERS)
+        assign(self, chunk=whole_number("schedule", "chunk", self.chunk, 0))
+
+
+@dataclass(frozen=True, repr=False)
+class Every(Moment):
+    """At the prompt's end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133)."""
+
+    when = "every"
+    every: int = 0
+
+    def __post_init__(self):
+        assign(self, every=whole_number("schedule", "every", self.every))
+
+
+@dataclass(frozen=True, repr=False)
+class Overflow(Moment):
+    """As soon as there are more entries than the budget allows, when every head loses a share `drop` of what it has
+    beyond the window (WG-KV's composition with SnapKV)."""
+
+    when = "overflow"
+    drop: float = 0.1
+
+    def __post_init__(self):
+        assign(self, drop=real_number("schedule", "drop", self.drop, above=0.0, most=1.0))
+
+
+MOMENTS: dict[str, type[Moment]] = {kind.when: kind for kind in (AtPrompt, EveryChunk, Every, Overflow)}
+NOTHING = {"chunk": 0, "every": 0, "drop": None, "observers": "own"}
+"""The words of moments, with what says nothing beside any of them."""
+
+
+def names(kind: Any) -> list[str]:
+    """Of a moment's own words."""
+    return [field.name for field in fields(kind)]
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    return value is None if name == "drop" else isinstance(value, int | str) and value == NOTHING[name]
+
+
+def moment(when: str = "prompt", **words: Any) -> Moment:
+    """The one of `MOMENTS` called `when`, of the words of `NOTHING`. Raises UserError for a word of another."""
+    one_of("schedule", "when", when, tuple(MOMENTS))
+    given = {name: value for name, value in words.items() if not _says_nothing(name, value)}
+    own = {name: kind for kind in MOMENTS.values() for name in names(kind)}
+    for name, value in given.items():
+        if own[name].when != when:
+            raise UserError(f"{name}={shown(value)} needs when={own[name].when!r}")
+    return MOMENTS[when](**given)

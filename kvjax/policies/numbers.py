@@ -1,0 +1,61 @@
+"""A method's own numbers as NumPy arrays, checked: what compiled programs are given of them once they are placed."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Float
+
+from kvjax.errors import LARGEST_INT, UserError, real_number, shown, whole_number
+from kvjax.mesh import mesh_of
+
+NO_TABLE: np.ndarray = np.zeros(0)
+
+
+def is_placed(value: Any) -> bool:
+    """Whether it is on a mesh already, or in a compiled program: it was checked before."""
+    if isinstance(value, Tracer):
+        return True
+    return isinstance(value, jax.Array) and value.ndim > 0 and mesh_of(value) is not None
+
+
+def whole_array(where: str, name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> Any:
+    """int32 of `whole_number`."""
+    return value if is_placed(value) else np.array(whole_number(where, name, value, least, most), np.int32)
+
+
+def real_array(where: str, name: str, value: Any, *limits: float, above: float = -np.inf) -> Any:
+    """float32 of `real_number`."""
+    return (
+        value
+        if is_placed(value)
+        else np.array(real_number(where, name, value, *limits, above=above), np.float32)
+    )
+
+
+def head_table(
+    where: str,
+    name: str,
+    value: Any,
+    layers: int | None = None,
+    kv_heads: int | None = None,
+    *,
+    shares: bool = True,
+) -> Float[np.ndarray, "l k"]:
+    """The table of heads that `value` is: of finite numbers, from 0 to 1 if they are `shares`, and of a model of so
+    many layers and kv heads where they are given."""
+    try:
+        given = np.asarray(value)
+        table = given.astype(np.float64) if given.dtype.kind not in "SU" else NO_TABLE
+    except (TypeError, ValueError):
+        table = NO_TABLE
+    outside = ~np.isfinite(table) | (shares & ((table < 0) | (table > 1)))
+    if table.ndim != 2 or table.size == 0 or outside.any():
+        numbers = "numbers from 0 to 1" if shares else "finite numbers"
+        raise UserError(f"{where}: {name} must be {numbers}, layers × kv heads of them, got {shown(value)}")
+    wanted = tuple(own or size for own, size in zip((layers, kv_heads), table.shape, strict=True))
+    if table.shape != wanted:
+        made_for = f"made for {table.shape[0]} layers × {table.shape[1]} kv heads"
+        raise UserError(f"{where}: {name} {made_for}, the model has {wanted[0]} × {wanted[1]}")
+    return table

@@ -1,0 +1,83 @@
+"""Methods by name: a line adds one. What other packages bring is found by an entry point's name, or as
+`package.module:NAME`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.errors import UserError, shown
+from kvjax.plugins import METHODS, find
+from kvjax.plugins import POLICIES as PLUGINS
+from kvjax.policies.admission.full import Full
+from kvjax.policies.admission.head_pattern import HeadPattern
+from kvjax.policies.admission.random import Random
+from kvjax.policies.admission.streaming_llm import StreamingLLM
+from kvjax.policies.admission.wgkv import WGKV
+from kvjax.policies.eviction.expected_attention import ExpectedAttention
+from kvjax.policies.eviction.h2o import H2O
+from kvjax.policies.eviction.keydiff import KeyDiff
+from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.r_kv import RKV
+from kvjax.policies.eviction.random import RandomEviction
+from kvjax.policies.eviction.shared import Adaptive, Pyramid
+from kvjax.policies.eviction.snapkv import SnapKV
+from kvjax.policies.eviction.tova import TOVA
+from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
+from kvjax.policies.selection.quest import Quest
+
+ADMISSIONS: dict[str, type[Admission]] = {
+    "full": Full,
+    "streaming_llm": StreamingLLM,
+    "wgkv": WGKV,
+    "head_pattern": HeadPattern,
+    "random": Random,
+}
+EVICTIONS: dict[str, type[Eviction]] = {
+    "snapkv": SnapKV,
+    "tova": TOVA,
+    "keydiff": KeyDiff,
+    "knorm": KNorm,
+    "expected_attention": ExpectedAttention,
+    "h2o": H2O,
+    "r_kv": RKV,
+    "random_eviction": RandomEviction,
+}
+WRAPPERS: dict[str, dict[str, Any]] = {
+    "adakv": {"over": Adaptive.over, "pinned": Adaptive.pinned},
+    "pyramidkv": {"pyramid": Pyramid.beta},
+    "critical_kv": {"critical": True},
+}
+"""Evictions that hold another one (SnapKV unless another is named), by the words of `make_policy` that they are."""
+SELECTIONS: dict[str, type[Selection]] = {
+    "quest": Quest,
+}
+POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
+
+
+def brought(name: str | None) -> Callable[..., Any] | None:
+    """What another package brings under a name: a method's class, or what makes a policy of keyword arguments, which is
+    a function or the `policy` of a recipe; None for a name that is neither.
+
+    Raises:
+        UserError: it cannot be imported, or is none of these.
+    """
+    if name is None or name in POLICIES:
+        return None
+    found = find(name, PLUGINS, "policy") or find(name, METHODS, "policy")
+    if found is None:
+        return None
+    if not callable(made := getattr(found, "policy", found)):
+        raise UserError(f"policy {name}: {shown(found)} is neither a function nor a recipe")
+    return made
+
+
+def role(kind: Any) -> str:
+    """Which part of a policy a method's class, or an object of it, is: "admission", "eviction" or "selection". What
+    makes a whole policy stands for its admission."""
+    kind = kind if isinstance(kind, type) else type(kind)
+    roles = {"eviction": Eviction, "selection": Selection}
+    return next((name for name, own in roles.items() if issubclass(kind, own)), "admission")
+
+
+def is_method(kind: Any) -> bool:
+    """Whether it is a method's class."""
+    return isinstance(kind, type) and issubclass(kind, Method)
