@@ -197,6 +197,8 @@ def _kernel(*refs, sizes: _Sizes):
             cursor[TAKEN] += 1
             first = index * block
             wait(slot, pages - first)
+            if of_bias:
+                bias_copy(row, index, slot).wait()
 
             @pl.when(index == 0)
             def _():
@@ -219,7 +221,6 @@ def _kernel(*refs, sizes: _Sizes):
             stored = (place < entries) & ((place < stored_first) | (place >= page))
             x *= sizes.scale
             if of_bias:
-                bias_copy(row, index, slot).wait()
                 x += of_bias[0][slot] * LOG2E
             x = jnp.where(stored, x, MASKED)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
