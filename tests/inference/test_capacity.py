@@ -9,7 +9,7 @@ from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample
 from kvjax.mesh import make_mesh
-from kvjax.policies import H2O, Policy, Quest, Ratio
+from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
 from pallas_kernels.vertical_slash.api import FOREVER
 from tests.inference.cached import cached_logits
@@ -131,7 +131,7 @@ def test_a_lower_capacity_later_keeps_as_many_as_there_are(model, tokens):
 
 def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):
     policy = delayed(window=6, capacity=8)
-    for part in ({"eviction": H2O(), "budget": Ratio(0.5)}, {"selection": Quest(ratio=0.5)}):
+    for part in ({"eviction": KNorm(), "budget": Ratio(0.5)}, {"selection": Quest(ratio=0.5)}):
         with pytest.raises(UserError, match="keeps its entries in no order"):
             Policy(policy.admission, window=6, **part)
     cache = prefill(model, tokens[:1], policy=policy)
