@@ -11,7 +11,7 @@ from kvjax.errors import UserError
 METHODS = "kvjax.methods"
 """The entry points of recipes (`kvjax.train.recipe.Recipe`): what is trained, and how a policy is made of it."""
 POLICIES = "kvjax.policies"
-"""The entry points of functions that make a policy of keyword arguments."""
+"""The entry points of methods' classes, and of functions that make a policy of keyword arguments."""
 
 
 def names(group: str) -> list[str]:

@@ -90,9 +90,12 @@ MOST_SHOWN = 4096
 
 def _number(value: Any) -> Any:
     """The one number that an array holds, else None."""
-    if not isinstance(value, np.ndarray | np.generic | jax.Array) or isinstance(value, Tracer):
+    if isinstance(value, jax.Array):
+        if isinstance(value, Tracer) or value.is_deleted() or not value.is_fully_addressable:
+            return None
+    elif not isinstance(value, np.ndarray | np.generic):
         return None
-    if not 0 < value.size <= MOST_SHOWN or np.asarray(value).dtype.kind not in "bif":
+    if not 0 < value.size <= MOST_SHOWN or getattr(value.dtype, "kind", "O") not in "bif":
         return None
     flat = np.asarray(value).reshape(-1)
     return flat[0] if (flat == flat[0]).all() else None
