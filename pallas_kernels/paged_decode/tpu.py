@@ -346,7 +346,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
     of_bias = []
     if bias is not None:
         bias = in_lanes(bias)[:, None]
-        of_bias = [
+        of_bias = [  # the rows of lanes of a block's pages, where in the plane each page's biases begin
             pltpu.VMEM((SLOTS, sizes.block * max(1, page // LANES), 1, LANES), jnp.float32),
             pltpu.SMEM((SLOTS * sizes.block,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),
