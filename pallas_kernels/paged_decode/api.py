@@ -51,7 +51,8 @@ def paged_decode(
         pages: which global pages are read (Quest, Tang et al., 2024); None: all that hold entries.
         bias: added to the logit of every entry of the global pages (a plane of the pool: one number an entry), float32,
             any value down to -inf; below -1e29 it counts as that. The ring's entries and `new` have none. None: nothing
-            is added, and nothing is read. "hopper" takes none.
+            is added, and nothing is read. "hopper" takes none, "tpu" one of pages of a divisor or a multiple of 128
+            entries; on TPU one of smaller pages is best held flat and reshaped here, or XLA copies it at every call.
         dtype: of the output; None: q's. float32 for what is merged with more attention, and rounded after that.
             "hopper" does so for up to 8 queries. For more, and for a table without columns, it uses `vertical_slash`,
             which rounds each part to bfloat16 all the same.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
 from pallas_kernels.softmax import MASKED, merge
 from pallas_kernels.vertical_slash import vertical_slash
 from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, by_row
@@ -42,7 +43,8 @@ def attend_many(
         entries = jnp.where(stored[..., None], entries, 0)
         gate = None
         if bias is not None:
-            gate = bias.at[ids].get(mode="clip").reshape(stored.shape)
+            gather = of_pages_by_lanes if name == "tpu" else of_pages
+            gate = gather(bias, ids).reshape(stored.shape)
             gate = jnp.where(stored & (place >= ring), jnp.maximum(gate, MASKED), 0)
         begun = jnp.where(place < used[..., None], 0, FOREVER)
         rows = *jnp.split(entries, 2, -1), begun, jnp.where(stored, FOREVER, 0), gate

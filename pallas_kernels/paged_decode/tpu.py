@@ -5,8 +5,8 @@ pages, first those of the ring, then the global ones, taken a block at a time. A
 the arithmetic, over the ends of rows and past empty ones, and starts the copies of the block it stands at; page tables
 come into scalar memory ahead of it. Only pages that hold entries are copied.
 
-A bias comes with the blocks: XLA gathers it into the order of each row's list, 4 bytes an entry to the pages' 4 h, and
-a block's is one copy. In the plane a page of 16 entries is an eighth of a row of lanes, which no copy takes.
+A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
+several pages' is turned until they stand below their logits.
 """
 
 import functools
@@ -22,6 +22,7 @@ from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.paged_decode.chunked import TOKENS, attend_many
+from pallas_kernels.paged_decode.plane import LANES, in_lanes
 from pallas_kernels.paged_decode.supported import check_supported
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require
@@ -29,7 +30,6 @@ from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash.tpu import attend
 from pallas_kernels.vertical_slash.tpu_walk import LOG2E
 
-LANES = 128
 SLOTS = 4
 """Blocks in VMEM: one in use, the others on their way."""
 TABLES = 4
@@ -110,10 +110,29 @@ def _kernel(*refs, sizes: _Sizes):
             cursor[TABLES_BROUGHT] += 1
             cursor[TABLE_ROW] = next_row(row + 1)
 
-    def bias_copy(row, index, slot):
-        bias, sems = of_bias
-        place = pl.ds(pl.multiple_of(index * keys, LANES), keys)
-        return pltpu.make_async_copy(bias_ref.at[row, :, place], bias.at[slot], sems.at[slot])
+    def fetch_bias(page_index, slot, p):
+        rows, places, sems = of_bias
+        count = rows.shape[1] // block
+        place = page_index * page
+        places[slot * block + p] = place
+        source = bias_ref.at[pl.ds(lax.div(place, LANES), count)]
+        pltpu.make_async_copy(source, rows.at[slot, pl.ds(p * count, count)], sems.at[slot]).start()
+
+    def bias_of(slot):
+        """The biases `[1 keys]` of a block that is there."""
+        rows, places, _ = of_bias
+        if page >= LANES:
+            return jnp.concatenate([rows[slot, i] for i in range(rows.shape[1])], 1)
+        lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
+        parts = []
+        for first in range(0, block, LANES // page):
+            part = jnp.zeros((1, LANES), jnp.float32)
+            for p in range(LANES // page):
+                turn = (p * page - places[slot * block + first + p]) & (LANES - 1)
+                turned = pltpu.roll(rows[slot, first + p], turn, 1)
+                part = jnp.where(lane >= p * page, turned, part)
+            parts.append(part)
+        return jnp.concatenate(parts, 1)
 
     def for_pages(count, act):
         """`act(first page, how many)` over the first `count` pages of a block."""
@@ -142,12 +161,13 @@ def _kernel(*refs, sizes: _Sizes):
 
             def start(p, count):
                 for i in range(count):
-                    source = pool_ref.at[tables[column + p + i]]
+                    page_index = tables[column + p + i]
+                    source = pool_ref.at[page_index]
                     pltpu.make_async_copy(source, buffers.at[slot, p + i], page_sems.at[slot]).start()
+                    if of_bias:
+                        fetch_bias(page_index, slot, p + i)
 
             for_pages(pages - first, start)
-            if of_bias:
-                bias_copy(row, index, slot).start()
             more = pages - first > block
             cursor[FETCHED] += 1
             cursor[BLOCK] = jnp.where(more, index + 1, 0)
@@ -161,6 +181,10 @@ def _kernel(*refs, sizes: _Sizes):
         def arrived(_, count):
             pages = buffers.at[slot, pl.ds(0, count)]
             pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
+            if of_bias:
+                rows, _, sems = of_bias
+                rows = rows.at[slot, pl.ds(0, count * (rows.shape[1] // block))]
+                pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
 
         for_pages(count, arrived)
 
@@ -197,8 +221,6 @@ def _kernel(*refs, sizes: _Sizes):
             cursor[TAKEN] += 1
             first = index * block
             wait(slot, pages - first)
-            if of_bias:
-                bias_copy(row, index, slot).wait()
 
             @pl.when(index == 0)
             def _():
@@ -221,7 +243,7 @@ def _kernel(*refs, sizes: _Sizes):
             stored = (place < entries) & ((place < stored_first) | (place >= page))
             x *= sizes.scale
             if of_bias:
-                x += of_bias[0][slot] * LOG2E
+                x += jnp.where(place >= ring * page, bias_of(slot) * LOG2E, 0)
             x = jnp.where(stored, x, MASKED)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
@@ -270,20 +292,6 @@ def _start(q, new, sizes: _Sizes):
     return m, l, sum(x * new[j : j + 1, -width:] for j, x in enumerate(p))
 
 
-def _in_order(bias, table, ring, sizes: _Sizes):
-    """The biases `[r 1 c]` of each row's list of pages, whole blocks of them, 0 for the ring's."""
-    r, _, columns = table.shape
-    ring = pl.cdiv(ring, sizes.page)[:, None]
-    bits = [1 << x for x in range(sizes.ring_pages.bit_length())]
-    count = columns + -columns % sizes.block
-    ids = jnp.pad(table[:, 0], ((0, 0), (0, count - columns + sum(bits))))
-    # where the list begins: by powers of two, since XLA would take rows' slices one after the other
-    for bit in bits:
-        ids = jnp.where((sizes.ring_pages - ring) & bit > 0, ids[:, bit:], ids[:, :-bit])
-    rows = jnp.where((jnp.arange(count) < ring)[..., None], 0, bias.at[ids].get(mode="clip"))
-    return rows.reshape(r, 1, count * sizes.page)
-
-
 def _cores(rows: int) -> int:
     """Cores that share the rows: two where a chip shows its two as one device, if the rows can be halved."""
     return math.gcd(rows, pltpu.get_tpu_info().num_cores) if target().platform == "tpu" else 1
@@ -310,6 +318,10 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
             f"pages of entries whose least common multiple with {LANES} is at most {keys}, not {page}",
         ),
         (queries * least <= TILE, what),
+        (
+            bias is None or page % LANES == 0 or LANES % page == 0,
+            f"a bias of pages of a divisor or a multiple of {LANES} entries, not {page}",
+        ),
     )
     cores = _cores(r)
     # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
@@ -321,7 +333,6 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
     # The ring's columns backwards: those in use then end where the global ones begin.
     table = jnp.concatenate([page_table[..., :ring_pages][..., ::-1], page_table[..., ring_pages:]], -1)
     table = jnp.clip(table.reshape(r, 1, columns), 0, capacity - 1)
-    ring = jnp.broadcast_to(ring[:, None], (b, heads)).reshape(r)
     sizes = _Sizes(
         page=page,
         block=_block_pages(page, columns, entry_bytes, queries),
@@ -332,8 +343,14 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
         rows=r // cores,
     )
 
-    keys = sizes.block * page
-    of_bias = [pltpu.VMEM((SLOTS, 1, keys), jnp.float32), pltpu.SemaphoreType.DMA((SLOTS,))]
+    of_bias = []
+    if bias is not None:
+        bias = in_lanes(bias)[:, None]
+        of_bias = [  # the rows of lanes of a block's pages, where in the plane each page's biases begin
+            pltpu.VMEM((SLOTS, sizes.block * max(1, page // LANES), 1, LANES), jnp.float32),
+            pltpu.SMEM((SLOTS * sizes.block,), jnp.int32),
+            pltpu.SemaphoreType.DMA((SLOTS,)),
+        ]
 
     def per_row(*shape):
         return pl.BlockSpec((step_rows, *shape), lambda core, step, *_: (core * steps + step, 0, 0))
@@ -358,7 +375,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
                 pltpu.SMEM((len(CURSOR),), jnp.int32),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.SemaphoreType.DMA((TABLES,)),
-                *([] if bias is None else of_bias),
+                *of_bias,
             ],
         ),
         out_shape=[output((r, queries, width), dtype, q), output((r, 1, queries), jnp.float32, q)],
@@ -368,12 +385,12 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
         interpret=tpu_interpret(interpret),
         name="paged_decode",
     )(
-        ring,
+        jnp.broadcast_to(ring[:, None], (b, heads)).reshape(r),
         length.reshape(r),
         jnp.pad(q.reshape(r, queries, h), ((0, 0), (0, 0), (0, width - h))),
         None if new is None else jnp.concatenate(new, -1).astype(pool.dtype).reshape(r, t, 2 * h),
         pool,
         jnp.pad(table, ((0, 0), (0, 0), (0, -columns % LANES))),
-        None if bias is None else _in_order(bias, table, ring, sizes),
+        bias,
     )
     return o[..., width - h :].reshape(b, n, t, h), lse.reshape(b, n, t)

@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import softmax
 from pallas_kernels.bits import as_floats
 from pallas_kernels.blocks import divisor, even
+from pallas_kernels.paged_decode.plane import of_pages
 
 QUERIES = 512
 """Largest block of queries."""
@@ -101,7 +102,7 @@ class _Stored:
         def biased(logits):
             if self.bias is None:
                 return logits
-            bias = self.bias.at[table].get(mode="clip").reshape(self.br, self.bs)
+            bias = of_pages(self.bias, table).reshape(self.br, self.bs)
             return logits + jnp.where(in_global, bias, 0)[:, None]
 
         seen = in_ring | in_global

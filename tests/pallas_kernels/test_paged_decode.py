@@ -16,6 +16,7 @@ from pallas_kernels.bits import as_bits
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import api, chunked, paged_decode
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
+from pallas_kernels.paged_decode.plane import of_pages, of_pages_by_lanes
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
 from tests.pallas_kernels.closeness import assert_attention_close
@@ -113,20 +114,20 @@ def test_any_lengths(implementation, shape, ring, new, chosen, data, seed):
     check(implementation, SHAPES[shape], *draw_lengths(data, SHAPES[shape]), seed, ring, new, chosen)
 
 
-BIASED = {  # with a ring, with new, with selected pages; lengths of the rings and of the global regions
-    "one": (True, True, True, [0, 5, 32], [0, 112, 3, 0, 17, 16]),
-    "several tiles": (True, False, False, [24, 13], [616, 0, 65, 300]),
-    "no ring": (False, False, True, [0], [168, 30]),
-    "chunk": (True, True, False, [7], [200]),
+BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the rings and of the global regions
+    "one": (SHAPES["one"], True, True, True, [0, 5, 32], [0, 112, 3, 0, 17, 16]),
+    "several tiles": (SHAPES["several tiles"], True, False, False, [24, 13], [616, 0, 65, 300]),
+    "large pages": ((1, 4, 2, 8, 96, 256, 4, 0), False, False, True, [0], [1000, 30]),
+    "chunk": (SHAPES["chunk"], True, True, False, [7], [200]),
 }
 
 
 @pytest.mark.parametrize("implementation", OTHERS)
-@pytest.mark.parametrize("shape", BIASED)
-def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, shape):
-    *options, ring_length, length = BIASED[shape]
-    ring_pages = SHAPES[shape][-1]
-    arguments = cache(SHAPES[shape], ring_length, length, 3)
+@pytest.mark.parametrize("case", BIASED)
+def test_a_bias_is_added_to_the_logits_of_the_global_entries(implementation, case):
+    shape, *options, ring_length, length = BIASED[case]
+    ring_pages = shape[-1]
+    arguments = cache(shape, ring_length, length, 3)
     _, pool, table, lengths, *_ = arguments
     bias = biased(ring_pages, pool, table, lengths)
     for plane in (
@@ -176,6 +177,13 @@ def test_both_ways_of_bringing_chosen_pages_to_the_front_agree():
     one, other = scattered_to_front(chosen, table), sorted_to_front(chosen, table)
     front = jnp.arange(11) < chosen.sum(-1, keepdims=True)
     np.testing.assert_array_equal(jnp.where(front, one, -1), jnp.where(front, other, -1))
+
+
+@pytest.mark.parametrize("page", [8, 24, 64, 128, 256])
+def test_both_ways_of_gathering_biases_agree(page):
+    bias = jnp.arange(11 * page, dtype=jnp.float32).reshape(11, page).at[3, 2].set(jnp.nan)
+    ids = jnp.asarray([[0, 10, 3, -5], [99, 7, 6, 0]])
+    np.testing.assert_array_equal(of_pages_by_lanes(bias, ids), of_pages(bias, ids))
 
 
 HEADS = [  # dtype, head_dim, query heads of one, tokens, page
@@ -472,6 +480,11 @@ def test_bad_arguments_are_one_line(change, message):
             "tpu",
             {"pool": jnp.zeros((1, 4104, 64))},
             "least common multiple with 128 is at most 2048, not 4104",
+        ),
+        (
+            "tpu",
+            {"pool": jnp.zeros((6, 24, 64)), "bias": jnp.zeros((6, 24))},
+            "a bias of pages of a divisor or a multiple of 128 entries, not 24",
         ),
         ("tpu", {"page_table": jnp.zeros((1, 2, 50000), int)}, "at most 49152 columns of pages, not 50000"),
     ],
