@@ -7,9 +7,10 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.cache import Cache
+from kvjax.cache import PAGE_SIZE, Cache
 from kvjax.errors import one_of
 from kvjax.inference.forward import CAPTURED, attending, padded, positions
+from kvjax.inference.room import new_cache
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder, layer_body
 from kvjax.policies.policy import Policy
@@ -18,7 +19,7 @@ from kvjax.policies.policy import Policy
 def captured_layers(
     model: Decoder,
     policy: Policy,
-    cache: Cache,
+    cache: Cache | None,
     rows: Sequence[Int[np.ndarray, " _"]],
     names: Sequence[str],
     implementation: str | None = None,
@@ -28,6 +29,7 @@ def captured_layers(
 
     Args:
         policy: on the model's mesh, as `Policy.placed` gives it.
+        cache: None: the rows are whole sequences.
         rows: token ids, one row a sequence, padded to the longest.
         names: of `kvjax.inference.forward.CAPTURED`, but for "state".
 
@@ -37,6 +39,8 @@ def captured_layers(
     for name in names:
         one_of("captured_layers", "a name", name, tuple(name for name in CAPTURED if name != "state"))
     with use_mesh(model):
+        if cache is None:
+            cache = new_cache(model, policy, [row[:1] for row in rows], 0, PAGE_SIZE, None)
         tokens, valid = padded(list(rows), max(row.size for row in rows))
         x = _embedded(model, tokens)
         for index in range(model.config.num_layers):

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
-import math
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.errors import UserError
@@ -121,9 +122,21 @@ def _export(
     return RunOutput(model, own, mesh, folder, found)
 
 
-def _tokens(batch: Any) -> int:
-    """How many tokens a batch is of: rows and places of its first array."""
-    return math.prod(jax.tree.leaves(batch)[0].shape[:2])
+class TokenCount:
+    """Sequences, of which each process has its rows, with the tokens of those that were taken."""
+
+    def __init__(self, sequences: Iterable[Int[np.ndarray, "b t"]], rows: int):
+        self._sequences, self._rows, self._tokens = sequences, rows, 0
+
+    def __iter__(self) -> Iterator[Int[np.ndarray, "b t"]]:
+        for batch in self._sequences:
+            self._tokens += self._rows * batch.shape[1]
+            yield batch
+
+    def take(self) -> int:
+        """The tokens of all rows since the last call."""
+        tokens, self._tokens = self._tokens, 0
+        return tokens
 
 
 def plan(config: Recipe, first: int, tokens: int) -> str:
@@ -214,11 +227,15 @@ class Run:
                 if at and first <= began:
                     state = jax.jit(functools.partial(enter, recipe), donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, batches = make_update(recipe, self.dtypes), recipe.batches(self.sequences, model)
+                update, counted = (
+                    make_update(recipe, self.dtypes),
+                    TokenCount(self.sequences, self.rows.total),
+                )
+                batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))
                     state, numbers = update(state, model, batch, np.int32(step - began))
-                    metrics.step(step, numbers, tokens=_tokens(batch))
+                    metrics.step(step, numbers, tokens=counted.take())
                     done = step + 1
                     if done % validate_every == 0 or done == last:
                         metrics.flush()

@@ -26,6 +26,7 @@ RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
     "tests.probes.head_masks:HeadMasks": {"window": 8, "sink": 2},
     "tests.probes.delayed_scorer:DelayedScorer": {"window": 8, "capacity": 6},
+    "tests.probes.hidden_gate:HiddenGates": {"entries": 8, "every": 4},
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
 DRAWING = {"tests.probes.head_masks:HeadMasks"}
@@ -48,7 +49,8 @@ def updates(recipe, mesh, count=3):
         update, read = make_update(recipe), None if recipe.takes_model else model
         for step in range(count):
             tokens = np.random.default_rng(step).integers(0, 61, (8, 32)).astype(np.int32)
-            batch = to_mesh(mesh, Rows(0, 8, 8), tokens)
+            batch = next(recipe.batches(iter([tokens]), read))
+            batch = to_mesh(mesh, Rows(0, 8, 8), batch)
             state, found = update(state, read, batch, np.int32(step))
             numbers.append({name: float(value) for name, value in found.items()})
     return numbers, state
@@ -163,9 +165,10 @@ def test_what_is_frozen_stays(method):
         held = jax.device_get(jax.tree.leaves(state.held))
         params = jax.device_get(jax.tree.leaves(state.params))
         read = None if recipe.takes_model else model
-        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
+        tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
+        batch = to_mesh(make_mesh(), Rows(0, 8, 8), next(later.batches(iter([tokens]), read)))
         for step in range(2):  # the first may have a rate of 0
-            state, _ = make_update(later)(state, read, tokens, np.int32(step))
+            state, _ = make_update(later)(state, read, batch, np.int32(step))
     for mine, theirs in zip(jax.tree.leaves((state.held, model)), [*held, *before], strict=True):
         np.testing.assert_array_equal(mine, theirs)
     changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]

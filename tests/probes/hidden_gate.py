@@ -1,0 +1,82 @@
+"""A gate on hidden states, trained on what a frozen model's layers computed: the most that any query pays to a key.
+Written beside each entry, it evicts over the whole model while decoding (after Fast KVzip)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from kvjax.inference.capture import captured_layers
+from kvjax.mesh import use_mesh
+from kvjax.policies import Entries, Every, Policy
+from kvjax.policies.budget import Shares
+from kvjax.policies.interfaces import Eviction
+from kvjax.struct import struct
+from kvjax.train.recipe import Recipe
+from pallas_kernels.attention_mass import attention_mass
+
+
+@struct
+class HiddenGate(Eviction):
+    """The score of a token is a product with its layer's input."""
+
+    weight: jax.Array
+    name = "hidden_gate"
+
+    @property
+    def planes(self):
+        return {"score": "float32"}
+
+    @property
+    def shares(self):
+        return Shares(over="model")
+
+    def numbers(self, state, step, attended):
+        return {"score": jnp.einsum("btd,kd->bkt", step.hidden.astype(jnp.float32), self.weight)}
+
+    def score(self, state, stored):
+        return stored.planes["score"]
+
+
+@jax.jit
+def most_paid(q, k, lse):
+    return jnp.log(attention_mass(q, k, over="max", group="max", offset=1, lse=lse) + 1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class HiddenGates(Recipe):
+    """Train gates on hidden states for a frozen model."""
+
+    entries: int = 64
+    """Entries of a kv head that stay, on average over the model."""
+    every: int = 16
+    """Tokens of an answer between two compactions."""
+    lr: float = 1e-2
+    """Adam's."""
+
+    def init(self, model):
+        return jnp.zeros((model.config.num_layers, model.config.num_kv_heads, model.config.width))
+
+    def batches(self, sequences, model):
+        with use_mesh(model):
+            full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
+        for rows in sequences:
+            layers = list(captured_layers(model, full, None, list(rows), ("hidden", "q", "k", "lse")))
+            yield {
+                "hidden": np.stack([x["hidden"] for x in layers], 1),
+                "most": np.stack([most_paid(x["q"], x["k"], x["lse"]) for x in layers], 1),
+            }
+
+    def loss(self, params, frozen, batch, key, step):
+        score = jnp.einsum("bltd,lkd->blkt", batch["hidden"].astype(jnp.float32), params)
+        error = jnp.square(score - batch["most"]).mean()
+        return error, {"apart": error}
+
+    def optimizer(self):
+        return optax.adam(self.lr)
+
+    def deploy(self, params, model):
+        gate = HiddenGate(np.asarray(params))
+        return Policy(eviction=gate, budget=Entries(self.entries), when=Every(self.every))
