@@ -99,8 +99,8 @@ def new_cache(
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
     tokens = max(row.size for row in rows) + room
-    if plan is not None and plan.schedule.patched:
-        tokens += plan.observed
+    if plan is not None:
+        tokens += plan.read_behind
     if plan is not None and plan.schedule.while_decoding and capacity is None:
         tokens -= room  # which is made when the prompt was compacted
     return empty_cache(

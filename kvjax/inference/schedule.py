@@ -20,6 +20,7 @@ from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
 from kvjax.inference.room import fitted, grown, more_pages, pool_pages
 from kvjax.models.decoder import Decoder
+from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 
 Rows = Sequence[Int[np.ndarray, " _"]]
@@ -45,7 +46,8 @@ def read(
         cache: it is donated.
         room: tokens that will follow.
         chunk: tokens of a call.
-        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing.
+        observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
+            None: those of the plan, if it has some.
 
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
@@ -56,7 +58,7 @@ def read(
         return run(cache, rows, room=room)
     # at once, and not when a prompt or an answer has grown to it
     plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
-    observers = [row[:0] for row in rows] if observers is None else observers
+    observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.schedule.in_chunks:
         for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
@@ -87,10 +89,17 @@ def at_prompt_end(
     """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. observers: as in `read`;
     run: `feed` for them."""
     dropped = [0] * len(tokens)
-    if observers is not None:
+    assert policy.plan is not None
+    observers = _guided(policy.plan, len(tokens)) if observers is None else observers
+    if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run, calls)
     return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
+
+
+def _guided(plan: Plan, sequences: int) -> Rows:
+    """The tokens that look at the end of each sequence, if there are some of their own."""
+    return [np.asarray(plan.schedule.guidance, np.int32)] * sequences
 
 
 def _observed(
@@ -143,7 +152,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
     stop = start + plan.schedule.chunk
 
     def looking(row, behind):
-        if start < row.size <= stop:
+        if start < row.size <= stop or (plan.schedule.guidance and row.size > stop):
             return behind
         patched = plan.schedule.patched and row.size > stop
         return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]

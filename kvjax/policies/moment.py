@@ -1,5 +1,6 @@
 """When a cache is compacted."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -7,7 +8,19 @@ from kvjax.errors import UserError, one_of, real_number, shown, whole_number
 from kvjax.struct import assign, short
 
 OBSERVERS = "own", "prompt"
-"""Who looks at what is scored: the last tokens of what was read, or those of the whole prompt."""
+"""Who looks at what is scored, if it is not tokens of their own: the last of what was read, or those of the whole
+prompt."""
+
+
+def observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
+    """One of these words, or token ids. Raises UserError for anything else."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        one_of("schedule", "observers", given, words)
+        return str(given)
+    tokens = tuple(whole_number("schedule", "a token id of observers", token, 0) for token in given)
+    if not tokens:
+        raise UserError("schedule: observers are token ids, at least one, got none")
+    return tokens
 
 
 class Moment:
@@ -18,7 +31,12 @@ class Moment:
     chunk: int = 0
     every: int = 0
     drop: float = 0.0
-    observers: str = "own"
+    observers: Any = "own"
+
+    @property
+    def guidance(self) -> tuple[int, ...]:
+        """Token ids that look at what is scored, read behind it and dropped again."""
+        return () if isinstance(self.observers, str) else self.observers
 
     @property
     def in_chunks(self) -> bool:
@@ -39,9 +57,14 @@ class Moment:
 
 @dataclass(frozen=True, repr=False)
 class AtPrompt(Moment):
-    """Once the prompt was read."""
+    """Once the prompt was read. `observers`: "own", or token ids that are read behind it, look at it, and are dropped
+    again (guidance, after OracleKV)."""
 
     when = "prompt"
+    observers: Any = "own"
+
+    def __post_init__(self):
+        assign(self, observers=observers(self.observers, ("own",)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -49,17 +72,17 @@ class EveryChunk(Moment):
     """After every `chunk` tokens of a prompt and at its end, so that the cache never holds all of it.
 
     `observers`, one of `OBSERVERS`. "prompt": the prompt's own last tokens are read once more behind each chunk but the
-    last, look at it, and are dropped again (a patch: PruLong, arXiv:2506.17121, Sec. 4.3). Other tokens are given to
-    `prefill(observers=…)`.
+    last, look at it, and are dropped again (a patch: PruLong, arXiv:2506.17121, Sec. 4.3). Token ids: they are read so
+    behind every chunk. Other tokens for each prompt's end are given to `prefill(observers=…)`.
     """
 
     when = "chunk"
     chunk: int = 0
-    observers: str = "own"
+    observers: Any = "own"
 
     def __post_init__(self):
-        one_of("schedule", "observers", self.observers, OBSERVERS)
-        assign(self, chunk=whole_number("schedule", "chunk", self.chunk, 0))
+        looking = observers(self.observers, OBSERVERS)
+        assign(self, observers=looking, chunk=whole_number("schedule", "chunk", self.chunk, 0))
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,8 +126,9 @@ def moment(when: str = "prompt", **words: Any) -> Moment:
     """The one of `MOMENTS` called `when`, of the words of `NOTHING`. Raises UserError for a word of another."""
     one_of("schedule", "when", when, tuple(MOMENTS))
     given = {name: value for name, value in words.items() if not _says_nothing(name, value)}
-    own = {name: kind for kind in MOMENTS.values() for name in names(kind)}
     for name, value in given.items():
-        if own[name].when != when:
-            raise UserError(f"{name}={shown(value)} needs when={own[name].when!r}")
+        owners = [kind.when for kind in MOMENTS.values() if name in names(kind)]
+        owners = ["chunk"] if isinstance(value, str) and value == "prompt" else owners
+        if when not in owners:
+            raise UserError(f"{name}={shown(value)} needs when={' or '.join(map(repr, owners))}")
     return MOMENTS[when](**given)

@@ -37,8 +37,9 @@ class Plan:
         when, chunk = self.schedule.when, self.schedule.chunk
         if self.schedule.in_chunks and chunk <= self.observed:
             raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
-        if self.schedule.patched and not self.observed:
-            raise UserError("observers='prompt' is for methods that look back at the last tokens")
+        if (self.schedule.patched or self.schedule.guidance) and not self.observed:
+            given = self.schedule.observers
+            raise UserError(f"observers={given!r} is for methods that look back at the last tokens")
         if self.schedule.in_chunks and not isinstance(self.budget, Size):
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)
@@ -61,6 +62,11 @@ class Plan:
     def by_chunk(self) -> bool:
         """Whether a chunk's survivors are chosen among themselves."""
         return self.schedule.in_chunks and self.budget.proportional
+
+    @property
+    def read_behind(self) -> int:
+        """The most tokens that are read behind what is scored to look at it, and dropped again."""
+        return max(self.observed if self.schedule.patched else 0, len(self.schedule.guidance))
 
     def newest(self, kept: int | float) -> int:
         """How many of the newest of `kept` entries always stay."""
@@ -122,4 +128,4 @@ class Plan:
         if self.shares.over != "head":
             # heads that compete may leave all of a budget to those of one shard
             kept *= axis_size("tensor")
-        return float(min(tokens, kept + chunk + self.observed))
+        return float(min(tokens, kept + chunk + max(self.observed, self.read_behind)))

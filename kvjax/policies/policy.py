@@ -164,6 +164,12 @@ class Policy:
                 method.check(model.config)
         if self.eviction is not None:
             self.eviction.shares.check(model.config.num_layers)
+        largest = max(() if self.when is None else self.when.guidance, default=0)
+        if largest >= model.config.vocab_size:
+            raise UserError(
+                f"{self.name}: observers have token id {largest}, the model's vocabulary is 0 … "
+                f"{model.config.vocab_size - 1}"
+            )
         return self.placed(model.config.num_layers, model.config.num_kv_heads)
 
     def placed(self, layers: int, kv_heads: int) -> "Policy":

@@ -364,6 +364,52 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
         sampling.prefill(model, rows, policy=busy, observers=observers)
 
 
+def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
+    """The policy's own tokens are read where given ones would be; a chunk of a longer prompt keeps by itself what it
+    keeps as a prompt."""
+    tokens = (3, 9, 27, 20, 7, 11, 50, 2)
+    rule: dict[str, Any] = {"model": model, "ratio": 0.4, "observed": OBSERVED}
+    given = sampling.prefill(
+        model, prompts, policy=make_policy("snapkv", **rule), observers=[list(tokens)] * 2, page_size=PAGE
+    )
+    own = sampling.prefill(
+        model, prompts, policy=make_policy("snapkv", observers=tokens, **rule), page_size=PAGE
+    )
+    pages_are_whole(own)
+    parts = make_policy("snapkv", when="chunk", chunk=16, observers=list(tokens), **rule)
+    long = sampling.prefill(model, prompts, policy=parts, page_size=PAGE)
+    pages_are_whole(long)
+    first = sampling.prefill(
+        model, [row[:16] for row in prompts], policy=make_policy("snapkv", observers=tokens, **rule),
+        page_size=PAGE,
+    )  # fmt: skip
+    np.testing.assert_array_equal(own.seen, LENGTHS)
+    np.testing.assert_array_equal(long.seen, LENGTHS)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(own, *row), entries(given, *row))
+        begin = entries(first, *row)
+        assert len(begin) == 6
+        np.testing.assert_allclose(entries(long, *row)[:6], begin, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
+        ({"observers": []}, "schedule: observers are token ids, at least one, got none"),
+        ({"observers": [0.5]}, "schedule: a token id of observers must be a whole number of at least 0"),
+        ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),
+        (
+            {"observers": [1], "name": "knorm"},
+            "observers=.* is for methods that look back at the last tokens",
+        ),
+    ],
+)
+def test_guidance_is_checked(model, given, says):
+    with pytest.raises(UserError, match=says):
+        make_policy(**{"name": "snapkv", "model": model, "ratio": 0.5} | given)
+
+
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
 def test_a_pyramid_needs_layers(prompts, when):
     """Which a policy knows as soon as it is made for a model, and else when it meets one."""
