@@ -1,5 +1,4 @@
-"""What a key is worth is known `delay` tokens later, from a recurrence over keys and values; a constant cache keeps the
-best, and the base model learns to live with it (after KVPOP)."""
+"""A recurrent scorer, one window late, for a constant cache, and a base model that learns to live with it (KVPOP)."""
 
 import dataclasses
 
@@ -8,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from kvjax.policies import Policy
 from kvjax.policies.interfaces import Admission, Keep
-from kvjax.policies.policy import Policy
 from kvjax.struct import static, struct
 from kvjax.train.objective import deployed_mask, next_token_loss, student
 from kvjax.train.recipe import Recipe
@@ -30,12 +29,10 @@ class Scorer(Admission):
         return jnp.zeros((shape.batch, shape.kv_heads))
 
     def score(self, state, step, seen, valid):
+        one = lambda s, x: (jnp.where(x[1], DECAY * s + x[0], s),) * 2  # noqa: E731
         entry = jax.lax.stop_gradient(jnp.concatenate([step.k, step.v], -1).astype(jnp.float32))
-        new = jnp.moveaxis(jnp.einsum("bkth,kh->bkt", entry, self.weight), 2, 0)
-        real = (step.position >= 0).T[..., None]
-        last, scores = jax.lax.scan(
-            lambda s, x: (jnp.where(x[1], DECAY * s + x[0], s),) * 2, state, (new, real)
-        )
+        new = jnp.einsum("bkth,kh->tbk", entry, self.weight)
+        last, scores = jax.lax.scan(one, state, (new, (step.position >= 0).T[..., None]))
         return last, jnp.moveaxis(scores, 0, 2), self.window - 1
 
     def keep(self):
@@ -64,22 +61,20 @@ class DelayedScorer(Recipe):
     """AdamW's."""
 
     def init(self, model):
-        shape = model.config.num_layers, model.config.num_kv_heads, 2 * model.config.head_dim
-        return {"scorer": jnp.zeros(shape), "model": model}
+        return {"scorer": jnp.zeros((*model.layers.k.shape[::2], 2 * model.config.head_dim)), "model": model}
 
     def split(self, params):
         return params["scorer"], params["model"]
 
     def loss(self, params, frozen, batch, key, step):
-        model = params["model"]
-        scorer = Scorer(params["scorer"], jnp.full(model.config.num_layers, self.capacity), self.window)
+        model, capacity = params["model"], jnp.full(len(params["scorer"]), self.capacity)
+        scorer = Scorer(params["scorer"], capacity, self.window)
         hidden, figures = student(scorer, model, batch, window=self.window)
-        error, score_error = next_token_loss(model, hidden, batch), figures["score_error"].mean()
-        return error + score_error, {"cross_entropy": error, "score_error": score_error}
+        error, apart = next_token_loss(model, hidden, batch), figures["score_error"].mean()
+        return error + apart, {"cross_entropy": error, "score_error": apart}
 
     def optimizer(self):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(self.lr))
 
     def deploy(self, params, model):
-        scorer = Scorer(np.asarray(params), np.asarray(self.capacity), self.window)
-        return Policy(scorer, name="delayed_scorer", window=self.window)
+        return Policy(Scorer(np.asarray(params), np.asarray(self.capacity), self.window))

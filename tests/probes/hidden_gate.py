@@ -64,10 +64,8 @@ class HiddenGates(Recipe):
             full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
         for rows in sequences:
             layers = list(captured_layers(model, full, None, list(rows), ("hidden", "q", "k", "lse")))
-            yield {
-                "hidden": np.stack([x["hidden"] for x in layers], 1),
-                "most": np.stack([most_paid(x["q"], x["k"], x["lse"]) for x in layers], 1),
-            }
+            most = [most_paid(x["q"], x["k"], x["lse"]) for x in layers]
+            yield {"hidden": np.stack([x["hidden"] for x in layers], 1), "most": np.stack(most, 1)}
 
     def loss(self, params, frozen, batch, key, step):
         score = jnp.einsum("bltd,lkd->blkt", batch["hidden"].astype(jnp.float32), params)

@@ -1,0 +1,70 @@
+"""The probes: methods of four kinds, a file each that changes nothing else, run from the command line."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvjax.builtin import builtin_model
+
+HERE = Path(__file__).parent
+TRAINED = {
+    "head_masks:HeadMasks": ["--window", "8", "--sink", "2"],
+    "delayed_scorer:DelayedScorer": ["--window", "8", "--capacity", "6"],
+    "hidden_gate:HiddenGates": ["--entries", "24", "--every", "4"],
+}
+FEW = [
+    *("--lengths", "64", "--shares", "1", "--batch", "4", "--sequences", "32", "--validation", "2"),
+    *("--checkpoint-every", "4", "--report", "none", "--dtype", "float32"),
+]
+PROMPT = ["--prompt", "The city of " * 20, "--max-new-tokens", "12"]
+
+
+def run(command, *args, folder):
+    done = subprocess.run(
+        [sys.executable, "-m", f"kvjax.{command}", "--model", str(builtin_model("test_model")), *args],
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        cwd=folder, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
+
+
+def entries_kept(done):
+    return map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
+
+
+@pytest.mark.parametrize("probe", TRAINED)
+def test_it_trains_and_generates(probe, tmp_path):
+    method, options = f"tests.probes.{probe}", TRAINED[probe]
+    run("train", "--method", method, *options, *FEW, "--out", str(tmp_path / "run"), folder=tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    if "scorer" in probe or "gate" in probe:
+        assert losses[-1] < losses[0]
+    gates = str(tmp_path / "run" / "parameters")
+    kept, seen = entries_kept(run("generate", "--method", method, "--gates", gates, *PROMPT, folder=tmp_path))
+    if "scorer" in probe:
+        assert kept == 7 + 6
+    elif "gate" in probe:
+        assert 24 <= kept < 24 + 4
+    else:
+        assert kept < seen
+
+
+def test_guidance_generates_by_name(tmp_path):
+    probe = ["--policy", "tests.probes.guidance:guided", "--set", "ratio=0.5"]
+    whole = entries_kept(run("generate", *probe, *PROMPT, folder=tmp_path))
+    parts = entries_kept(run("generate", *probe, "chunk=32", *PROMPT, folder=tmp_path))
+    (kept, seen), (in_parts, _) = whole, parts
+    assert kept == (seen - 11) // 2 + 11
+    assert abs(in_parts - kept) <= 4
+
+
+@pytest.mark.parametrize("file", sorted(HERE.glob("[a-z]*.py")), ids=lambda file: file.stem)
+def test_it_is_short(file):
+    assert file.name.startswith("test_") or len(file.read_text().splitlines()) <= 80
