@@ -25,6 +25,7 @@ from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
+from kvjax.policies.interfaces import BIAS
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed
 from kvjax.tasks.sample import Question, Sample, Tokens
@@ -193,8 +194,10 @@ def _for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     if later.eviction is not None:
         raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
     states = dataclasses.replace(cache.layers.state, eviction=())
+    lasting = {*later.planes, *caches.CAPACITY_PLANES, BIAS}
     numbers, planes = (
-        {name: x[name] for name in later.planes} for x in (cache.layers.numbers, cache.pages.planes)
+        {name: plane for name, plane in x.items() if name in lasting}
+        for x in (cache.layers.numbers, cache.pages.planes)
     )
     layers = dataclasses.replace(cache.layers, state=states, numbers=numbers)
     pages = dataclasses.replace(cache.pages, planes=planes)

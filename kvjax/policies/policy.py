@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.mesh import put
+from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import Budget, Threshold, budget
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
@@ -170,7 +170,8 @@ class Policy:
                 f"{self.name}: observers have token id {largest}, the model's vocabulary is 0 … "
                 f"{model.config.vocab_size - 1}"
             )
-        return self.placed(model.config.num_layers, model.config.num_kv_heads)
+        with use_mesh(model):
+            return self.placed(model.config.num_layers, model.config.num_kv_heads)
 
     def placed(self, layers: int, kv_heads: int) -> "Policy":
         """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets

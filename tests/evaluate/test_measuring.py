@@ -12,6 +12,7 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.evaluate import measuring
 from kvjax.evaluate.measuring import Manner, measure, measure_together
 from kvjax.inference.sampling import logits
+from kvjax.inference.sampling import sample as generate
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models import load_model
 from kvjax.models.decoder import scan_layers
@@ -19,6 +20,7 @@ from kvjax.policies import make_policy
 from kvjax.tasks import Needle, Question, Recall, Sample, builtin_task
 from kvjax.tasks.sample import one_question, question_aware, score_agreements
 from kvjax.tasks.text import continuation
+from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_model
 
 CONTEXT, RATIO = 512, 0.2
@@ -60,6 +62,22 @@ def test_answers_are_scored_against_what_the_model_says(model):
     assert found.by_kind == {"right": 1.0, "wrong": 0.0}
     assert (found.score, found.answers, found.kv_ratio) == (0.5, 6, 1.0)
     np.testing.assert_array_equal(found.rates, 1.0)
+
+
+def test_a_capacity_and_biases_last_while_questions_are_answered(model):
+    """The answers are those of a run that goes on without a break."""
+    rng = np.random.default_rng(1)
+    policy = delayed(window=6, capacity=5, delay=2, biased=True).for_model(model)
+    samples = [
+        Sample(rng.integers(0, 61, 30), (Question(rng.integers(0, 61, 12), rng.integers(0, 61, 6), "any"),))
+        for _ in range(2)
+    ]
+    found = measure(model, policy, samples, Manner(batch=2))
+    assert found.kv_ratio == 10 / 30
+    for sample_, (said,) in zip(samples, found.outputs, strict=True):
+        line = np.concatenate([sample_.context, sample_.questions[0].prompt])
+        want = generate(model, [line], policy=policy, max_new_tokens=6, eos=())
+        np.testing.assert_array_equal(said, want.tokens[0])
 
 
 def test_the_built_in_gates_keep_what_is_asked_for(builtin):
