@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import tyro
 
-from kvjax.assignments import assignments
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 from kvjax.files import read_text
@@ -67,6 +66,8 @@ class GenerateConfig:
 
     def policy_arguments(self) -> dict[str, Any]:
         """What the policy is told. Raises UserError for a --set that is not NAME=VALUE, or names an option's own."""
+        from kvjax.policies.assignments import assignments
+
         names = "eviction", "selection", "gates", "window", "ratio", "entries", "tokens"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         others = assignments(self.set, "--set")

@@ -10,10 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {
-        *("kvjax.assignments", "kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step"),
-        *("kvjax.top", "kvjax.builtin"),
-    },
+    {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
     {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
     {"kvjax.exported"},
     {"kvjax.cache", "kvjax.policies"},
@@ -25,7 +22,6 @@ LAYERS = (
 
 POLICIES_MAY_IMPORT = {
     *(
-        "kvjax.assignments",
         "kvjax.builtin",
         "kvjax.errors",
         "kvjax.exported",

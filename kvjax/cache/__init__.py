@@ -2,8 +2,8 @@
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 room: an empty cache, and pools that grow and shrink. sizes: capacities in pages. compaction: what an eviction leaves,
-moved to the front. planes: the methods' own numbers of entries. capacity: rows that keep their best. stats: what a
-cache holds.
+moved to the front. planes: the methods' own numbers of entries. capacity: rows that keep their best. rollback: a
+cache as it was. stats: what a cache holds.
 """
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES

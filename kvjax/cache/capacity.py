@@ -65,26 +65,24 @@ def swapped(
 
 
 def ends(
-    threshold: Float[Array, ""],
-    capacity: Int[Array, "..."] | None,
+    wanted: Bool[Array, "b k s"],
     priority: Float[Array, "b k s"],
+    capacity: Int[Array, "..."] | None,
     *,
     window: int,
     exists: Bool[Array, "b k_or_1 s"] | None = None,
     position: Int[Array, "b k s"] | None = None,
     queries: int | None = None,
 ) -> Int[Array, "b k s"]:
-    """`end` of `vertical_slash` for keys that stay, once they left the window, iff their priority is at least
-    `threshold` and among the `capacity` highest of those so far (KVPOP, App. C).
+    """`end` of `vertical_slash` for keys that stay, once they left the window, iff they are `wanted` and among the
+    `capacity` of highest priority of those so far (KVPOP, App. C).
 
     Args:
         capacity: one number, or one of each row; None: no limit.
-        priority: NaN is below every threshold.
         exists: False: nobody ever sees the key. None: all exist.
         position: of equal priorities the lower one stays. None: the keys are in order.
         queries: how many of the last indices are queries; None: all.
     """
-    wanted = priority >= threshold
     wanted = wanted if exists is None else wanted & exists
     if capacity is None:
         end = attention.ends(wanted, window)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.cache.capacity import POSITION, PRIORITY, Turnover
 from kvjax.cache.pages import LayerCache, Pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
+from kvjax.errors import UserError
 
 
 def ring_pages(window: int, page_size: int) -> int:
@@ -43,6 +44,10 @@ def ring_priority(
 ) -> Float[Array, "b k rt"]:
     """The priorities of the ring's tokens in order and, behind them, of the `t` tokens of this call."""
     slots, ring = layer.priority.shape[-1], in_order(layer.priority, seen)
+    if not 0 <= delay <= slots:
+        raise UserError(
+            f"priorities that are known {delay} tokens late need a window of more, got {slots + 1}"
+        )
     both = jnp.concatenate([ring, jnp.full_like(priority, jnp.nan)], -1)
     tokens = priority.shape[-1]
     before = both[..., slots - delay : slots - delay + tokens]

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
+from kvjax.cache.rollback import marked, taken_back
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.inference.forward import Before, decode, feed
 from kvjax.inference.record import Calls
@@ -56,14 +57,14 @@ def answer(
     calls: Calls,
     pace: Pace,
     watch: Stopwatch,
-) -> list[Answer]:
-    """What the model says to each sequence's question, greedily; `cache` stays as it is.
+) -> tuple[list[Answer], Cache]:
+    """What the model says to each sequence's question, greedily, and the cache (donated) as it was before.
 
     stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
     the pool has no room for the answers.
     """
     with use_mesh(model):
-        cache = jax.tree.map(jnp.copy, cache)
+        mark = marked(cache)
         # each by its own length: what it is asked with in a batch changes nothing
         read = [
             len(q.prompt) - 1 if policy.selection is None and len(q.prompt) > LONG else 0 for q in questions
@@ -105,9 +106,11 @@ def answer(
                 stopped[row] |= question.stops and bool(
                     np.isin(output[first : start + STEPS, row], stop).any()
                 )
-    return [
+        cache = taken_back(cache, mark)
+    answers = [
         _cut_answer(question, output[:, row], likely[:, row], stop) for row, question in enumerate(questions)
     ]
+    return answers, cache
 
 
 def _feed_table(

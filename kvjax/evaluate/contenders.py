@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.assignments import with_arguments
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
@@ -19,6 +18,7 @@ from kvjax.exported import describe
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.policies.assignments import with_arguments
 from kvjax.policies.interfaces import Method
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import brought, role

@@ -115,7 +115,7 @@ def compact(
 ) -> Reading:
     """A copy of what was read without compaction, compacted as the policy plans for the prompt's end."""
     if policy.plan is None:
-        return reading
+        return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
     watch.lap()
     calls, observers = _join(reading.calls, Calls()), _observers(group)
     with use_mesh(model):
@@ -150,6 +150,12 @@ def measure_together(
     of contexts is read once, and compacted anew for each policy. Returns the measurements, policy after policy; without
     a speed of reading if there are several, for then all methods' work is in it."""
     methods = [own[0] for own in policies]
+    for policy in methods:
+        guided = policy.when is not None and policy.when.guidance
+        if guided or policy.most_stored is not None or BIAS in policy.planes:
+            raise UserError(
+                f"{policy.name}: capacities, biases and tokens that observe are measured by themselves"
+            )
     reader = changed(
         methods[0].uncompacted,
         eviction=JointEviction(tuple(method.traced.eviction for method in methods)),
@@ -224,13 +230,14 @@ class Tally:
     def add(
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
-        """Ask a group of contexts, which are in their cache, their questions."""
+        """Ask a group of contexts, which are in their cache (donated), their questions."""
         self._add_reading(reading, policy, len(group))
         later, cache = _for_answers(policy, reading.cache)
         for questions in zip(*(sample.questions for sample in group), strict=True):
             calls = Calls()
             records = {"calls": calls, "pace": self._decoding, "watch": watch}
-            group_answers = answer(model, later, cache, questions, stop=model.config.eos_ids, **records)
+            stop = model.config.eos_ids
+            group_answers, cache = answer(model, later, cache, questions, stop=stop, **records)
             self._add_answers(questions, group_answers, _join(reading.calls, calls))
 
     def _add_reading(self, reading: Reading, policy: Policy, count: int) -> None:

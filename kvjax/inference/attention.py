@@ -102,7 +102,7 @@ def cached_attention(
             chosen = _chosen(policy.selection, step, pages, layer, seen, window)
             stored_bias = None if bias is None else pages.planes[BIAS]
             o, lse = _decode(step, pages, layer, chosen, stored_bias, seen, window, implementation)
-            turnover = _turnover(policy, pages, layer, priority[..., 0], seen, valid)
+            turnover = _turnover(policy, pages, layer, priority[..., :1], seen, valid)
         else:
             o, lse, turnover = _prefill(
                 policy, step, pages, layer, priority, bias, seen, valid, implementation
@@ -159,18 +159,18 @@ def _turnover(
     policy: Policy,
     pages: caches.Pages,
     layer: caches.LayerCache,
-    priority: Float[Array, "b k"],
+    priority: Float[Array, "b k 1"],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
 ) -> caches.Turnover:
     """What becomes of the one token that leaves the ring, of this priority."""
     keep, window = policy.admission.keep(), policy.window
-    wanted = priority >= keep.threshold
+    wanted = keep.wanted(priority)
     if keep.capacity is None:
-        return caches.Turnover(wanted[..., None])
+        return caches.Turnover(wanted)
     held = caches.held(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
-    wanted &= caches.leaving(seen, valid, 1, window)
-    return caches.swapped(held, layer.length, keep.capacity, wanted, priority)
+    wanted &= caches.leaving(seen, valid, 1, window)[:, None]
+    return caches.swapped(held, layer.length, keep.capacity, wanted[..., 0], priority[..., 0])
 
 
 def _prefill(
@@ -191,7 +191,8 @@ def _prefill(
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.capacity is not None:
         return _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation)
-    turnover = caches.Turnover((priority >= keep.threshold)[..., : step.q.shape[2]])
+    wanted = keep.wanted(priority)
+    turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
     table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
     alone = table.shape[-1] == 0  # nothing can have left the ring
     # what is merged is rounded once, after that
@@ -201,7 +202,7 @@ def _prefill(
         near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     else:
         k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
-        end = caches.ends(keep.threshold, None, priority, window=policy.window, exists=exists)
+        end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
         near = vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
     if alone:
         return *near, turnover
@@ -218,15 +219,19 @@ def _competing(policy, step, pages, layer, priority, bias, seen, valid, implemen
     stored = held.exists.shape[-1]
     stored_k, stored_v = jnp.split(pages.rows(layer.page_table[..., ring:]).astype(step.k.dtype), 2, -1)
     k, v, exists = _near(step, pages, layer, seen, valid, window)
+    # what was stored stays until something better comes, whatever the threshold is now
+    wanted = jnp.concatenate([held.exists, keep.wanted(priority)], -1)
     priority = jnp.concatenate([held.priority, priority], -1)
     exists = jnp.concatenate([held.exists, jnp.broadcast_to(exists, (*k.shape[:2], k.shape[2]))], -1)
     # later than whatever is stored
     position = jnp.broadcast_to(seen[:, None, None] - window + 1 + jnp.arange(k.shape[2]), k.shape[:3])
     position = jnp.concatenate([held.position, position], -1)
     # one more query, of a token that never comes: which keys are there after the call
-    priority, exists, position = (jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (priority, exists, position))
+    wanted, priority, exists, position = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, priority, exists, position)
+    )
     end = caches.ends(
-        keep.threshold, jnp.maximum(keep.capacity, layer.length), priority,
+        wanted, priority, jnp.maximum(keep.capacity, layer.length),
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
     if bias is not None:

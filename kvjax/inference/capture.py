@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import PAGE_SIZE, Cache
 from kvjax.errors import one_of
-from kvjax.inference.forward import CAPTURED, attending, padded, positions
+from kvjax.inference.checks import check_continues, token_rows
+from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
 from kvjax.inference.room import new_cache
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder, layer_body
@@ -28,27 +29,40 @@ def captured_layers(
     host. One layer's is on the devices at a time, by one program for all layers.
 
     Args:
-        policy: on the model's mesh, as `Policy.placed` gives it.
         cache: None: the rows are whole sequences.
         rows: token ids, one row a sequence, padded to the longest.
         names: of `kvjax.inference.forward.CAPTURED`, but for "state".
 
     Raises:
-        UserError: another name.
+        UserError: another name, rows that are no token ids, a cache of another model or policy.
     """
     for name in names:
         one_of("captured_layers", "a name", name, tuple(name for name in CAPTURED if name != "state"))
+    rows = token_rows(model, rows)
+    longest = max(row.size for row in rows)
     with use_mesh(model):
+        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         if cache is None:
             cache = new_cache(model, policy, [row[:1] for row in rows], 0, PAGE_SIZE, None)
-        tokens, valid = padded(list(rows), max(row.size for row in rows))
+        else:
+            check_continues(cache, model, policy, rows)
+        tokens, valid = padded(rows, bucket(longest))
         x = _embedded(model, tokens)
-        for index in range(model.config.num_layers):
+    for index in range(model.config.num_layers):
+        # the caller's code runs between the layers, so no mesh may stay set there
+        with use_mesh(model):
             x, captured = _layer(
                 model, policy.reading, cache, x, tokens, valid, np.int32(index),
                 names=tuple(names), implementation=implementation,
             )  # fmt: skip
-            yield {name: np.asarray(array)[: len(rows)] for name, array in captured.items()}
+        yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
+
+
+def _real(
+    name: str, array: Shaped[np.ndarray, "b ..."], rows: int, tokens: int
+) -> Shaped[np.ndarray, "b ..."]:
+    """Without what only pads rows and tokens."""
+    return array[:rows, :tokens] if name == "hidden" else array[:rows, :, :tokens]
 
 
 @jax.jit

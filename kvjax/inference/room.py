@@ -43,7 +43,7 @@ def empty_cache(
     dtype = jnp.dtype(dtype)
     stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
     own = {} if most is None else caches.CAPACITY_PLANES
-    if taken := sorted(set(own) & set(policy.planes)):
+    if taken := sorted(set(caches.CAPACITY_PLANES) & set(policy.planes)):
         raise UserError(f"policy {policy.name}: a plane called {taken[0]!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))

@@ -106,13 +106,13 @@ def _observed(
     model: Decoder, policy: Policy, cache: Cache, observers: Rows, run: Run, calls: Calls | None
 ) -> tuple[Cache, list[int]]:
     """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
-    theirs: none where there is a ring, whose oldest tokens they would push out. There they write nothing, and only what
-    the methods saw of them stays."""
+    theirs: none where an admission decides, which may not let them in, and whose ring they would push its oldest tokens
+    out of. There they write nothing, and only what the eviction saw of them stays."""
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
     begun = 0 if calls is None else len(calls.passing)
-    if cache.window == 1:
+    if policy.stores_all:
         cache, _ = run(cache, observers)
     else:
         if calls is not None:
@@ -122,7 +122,7 @@ def _observed(
         cache = dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states))
     if calls is not None:
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
-    return cache, sizes if cache.window == 1 else [0] * len(sizes)
+    return cache, sizes if policy.stores_all else [0] * len(sizes)
 
 
 def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cache:

@@ -1,8 +1,8 @@
 """Policies: `Policy(eviction=Adaptive(SnapKV()), budget=Ratio(0.25))`, or by name, `make_policy("adakv", ratio=0.25)`.
 
 admission, eviction, selection: the methods, one file each; registry: their names. interfaces: what a method defines.
-policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name. numbers: checked
-arrays. chance: randomness that repeats.
+policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name. assignments: their
+arguments as people write them. numbers: checked arrays. chance: randomness that repeats.
 """
 
 from kvjax.policies.admission.full import Full

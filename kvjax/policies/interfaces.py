@@ -42,11 +42,15 @@ class Keep:
     """Which of the tokens that leave the ring stay."""
 
     threshold: Number
-    """The least priority that stays."""
+    """The least priority that stays: one number, or one of each kv head."""
     capacity: Number | None = None
     """How many a kv head keeps at most: those of highest priority among all that have left the ring so far, of equal
     ones the earlier. What is out stays out. None: as many as there are. A row that has more, of a policy that went
     before, keeps as many."""
+
+    def wanted(self, priority: Float[Array, "b k t"]) -> Bool[Array, "b k t"]:
+        """Which priorities reach the threshold. NaN does not."""
+        return priority >= jnp.asarray(self.threshold)[..., None]
 
 
 class Method:
@@ -186,8 +190,8 @@ class Eviction(Role, abc.ABC):
     def looks(self) -> bool:
         """Whether it looks at tokens as they come, or at what is stored alone."""
         own = type(self)
-        changed = own.observe, own.numbers, own.update
-        return changed != (Eviction.observe, Eviction.numbers, Eviction.update)
+        changed = own.observe, own.bias, own.numbers, own.update
+        return changed != (Eviction.observe, Eviction.bias, Eviction.numbers, Eviction.update)
 
 
 class Selection(Method, abc.ABC):

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.assignments import with_arguments
 from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import use_mesh
+from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.protected import Protected

@@ -98,6 +98,13 @@ class Policy:
                     f"{self.name}: an admission with a capacity keeps its entries in no order, and {what} needs them "
                     "in order of position"
                 )
+        capacity = self.admission.keep().capacity
+        if not np.issubdtype(getattr(capacity, "dtype", None) or object, np.integer):
+            raise UserError(
+                f"{self.name}: a capacity must be an array of whole numbers, got {shown(capacity)}"
+            )
+        if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity) < 0:
+            raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
         if type(self.admission).update is not Admission.update:
             raise UserError(
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"

@@ -13,7 +13,7 @@ from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
-from kvjax.policies.interfaces import Admission, Mask, Trainable
+from kvjax.policies.interfaces import BIAS, Admission, Mask, Trainable
 from kvjax.step import Shape, Step
 from pallas_kernels.varying import alike
 
@@ -41,8 +41,8 @@ def student(
 
 def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[Array, "b k t"], Mask]:
     """What each query of whole sequences sees under an admission, as it will when it is used, and every token's
-    priority, −inf for the last ones whose priority is not known. For `Trainable.masks`: the mask has no gradient, the
-    priorities have."""
+    priority, −inf for the last ones whose priority is not known. For `Trainable.masks`: what is kept has no gradient,
+    priorities and biases have."""
     batch, heads, tokens, head_dim = step.k.shape
     shape = Shape(batch, heads, step.q.shape[1] // heads, head_dim, step.k.dtype)
     whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
@@ -52,8 +52,10 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     later = ((0, 0), (0, 0), (0, delay))
     priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)
     keep = admission.keep()
-    end = ends(keep.threshold, keep.capacity, jax.lax.stop_gradient(priority), window=window)
-    return priority, Mask(end=end)
+    fixed = jax.lax.stop_gradient(priority)
+    end = ends(keep.wanted(fixed), fixed, keep.capacity, window=window)
+    bias = admission.bias(state, step) if BIAS in admission.planes else None
+    return priority, Mask(end=end, log_gate=bias)
 
 
 def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:

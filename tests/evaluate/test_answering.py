@@ -1,5 +1,7 @@
 """Answers against plain attention over the whole line."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -51,8 +53,9 @@ def test_answers_are_those_of_plain_attention(model, contexts):
         Question(prompt, text, "", given=given)
         for prompt, given in zip(prompts, (False, False, True), strict=True)
     ]
-    for _ in range(2):  # the cache stays as it is
-        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+    records = {"calls": calls, "pace": pace, "watch": Stopwatch()}
+    for _ in range(2):  # the cache comes back as it was
+        said, cache = answer(model, policy, cache, questions, stop=(), **records)
     for row in (0, 1):
         tokens = said[row].tokens
         line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
@@ -84,7 +87,8 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, m
 
     def run():
         calls, pace = Calls(), Counted()
-        said = answer(model, policy, cache, questions, stop=(), calls=calls, pace=pace, watch=Stopwatch())
+        records = {"calls": calls, "pace": pace, "watch": Stopwatch()}
+        said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=(), **records)
         ran = np.array(calls.tokens) > 0
         return [one.tokens.tolist() for one in said], np.where(ran, calls.held, 0), ran, pace.tokens
 
@@ -109,7 +113,7 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
 
     def run(stop):
         records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
-        said = answer(model, policy, cache, questions, stop=stop, **records)
+        said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=stop, **records)
         return [one.tokens for one in said]
 
     free = run(())

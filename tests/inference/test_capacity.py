@@ -11,6 +11,7 @@ from kvjax.inference.sampling import prefill, sample
 from kvjax.mesh import make_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
+from kvjax.struct import changed
 from pallas_kernels.vertical_slash.api import FOREVER
 from tests.inference.cached import cached_logits
 from tests.inference.delayed import delayed
@@ -94,7 +95,7 @@ def test_training_masks_what_decoding_drops():
     for window in (1, 7):
         for capacity in (None, 6, np.arange(4)):
             keep = Keep(jnp.float32(1), None if capacity is None else jnp.asarray(capacity))
-            end = caches.ends(keep.threshold, keep.capacity, priority, window=window)
+            end = caches.ends(keep.wanted(priority), priority, keep.capacity, window=window)
             held, index = stored(priority, keep, window)[:, :, :50], jnp.arange(50)
             near = index[:, None] - index < window
             seen = (index[:, None] < end[:, :, None]) & (index <= index[:, None])
@@ -121,12 +122,36 @@ def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model
     np.testing.assert_array_equal(caches.stats(cache).entries, sizes.entries)
 
 
-def test_a_lower_capacity_later_keeps_as_many_as_there_are(model, tokens):
-    """A row never loses an entry without another in its place."""
+@pytest.mark.parametrize("later", [{"capacity": 4}, {"capacity": 12, "threshold": 4}])
+def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
+    """A row never loses an entry without another in its place, in one call or token by token."""
     cache = prefill(model, tokens[:1], policy=delayed(window=6, capacity=12), page_size=4)
-    lower = delayed(window=6, capacity=4)
-    got = sample(model, [tokens[1]], policy=lower, cache=cache, max_new_tokens=6, eos=())
-    assert (got.stats.entries == 5 + 12).all()
+    policy, said = delayed(window=6, **later), []
+    for chunk in (16, 1):
+        got = sample(
+            model, [tokens[1, :12]], policy=policy, cache=cache, max_new_tokens=6, eos=(), chunk=chunk
+        )
+        assert (got.stats.entries == 5 + 12).all()
+        said.append(got.tokens[0])
+    np.testing.assert_array_equal(*said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"capacity": np.float32(8)}, "a capacity must be an array of whole numbers"),
+        ({"capacity": 8}, "a capacity must be an array of whole numbers, got 8"),
+        ({"capacity": np.array(-1)}, "a capacity must be at least 0"),
+    ],
+)
+def test_a_capacity_is_checked(changes, says):
+    with pytest.raises(UserError, match=says):
+        Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)
+
+
+def test_a_delay_needs_a_window(model, tokens):
+    with pytest.raises(UserError, match="known 6 tokens late need a window of more, got 6"):
+        prefill(model, tokens, policy=delayed(window=6, delay=6))
 
 
 def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):

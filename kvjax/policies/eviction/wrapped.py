@@ -66,6 +66,9 @@ class Wrapped(Eviction):
     def init(self, shape: Shape) -> State:
         return self.eviction.init(shape)
 
+    def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
+        return self.eviction.bias(state, step)
+
     def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
         return self.eviction.numbers(state, step, attended)
 

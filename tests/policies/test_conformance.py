@@ -1,0 +1,139 @@
+"""What every policy must do: a policy is added to `POLICIES`, with what it is told for the tiny model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax import policies
+from kvjax.cache import CapacityError
+from kvjax.errors import UserError
+from kvjax.inference.forward import forward
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies import make_policy
+from tests.inference.delayed import delayed
+from tests.tiny_models import tiny_gates, tiny_model
+
+RATES = np.linspace(0, 1, 12).reshape(3, 4)
+POLICIES = {
+    "full": {},
+    "streaming_llm": {"window": 6, "sink": 2},
+    "wgkv": {"tau": 0.5, "window": 6},
+    "head_pattern": {"pattern": RATES, "ratio": 0.5, "sink": 1, "window": 6},
+    "random": {"rates": RATES, "window": 6},
+    "snapkv": {"ratio": 0.5, "observed": 4},
+    "tova": {"ratio": 0.5},
+    "keydiff": {"ratio": 0.5},
+    "knorm": {"ratio": 0.5},
+    "expected_attention": {"ratio": 0.5},
+    "h2o": {"ratio": 0.5},
+    "r_kv": {"ratio": 0.5, "observed": 4},
+    "random_eviction": {"ratio": 0.5},
+    "adakv": {"ratio": 0.5, "observed": 4},
+    "pyramidkv": {"ratio": 0.5, "observed": 4, "pyramid": 3.0},
+    "critical_kv": {"ratio": 0.5, "observed": 4},
+    "quest": {"ratio": 0.5},
+}
+"""Their arguments, by name."""
+BESIDES = {
+    "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
+    "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),
+    "wgkv+snapkv": lambda model: make_policy(
+        "wgkv",
+        model=model,
+        gates=tiny_gates(model),
+        tau=0.3,
+        window=6,
+        eviction="snapkv:observed=4",
+        ratio=0.3,
+    ),
+}
+"""What no name makes."""
+LENGTHS = 40, 23, 9
+ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
+QUESTION = np.random.default_rng(1).integers(0, 61, 3)
+each = pytest.mark.parametrize("name", [*POLICIES, *BESIDES])
+run = jax.jit(forward, static_argnames="write")
+
+
+def build(name, model):
+    if name in BESIDES:
+        return BESIDES[name](model)
+    gates = {"gates": tiny_gates(model)} if name == "wgkv" else {}
+    return make_policy(name, model=model, **POLICIES[name], **gates)
+
+
+def outcome(name, model, rows, **stated):
+    """What is stored of each sequence, by layer and head, and the logits of a question after it."""
+    policy = build(name, model)
+    cache = prefill(model, rows, policy=policy, **{"page_size": 4, "max_new_tokens": 4} | stated)
+    with use_mesh(model):
+        batch = cache.seen.shape[0]
+        fed = jnp.broadcast_to(jnp.asarray(QUESTION), (batch, 3)), jnp.full(batch, 3)
+        _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
+        logits = np.asarray(model.logits(hidden))
+    return caches.stats(cache, len(rows)).entries, logits[: len(rows)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def alike(model):
+    """Whether something else than a batch in one call gives the same of a policy."""
+    known = {}
+
+    def same(name, other, rows=slice(None)):
+        if name not in known:
+            known[name] = outcome(name, model, ROWS)
+        (entries, logits), (own_entries, own_logits) = known[name], other
+        np.testing.assert_array_equal(own_entries, entries[:, rows])
+        np.testing.assert_allclose(own_logits, logits[rows], atol=1e-4)
+
+    return same
+
+
+def test_every_policy_is_here():
+    assert set(POLICIES) == set(policies.POLICIES)
+
+
+@each
+def test_a_prompt_may_be_read_in_chunks_and_stored_in_other_pages(model, alike, name):
+    alike(name, outcome(name, model, ROWS, chunk=16, page_size=8))
+
+
+@each
+def test_a_batch_is_its_sequences(model, alike, name):
+    for row in (1, 2):
+        alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
+
+
+@each
+def test_a_mesh_is_one_device(alike, name):
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        alike(name, outcome(name, tiny_model(), ROWS))
+
+
+@each
+def test_a_capacity_that_is_too_small_is_named(model, name):
+    """The rings alone fit; what must be stored of 40 tokens does not."""
+    with pytest.raises(CapacityError, match="entries per kv head"):
+        outcome(name, model, [np.tile(ROWS[0], 3)], capacity=8 if build(name, model).window > 1 else 4)
+
+
+@each
+def test_it_is_shown_in_one_short_line(model, name):
+    shown = repr(build(name, model))
+    assert len(shown) < 140
+    assert "\n" not in shown
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_argument_of_nobody_is_named(model, name):
+    with pytest.raises(UserError, match="has no argument 'nonsense'; it has ") as caught:
+        make_policy(name, model=model, nonsense=1, **POLICIES[name])
+    assert "\n" not in str(caught.value)
