@@ -55,7 +55,7 @@ def questions_over(model, policy, cache, lengths=QUESTIONS):
 
     def attend(step, pages, xs):
         layer, policy = xs
-        o, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=valid)
+        o, _, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=valid)
         return o, pages, (step.q, step.k, step.v, o)
 
     with use_mesh(model):

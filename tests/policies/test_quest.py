@@ -108,7 +108,7 @@ def decoded(model, policy, cache, token):
 
     def attend(step, pages, xs):
         layer, policy = xs
-        o, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=one)
+        o, _, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=one)
         return o, pages, (layer, (step.q, step.k, step.v, o))
 
     one = jnp.ones_like(cache.seen)
