@@ -55,7 +55,13 @@ def placed(policy, model):
 
 @pytest.mark.parametrize(
     ("window", "capacity", "delay", "threshold"),
-    [(1, 5, 0, 0), (6, 5, 0, 3), (6, 7, 5, 2), (6, TABLE, 2, 0), (6, None, 5, 3)],
+    [
+        (1, 5, 0, 0),
+        pytest.param(6, 5, 0, 3, marks=pytest.mark.thorough),
+        (6, 7, 5, 2),
+        (6, TABLE, 2, 0),
+        pytest.param(6, None, 5, 3, marks=pytest.mark.thorough),
+    ],
 )
 def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold):
     with jax.set_mesh(make_mesh()):

@@ -113,14 +113,20 @@ def test_a_prompt_may_be_read_in_chunks_and_stored_in_other_pages(model, alike, 
 
 @each
 def test_a_batch_is_its_sequences(model, alike, name):
-    for row in (1, 2):
-        alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
+    alike(name, outcome(name, model, ROWS[1:2]), slice(1, 2))
 
 
-@each
+MESHED = "wgkv", "quest", *BESIDES
+"""The others only where all is asked for: the tests of evictions have their kept sets on meshes."""
+
+
+@pytest.mark.parametrize(
+    "name", [*MESHED, *(pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES if x not in MESHED)]
+)
 def test_a_mesh_is_one_device(alike, name):
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
-        alike(name, outcome(name, unnormed(), ROWS))
+        split = outcome(name, unnormed(), ROWS)
+    alike(name, split)
 
 
 @each
