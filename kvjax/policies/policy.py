@@ -103,7 +103,7 @@ class Policy:
             raise UserError(
                 f"{self.name}: a capacity must be an array of whole numbers, got {shown(capacity)}"
             )
-        if isinstance(capacity, np.ndarray | np.generic) and (np.asarray(capacity) < 0).any():
+        if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity).item() < 0:
             raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
         if type(self.admission).update is not Admission.update:
             raise UserError(
