@@ -7,7 +7,7 @@ cache as it was. stats: what a cache holds.
 """
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
-from kvjax.cache.capacity import Turnover, ends, held, swapped
+from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
@@ -31,7 +31,6 @@ __all__ = [
     "empty",
     "ends",
     "grown",
-    "held",
     "in_order",
     "largest_shard",
     "leaving",
@@ -42,7 +41,8 @@ __all__ = [
     "ring_pages",
     "ring_priority",
     "rounded_up",
+    "standings",
     "stats",
-    "swapped",
+    "swap_worst",
     "trimmed",
 ]

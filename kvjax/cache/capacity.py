@@ -28,7 +28,7 @@ class Turnover(NamedTuple):
     """The stored entries whose places they take, by place; never more than are kept. None: there is no capacity."""
 
 
-class Held(NamedTuple):
+class Standing(NamedTuple):
     """The stored entries of a layer by place, unspecified where there is none."""
 
     exists: Bool[Array, "b k s"]
@@ -36,7 +36,7 @@ class Held(NamedTuple):
     position: Int[Array, "b k s"]
 
 
-def held(pages: Pages, layer: LayerCache, ring: int) -> Held:
+def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
     """What the planes say. ring: pages of the ring."""
     table = layer.page_table[..., ring:]
     place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
@@ -44,21 +44,21 @@ def held(pages: Pages, layer: LayerCache, ring: int) -> Held:
         pages.planes[name].at[table].get(mode="clip").reshape(*table.shape[:2], -1)
         for name in (PRIORITY, POSITION)
     )
-    return Held(place < layer.length[..., None], priority, position)
+    return Standing(place < layer.length[..., None], priority, position)
 
 
-def swapped(
-    held: Held,
+def swap_worst(
+    stored: Standing,
     length: Int[Array, "b k"],
     capacity: Int[Array, "..."],
     wanted: Bool[Array, "b k"],
     priority: Float[Array, "b k"],
 ) -> Turnover:
     """One token leaves the ring: it is kept where it is `wanted` and there is a place, or a worse entry gives its."""
-    lowest = jnp.where(held.exists, held.priority, jnp.inf).min(-1, initial=jnp.inf)
-    lowest_ones = held.exists & (held.priority == lowest[..., None])
-    newest = jnp.where(lowest_ones, held.position, -1).max(-1, initial=-1)
-    worst = lowest_ones & (held.position == newest[..., None])
+    lowest = jnp.where(stored.exists, stored.priority, jnp.inf).min(-1, initial=jnp.inf)
+    lowest_ones = stored.exists & (stored.priority == lowest[..., None])
+    newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)
+    worst = lowest_ones & (stored.position == newest[..., None])
     full = length >= capacity
     kept = wanted & (~full | (priority > lowest))
     return Turnover(kept[..., None], worst & (kept & full)[..., None])

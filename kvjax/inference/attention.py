@@ -168,9 +168,9 @@ def _turnover(
     wanted = keep.wanted(priority)
     if keep.capacity is None:
         return caches.Turnover(wanted)
-    held = caches.held(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
+    stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
-    return caches.swapped(held, layer.length, keep.capacity, wanted[..., 0], priority[..., 0])
+    return caches.swap_worst(stored, layer.length, keep.capacity, wanted[..., 0], priority[..., 0])
 
 
 def _prefill(
@@ -215,7 +215,7 @@ def _competing(policy, step, pages, layer, priority, bias, seen, valid, implemen
     the new ones are the keys of one call, each of which ends where better ones have taken its place."""
     keep, window, tokens = policy.admission.keep(), policy.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
-    held = caches.held(pages, layer, ring)
+    held = caches.standings(pages, layer, ring)
     stored = held.exists.shape[-1]
     stored_k, stored_v = jnp.split(pages.rows(layer.page_table[..., ring:]).astype(step.k.dtype), 2, -1)
     k, v, exists = _near(step, pages, layer, seen, valid, window)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.command.stopwatch import Stopwatch
+from kvjax.errors import UserError
 from kvjax.evaluate import measuring
 from kvjax.evaluate.measuring import Manner, measure, measure_together
 from kvjax.inference.sampling import logits
@@ -78,6 +79,17 @@ def test_a_capacity_and_biases_last_while_questions_are_answered(model):
         line = np.concatenate([sample_.context, sample_.questions[0].prompt])
         want = generate(model, [line], policy=policy, max_new_tokens=6, eos=())
         np.testing.assert_array_equal(said, want.tokens[0])
+
+
+def test_what_cannot_be_read_together_is_refused(model):
+    samples = [Sample(np.arange(30), (Question(np.arange(3), np.arange(2), "any"),))]
+    for policy in (
+        delayed(window=6, capacity=5).for_model(model),
+        delayed(window=6, biased=True).for_model(model),
+        make_policy("snapkv", model=model, ratio=0.5, observed=4, observers=[1, 2, 3, 4]),
+    ):
+        with pytest.raises(UserError, match="are measured by themselves"):
+            measure_together(model, [[policy], [make_policy("full")]], samples, Manner())
 
 
 def test_the_built_in_gates_keep_what_is_asked_for(builtin):

@@ -9,6 +9,9 @@ from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import use_mesh
 
+LENGTH = 40
+"""Tokens of a sequence."""
+
 run = jax.jit(forward, donate_argnums=2)
 
 

@@ -13,24 +13,13 @@ from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
 from kvjax.struct import changed
 from pallas_kernels.vertical_slash.api import FOREVER
-from tests.inference.cached import cached_logits
+from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
 from tests.inference.dense import dense_logits, stored
 from tests.tiny_models import tiny_model
 
-LENGTH = 40
 TABLE = np.arange(12).reshape(3, 4)
 """A capacity for each layer and kv head, 0 among them."""
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 
 
 def positions(cache):

@@ -19,16 +19,6 @@ NAMES = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 run = jax.jit(forward, static_argnames=("write", "capture"))
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(0).integers(0, 61, (2, 30))
-
-
 def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=5, delay=2).placed(3, 4)
@@ -90,6 +80,17 @@ def test_what_is_captured_is_what_attention_was_of(shape, tokens):
             for found in (at_once[name], np.stack([layer[name] for layer in by_layer])):
                 mine = np.take(np.asarray(found)[:, b], np.arange(count), axis)
                 np.testing.assert_allclose(mine, wanted, atol=1e-5)
+
+
+def test_captures_leave_no_mesh_behind_and_take_a_policy_as_it_is_made(model):
+    """Also of more tokens than a call is compiled for in steps of one."""
+    layers = captured_layers(model, make_policy("full"), None, [np.arange(19), np.arange(5)], ["hidden", "k"])
+    for layer in layers:
+        assert jax.sharding.get_abstract_mesh().empty
+        assert layer["hidden"].shape == (2, 19, 32)
+        assert layer["k"].shape == (2, 4, 19, 8)
+    with pytest.raises(UserError, match="token id 61"):
+        next(captured_layers(model, make_policy("full"), None, [np.array([61])], ["k"]))
 
 
 def test_another_name_is_refused(model):

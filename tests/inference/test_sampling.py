@@ -15,21 +15,9 @@ from kvjax.inference.forward import last_logits
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
-from tests.inference.cached import cached_logits
+from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.dense import dense_logits
 from tests.tiny_models import policies_for, tiny_gates, tiny_model
-
-LENGTH = 40
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
+
+OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
+SHAPES = {  # b, n, k, t, h, page, columns, ring pages
+    "one": (3, 4, 2, 1, 32, 16, 9, 2),
+    "several tiles": (2, 4, 2, 1, 256, 8, 80, 3),
+    "no ring": (1, 4, 2, 8, 96, 24, 7, 0),
+    "page of one": (2, 2, 1, 3, 64, 1, 40, 5),
+    "chunk": (1, 2, 1, 130, 32, 16, 20, 1),
+}
 
 
 @functools.cache

@@ -8,7 +8,7 @@ import pytest
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import WGKV, Quest, Random, SnapKV, make_policy
+from kvjax.policies import TOVA, AtPrompt, Entries, Policy, StreamingLLM, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
 from tests.tiny_models import tiny_gates
@@ -100,6 +100,19 @@ def test_what_observes_passes_by_the_ring(model, prompts, admitted):
             last = c.k[head, len(prompt) - 2 - (WINDOW - 1) : len(prompt) - 2]
             order = np.argsort(np.arange(len(last)) + len(prompt) - 2 - len(last) & 7)
             np.testing.assert_allclose(ring, last[order], atol=1e-4)
+
+
+def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
+    """An admission may refuse it: nothing of the prompt goes in its place."""
+    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA(), "budget": Entries(40)}
+    alone, observed = (
+        sampling.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
+        for when in (AtPrompt(), AtPrompt(observers=(1, 2, 3)))
+    )
+    np.testing.assert_array_equal(observed.layers.length, 20)
+    np.testing.assert_array_equal(observed.seen, alone.seen)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(observed, *row), entries(alone, *row))
 
 
 def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
