@@ -8,7 +8,18 @@ import pytest
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import TOVA, AtPrompt, Entries, Policy, StreamingLLM, make_policy
+from kvjax.policies import (
+    TOVA,
+    WGKV,
+    AtPrompt,
+    Entries,
+    Policy,
+    Quest,
+    Random,
+    SnapKV,
+    StreamingLLM,
+    make_policy,
+)
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
 from tests.tiny_models import tiny_gates
