@@ -98,8 +98,8 @@ def programs(mesh, config):
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
 
-    evicting = jax.eval_shape(lambda: make_policy("adakv", model=model, ratio=0.25).traced)
-    cache = empty(evicting, 4096)
+    evicting = make_policy("adakv", model=model, ratio=0.25)
+    cache = empty(evicting.traced, 4096)
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
@@ -109,7 +109,7 @@ def programs(mesh, config):
     yield (
         "compaction",
         compact,
-        (model, evicting.eviction, cache, quota),
+        (model, evicting.traced.eviction, cache, quota),
         {"entries": 4096, "over": "layer"},
     )
 

@@ -40,7 +40,8 @@ def key():
 
 @pytest.fixture(scope="module")
 def compiled(model, gates, key):
-    """Of the programs that are compiled from here on the times."""
+    """Of the programs that are compiled from here on the times, whatever was compiled before by another test."""
+    jax.clear_caches()
     times = []
 
     def note(event, seconds, **_):

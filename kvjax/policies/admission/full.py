@@ -21,4 +21,4 @@ class Full(Admission):
         return state, jnp.ones(step.k.shape[:3], jnp.float32), 0
 
     def keep(self) -> Keep:
-        return Keep(jnp.float32(0))
+        return Keep(0.0)

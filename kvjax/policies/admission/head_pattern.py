@@ -57,7 +57,7 @@ class HeadPattern(Admission):
         return state, admitted.astype(jnp.float32), 0
 
     def keep(self) -> Keep:
-        return Keep(jnp.float32(0.5))
+        return Keep(0.5)
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         sink = np.minimum(np.asarray(self.sink), tokens)[..., None]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -51,7 +50,7 @@ class Random(Admission):
         return text[:, -1], self.rates[:, None] - drawn, 0
 
     def keep(self) -> Keep:
-        return Keep(jnp.float32(np.finfo(np.float32).tiny))
+        return Keep(float(np.finfo(np.float32).tiny))
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         return np.asarray(self.rates, np.float64) * tokens
