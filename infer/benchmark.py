@@ -135,7 +135,7 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
 
     from kvjax.errors import UserError
     from kvjax.evaluate.config import default_chunk, default_observed
-    from kvjax.evaluate.contenders import Sizing, sized
+    from kvjax.evaluate.contenders import Sizing, budget_policy
     from kvjax.evaluate.static_heads import SINKS, whole_heads
 
     if name.split("+")[0] == "wgkv":
@@ -147,7 +147,7 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
         return whole_heads(weights, entries=share * config.context, **sizes).policy(model)
     chunk = default_chunk(config.context)
     sizing = Sizing(model, share, config.context, config.context, chunk, default_observed(chunk))
-    return sized(name, sizing)
+    return budget_policy(name, sizing)
 
 
 def eviction(

@@ -83,8 +83,8 @@ def test_the_example_trains_generates_and_is_compared(run, tmp_path):
 
 def test_a_module_s_name_has_a_colon_of_its_own():
     """And what follows it are arguments, as behind any other name."""
-    assert contender("tests.probes.head_masks:HeadMasks").fixed
-    assert contender("tests.probes.head_masks:HeadMasks:target=0.2,window=4").fixed
+    assert contender("tests.probes.head_masks:HeadMasks").one_size
+    assert contender("tests.probes.head_masks:HeadMasks:target=0.2,window=4").one_size
     with pytest.raises(UserError, match="HeadMasks: target: expected NAME=VALUE"):
         contender("tests.probes.head_masks:HeadMasks:target")
 

@@ -21,7 +21,7 @@ from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.interfaces import Method
 from kvjax.policies.numbers import head_table
-from kvjax.policies.registry import brought, role
+from kvjax.policies.registry import find_policy, role
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Contender:
     """A way to make a policy for a budget, and how it is measured."""
 
     make: Callable[[Sizing], Policy]
-    fixed: bool = False
+    one_size: bool = False
     """It has one size, whatever the budget."""
     reads: str = ""
     """Contexts are read the same way at every budget and by all that have this word (and the same gates), so they are
@@ -73,8 +73,8 @@ class Contender:
     own_tau: bool = False
     """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
     over_gates: bool = False
-    """It evicts or selects from what gates let in, which are those of `gates.above`."""
-    chosen: Callable[[Rivals, float], Choice] | None = None
+    """It evicts or selects from what gates let in, which are those of `gates.most_selective`."""
+    choose: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
 
 
@@ -116,25 +116,25 @@ OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
 """Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
 
-def _evicting(name: str, when: str = "prompt", observers: str = "own") -> Contender:
+def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Contender:
     """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
 
     def make(sizing: Sizing) -> Policy:
         observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
         schedule: dict[str, Any] = {"when": when, "observers": observers}
         schedule |= {"chunk": sizing.chunk} if when == "chunk" else {}
-        return _made(name, sizing, ratio=sizing.ratio, **observed, **schedule)
+        return _policy(name, sizing, ratio=sizing.ratio, **observed, **schedule)
 
     return Contender(make, reads="all" if when == "prompt" else "")
 
 
-def _made(name: str, sizing: Sizing, **arguments: Any) -> Policy:
+def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
     return make_policy(name, model=sizing.model, **(arguments | dict(sizing.arguments)))
 
 
 def _gated(sizing: Sizing, **arguments: Any) -> Policy:
     assert sizing.gates is not None  # the command line is refused without
-    return _made("wgkv", sizing, gates=sizing.gates, **arguments)
+    return _policy("wgkv", sizing, gates=sizing.gates, **arguments)
 
 
 def _calibrated_gates(sizing: Sizing) -> Policy:
@@ -152,17 +152,17 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(sizing).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
-    eviction, sizing = _told(SnapKV, sizing, observed=observed, **largest)
+    eviction, sizing = _split_arguments(SnapKV, sizing, observed=observed, **largest)
     # heads differ in what the gates let in, so the budget is that of all together
     return _gated(sizing, eviction=eviction, ratio=sizing.ratio, over="model")
 
 
 def _gates_then_quest(sizing: Sizing) -> Policy:
-    selection, sizing = _told(Quest, sizing, ratio=sizing.ratio)
+    selection, sizing = _split_arguments(Quest, sizing, ratio=sizing.ratio)
     return _gated(sizing, selection=selection)
 
 
-def _told(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
+def _split_arguments(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
     """A method over gates, with those of the arguments that are its own, and the sizing with the others."""
     fields = {field.name for field in dataclasses.fields(method)}
     told = {name: x for name, x in sizing.arguments.items() if name in fields}
@@ -171,31 +171,31 @@ def _told(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
 
 
 CONTENDERS = {
-    "full": Contender(_full, fixed=True, reads="all"),
-    "streaming_llm": Contender(_streaming, chosen=Rivals.sink_and_window),
-    "head_pattern": Contender(_head_pattern, chosen=Rivals.head_pattern),
-    "snapkv": _evicting("snapkv"),
-    "snapkv_chunked": _evicting("snapkv", "chunk"),
-    "snapkv_patched": _evicting("snapkv", "chunk", "prompt"),
-    "pyramidkv": _evicting("pyramidkv"),
-    "pyramidkv_chunked": _evicting("pyramidkv", "chunk"),
-    "pyramidkv_patched": _evicting("pyramidkv", "chunk", "prompt"),
-    "adakv": _evicting("adakv"),
-    "adakv_chunked": _evicting("adakv", "chunk"),
-    "critical_kv": _evicting("critical_kv"),
-    "expected_attention": _evicting("expected_attention"),
-    "expected_attention_chunked": _evicting("expected_attention", "chunk"),
-    "h2o": _evicting("h2o"),
-    "h2o_chunked": _evicting("h2o", "chunk"),
-    "r_kv": _evicting("r_kv"),
-    "tova": _evicting("tova"),
-    "keydiff": _evicting("keydiff"),
-    "keydiff_chunked": _evicting("keydiff", "chunk"),
-    "knorm": _evicting("knorm"),
+    "full": Contender(_full, one_size=True, reads="all"),
+    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window),
+    "head_pattern": Contender(_head_pattern, choose=Rivals.head_pattern),
+    "snapkv": _eviction("snapkv"),
+    "snapkv_chunked": _eviction("snapkv", "chunk"),
+    "snapkv_patched": _eviction("snapkv", "chunk", "prompt"),
+    "pyramidkv": _eviction("pyramidkv"),
+    "pyramidkv_chunked": _eviction("pyramidkv", "chunk"),
+    "pyramidkv_patched": _eviction("pyramidkv", "chunk", "prompt"),
+    "adakv": _eviction("adakv"),
+    "adakv_chunked": _eviction("adakv", "chunk"),
+    "critical_kv": _eviction("critical_kv"),
+    "expected_attention": _eviction("expected_attention"),
+    "expected_attention_chunked": _eviction("expected_attention", "chunk"),
+    "h2o": _eviction("h2o"),
+    "h2o_chunked": _eviction("h2o", "chunk"),
+    "r_kv": _eviction("r_kv"),
+    "tova": _eviction("tova"),
+    "keydiff": _eviction("keydiff"),
+    "keydiff_chunked": _eviction("keydiff", "chunk"),
+    "knorm": _eviction("knorm"),
     "random_eviction": Contender(
-        lambda s: _made("random_eviction", s, ratio=s.ratio, seed=s.seed), reads="all"
+        lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed), reads="all"
     ),
-    "quest": Contender(lambda s: _made("quest", s, ratio=s.ratio), reads="all"),
+    "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all"),
     "wgkv": Contender(_calibrated_gates, calibrated=True),
     FIXED_TAU: Contender(_gated, own_tau=True),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates=True),
@@ -212,13 +212,13 @@ def contender(name: str) -> Contender:
     Raises UserError with the nearest names, and for arguments where they mean nothing.
     """
     base, own = with_arguments(name, CONTENDERS, "--policies")
-    found = CONTENDERS.get(base) or _brought(base)
+    found = CONTENDERS.get(base) or _from_package(base)
     if found is None:
         near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
         raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
     if own is None:
         return found
-    if base in CONTENDERS and (found.fixed or found.chosen is not None):
+    if base in CONTENDERS and (found.one_size or found.choose is not None):
         raise UserError(f"--policies {name}: {base} takes no arguments here")
 
     def make(sizing: Sizing) -> Policy:
@@ -227,25 +227,25 @@ def contender(name: str) -> Contender:
     return dataclasses.replace(found, make=make, reads="")
 
 
-def _brought(name: str) -> Contender | None:
+def _from_package(name: str) -> Contender | None:
     """Another package's policy, told the budget by `ratio` or `entries` if it takes either, and the gates if it takes
     any."""
-    make = brought(name)
+    make = find_policy(name)
     if make is None:
         return None
     takes = {*inspect.signature(make).parameters, *(["ratio"] if role(make) == "eviction" else ())}
 
-    def made(sizing: Sizing) -> Policy:
+    def make_sized(sizing: Sizing) -> Policy:
         known = {"gates": sizing.gates, "ratio": sizing.ratio, "entries": round(sizing.entries)}
         given = {key: value for key, value in known.items() if key in takes and value is not None}
         if "ratio" in given:
             given.pop("entries", None)
-        return _made(name, sizing, **given)
+        return _policy(name, sizing, **given)
 
-    return Contender(made, fixed=not {"ratio", "entries"} & takes)
+    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes)
 
 
-def sized(name: str, sizing: Sizing) -> Policy:
+def budget_policy(name: str, sizing: Sizing) -> Policy:
     """The policy, once it is sure that it can keep so much of such a context.
 
     Raises UserError naming it and the budget.

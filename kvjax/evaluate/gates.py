@@ -48,7 +48,7 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
     return found
 
 
-def above(folders: Sequence[str], ratio: float, tokens: int) -> str:
+def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
     """The gates for a method that keeps, or reads, `ratio` of the entries out of what gates let in.
 
     Of those that let in as much of contexts of `tokens` tokens, by the rates that they were exported with, the most

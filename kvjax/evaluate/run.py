@@ -12,8 +12,8 @@ from kvjax.command.progress import Progress
 from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.contenders import GATED, Sizing, contender, known_orders, sized
-from kvjax.evaluate.gates import TauSearch, above, by_lambda, nearest, own_tau
+from kvjax.evaluate.contenders import GATED, Sizing, budget_policy, contender, known_orders
+from kvjax.evaluate.gates import TauSearch, by_lambda, most_selective, nearest, own_tau
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
@@ -80,7 +80,7 @@ class Evaluation:
 
     def _choice_samples(self, workload: Workload) -> ChoiceSamples:
         config, shape = self.config, self.model.config
-        chosen = [name for name in config.policies if contender(name).chosen is not None]
+        chosen = [name for name in config.policies if contender(name).choose is not None]
         length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
         several = len(config.gates) > 1 and any(contender(name).calibrated for name in config.policies)
@@ -104,7 +104,7 @@ class Evaluation:
         if contender(policy).own_tau:
             gates, budget = by_lambda(config.gates)[budget], 1.0
         elif contender(policy).over_gates:
-            gates = above(config.gates, budget, workload.tokens)
+            gates = most_selective(config.gates, budget, workload.tokens)
         return Sizing(
             self.model, budget, workload.tokens, workload.shortest, config.chunk, config.observed, gates,
             config.pattern, config.seed,
@@ -116,11 +116,11 @@ class Evaluation:
         Raises UserError if there is none.
         """
         if not contender(name).calibrated:
-            return {str(sizing.gates or ""): sized(name, sizing)}
+            return {str(sizing.gates or ""): budget_policy(name, sizing)}
         found, errors = {}, []
         for gates in self.config.gates:
             try:
-                found[gates] = sized(name, dataclasses.replace(sizing, gates=gates))
+                found[gates] = budget_policy(name, dataclasses.replace(sizing, gates=gates))
             except UserError as error:
                 errors.append(error)
         if not found:
@@ -209,8 +209,8 @@ class Evaluation:
         for budget in budgets:
             possible = self._possible(name, sizing := self._sizing(workload, name, budget))
             (gates, policy), choice = next(iter(possible.items())), ""
-            if entry.chosen is not None:
-                chosen = entry.chosen(rivals(), sizing.entries)
+            if entry.choose is not None:
+                chosen = entry.choose(rivals(), sizing.entries)
                 policy, choice = chosen.pattern.policy(self.model), chosen.words
             if entry.calibrated:
                 for folder, own in possible.items():
@@ -269,4 +269,4 @@ def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:
 def _budgets(policy: str, config: EvaluateConfig) -> tuple[float, ...]:
     if contender(policy).own_tau:
         return tuple(by_lambda(config.gates))
-    return (1.0,) if contender(policy).fixed else config.budgets
+    return (1.0,) if contender(policy).one_size else config.budgets

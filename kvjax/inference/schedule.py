@@ -129,10 +129,10 @@ def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cach
     """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
     if policy.plan is None or not policy.plan.schedule.while_decoding:
         return cache
-    return _brought_down(model, policy, cache, np.ones(sequences, bool))
+    return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
 
 
-def _brought_down(model: Decoder, policy: Policy, cache: Cache, asked: Bool[np.ndarray, " b"]) -> Cache:
+def _evict_to_budget(model: Decoder, policy: Policy, cache: Cache, asked: Bool[np.ndarray, " b"]) -> Cache:
     """The cache with those of the sequences asked for brought down to their budgets that have more."""
     plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
     assert plan is not None
@@ -209,7 +209,7 @@ def after_block(
         return cache
     if plan.schedule.when == "every" and fed % plan.schedule.every:
         return cache
-    return _brought_down(model, policy, cache, running)
+    return _evict_to_budget(model, policy, cache, running)
 
 
 def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:

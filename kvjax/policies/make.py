@@ -22,7 +22,7 @@ from kvjax.policies.registry import (
     POLICIES,
     SELECTIONS,
     WRAPPERS,
-    brought,
+    find_policy,
     is_method,
     role,
 )
@@ -48,7 +48,7 @@ def make_policy(
 
     Args:
         name: one of `POLICIES`: an admission, an eviction, one around the scores of `eviction` (adakv, pyramidkv,
-            critical_kv; SnapKV's unless it is given), or a selection; or what another package brings (`brought`).
+            critical_kv; SnapKV's unless it is given), or a selection; or what another package brings (`find_policy`).
             None: the first of the others.
         admission, eviction, selection: methods beside it, as an object (`SnapKV(observed=32)`), a name (`"snapkv"`) or
             a name with its arguments (`"snapkv:observed=32,pool=7"`).
@@ -221,7 +221,7 @@ def _part(what: str, given: Any) -> _Part:
         raise UserError(f"make_policy: {what} must be a method or the name of one, got {shown(given)}")
     known = KNOWN[what]
     name, told = with_arguments(given, known)
-    made: Callable[..., Any] | None = brought(name)
+    made: Callable[..., Any] | None = find_policy(name)
     if name in WRAPPERS:
         part = _Part("eviction", name, EVICTIONS["snapkv"], {}, WRAPPERS[name])
     else:

@@ -53,7 +53,7 @@ SELECTIONS: dict[str, type[Selection]] = {
 POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
 
 
-def brought(name: str | None) -> Callable[..., Any] | None:
+def find_policy(name: str | None) -> Callable[..., Any] | None:
     """What another package brings under a name: a method's class, or what makes a policy of keyword arguments, which is
     a function or the `policy` of a recipe; None for a name that is neither.
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES
-from kvjax.evaluate.contenders import CONTENDERS, Sizing, contender, sized
+from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -31,7 +31,7 @@ def gates(model, tmp_path_factory):
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     policies: list[Any] = [
-        sized(name, Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates))
+        budget_policy(name, Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates))
         for ratio in (0.25, 0.5)
     ]
     small, large = policies
@@ -59,7 +59,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
 def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
     for observed, expected in ((4, 4), (9, 9), (32, 9)):
         sizing = Sizing(model, 0.25, tokens=128, shortest=120, chunk=64, observed=observed, gates=gates)
-        plan = sized("wgkv+snapkv", sizing).plan
+        plan = budget_policy("wgkv+snapkv", sizing).plan
         assert plan is not None
         assert plan.observed == expected
 
@@ -70,7 +70,7 @@ def test_what_is_read_together_reads_alike(model, gates):
     for name, ratio in itertools.product(CONTENDERS, (0.25, 0.5)):
         if contender(name).reads:
             sizing = Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates)
-            alike.setdefault(contender(name).reads, []).append(sized(name, sizing).reading)
+            alike.setdefault(contender(name).reads, []).append(budget_policy(name, sizing).reading)
     assert set(alike) == {"all", "gates"}
     for first, *others in alike.values():
         for other in others:
@@ -101,7 +101,7 @@ def test_those_compared_by_default_exist_and_are_the_papers():
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
 def test_each_is_the_method_of_its_name(name, model, gates):
-    policy = sized(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7))
+    policy = budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7))
     method = (
         name.removesuffix("_fixed_tau").removesuffix("_chunked").removesuffix("_patched").partition("+")[0]
     )
@@ -119,25 +119,26 @@ def test_each_is_the_method_of_its_name(name, model, gates):
 
 def test_a_budget_is_checked_against_the_shortest_context(model, gates):
     # 0.25 · 40 hold a window's 8, 0.25 · 20 do not
-    sized("wgkv+snapkv", Sizing(model, 0.25, 128, 40, 32, 4, gates))
+    budget_policy("wgkv+snapkv", Sizing(model, 0.25, 128, 40, 32, 4, gates))
     with pytest.raises(UserError, match="does not hold its window of 9"):
-        sized("wgkv+snapkv", Sizing(model, 0.25, 128, 20, 32, 4, gates))
+        budget_policy("wgkv+snapkv", Sizing(model, 0.25, 128, 20, 32, 4, gates))
 
 
 def test_a_name_may_be_followed_by_arguments(model, gates):
     sizing = Sizing(model, 0.25, 128, 120, 32, 4, gates)
-    policy = sized("snapkv:pool=7,group=max,observed=3", sizing)
+    policy = budget_policy("snapkv:pool=7,group=max,observed=3", sizing)
     assert (policy.eviction.pool, policy.eviction.group, policy.plan.observed) == (7, "max", 3)
     assert policy.plan.budget.ratio == 0.25
-    chunked = sized("snapkv:when=chunk,chunk=16", sizing)
+    chunked = budget_policy("snapkv:when=chunk,chunk=16", sizing)
     assert (
-        chunked.plan.schedule == sized("snapkv_chunked", dataclasses.replace(sizing, chunk=16)).plan.schedule
+        chunked.plan.schedule
+        == budget_policy("snapkv_chunked", dataclasses.replace(sizing, chunk=16)).plan.schedule
     )
     assert not contender("snapkv:when=chunk,chunk=16").reads, (
         "it is read with others, and compacted at the end"
     )
     assert contender("wgkv+quest:skip=1").over_gates
-    assert int(sized("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
+    assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,6 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
 )
 def test_arguments_that_mean_nothing_are_one_line(name, says, model, gates):
     with pytest.raises(UserError) as caught:
-        sized(name, Sizing(model, 0.25, 128, 120, 32, 4, gates))
+        budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import CLOSE, TauSearch, above, by_lambda, nearest
+from kvjax.evaluate.gates import CLOSE, TauSearch, by_lambda, most_selective, nearest
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
@@ -158,10 +158,10 @@ def test_an_eviction_over_gates_takes_the_most_selective_that_let_in_enough(argu
     large, small = (str(folders / name) for name in OWN)
     # of 104 tokens: 4 of the window and 0.4 or 0.9 of the others
     for ratio, right in ((0.3, small), (0.42, small), (0.43, large), (0.9, large), (0.95, large)):
-        assert above([large, small], ratio, tokens=104) == right
+        assert most_selective([large, small], ratio, tokens=104) == right
     unsaid = tmp_path / "unsaid"
     save_gates(unsaid, tiny_gates(load_model(builtin_model("test_model"))), {"tau": 0.5, "window": 4})
-    assert above([small, str(unsaid), large], 0.95, tokens=104) == str(unsaid)
+    assert most_selective([small, str(unsaid), large], 0.95, tokens=104) == str(unsaid)
     main([*arguments, "--policies", "wgkv+snapkv", "wgkv+quest", "--out", str(tmp_path / "run")])
     found = cells(tmp_path / "run")
     taken = {"small": (0.3, 0.9), "large": (0.8, 0.3)}
@@ -196,7 +196,7 @@ def test_gates_that_do_not_say_their_rates_give_no_order_of_heads(folders, tmp_p
 
 def test_gates_that_let_in_just_enough(folders):
     large, small = (str(folders / name) for name in OWN)
-    assert above([large, small], (4 + 0.4 * 100) / 104, tokens=104) == small
+    assert most_selective([large, small], (4 + 0.4 * 100) / 104, tokens=104) == small
 
 
 def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
