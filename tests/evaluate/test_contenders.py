@@ -53,7 +53,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     elif small.selection is not None:
         assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
     else:
-        assert contender(name).fixed or contender(name).calibrated or contender(name).own_tau
+        assert contender(name).one_size or contender(name).calibrated or contender(name).own_tau
 
 
 def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
