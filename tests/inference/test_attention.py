@@ -1,4 +1,4 @@
-"""kvjax's own attention: what is stored and what is new, merged."""
+"""kvjax's own attention: what is stored and what is new, merged, without a collective."""
 
 import functools
 
@@ -15,6 +15,7 @@ from kvjax.policies.interfaces import Mask
 from kvjax.step import Step
 from kvjax.struct import struct
 from pallas_kernels.vertical_slash import ends, vertical_slash
+from tests.tiny_models import policies_for, tiny_model
 
 HEADS = P(BATCH, "tensor", None, None)
 
@@ -96,3 +97,35 @@ def test_a_figure_that_is_not_one_of_each_head_is_refused():
         pytest.raises(ValueError, match=r"OneNumber.figures: mean is \(\), expected"),
     ):
         masked_attention(struct(OneNumber)(jnp.ones(1)), step_of(range(4)), window=3)
+
+
+def test_attention_over_the_cache_needs_no_collective():
+    """Attention and the cache's bookkeeping are local to a shard (design.md §5)."""
+    with jax.set_mesh(make_mesh(tensor=4)):
+        split = tiny_model()
+        policy = policies_for(split, 6)["wgkv"]
+        cache = empty_cache(
+            policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=64, dtype=jnp.float32, capacity=64
+        )
+        one = jnp.zeros((1, 1), jnp.int32)
+        first = jax.tree.map(lambda a: a[0], (policy, cache.layers))
+        step = jax.eval_shape(lambda: fake_step(one))
+        lowered = jax.jit(attend_only).lower(first[0], cache.pages, first[1], step)
+        text = str(lowered.compile().as_text())
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert f" {collective}(" not in text
+
+
+def fake_step(tokens):
+    b, t = tokens.shape
+    kv, q = (jnp.zeros((b, n, t, 8), out_sharding=HEADS) for n in (4, 8))
+    return Step(
+        hidden=jnp.zeros((b, t, 32), out_sharding=P(BATCH, None, None)), q=q, k=kv, q_pre=q, k_pre=kv, v=kv,
+        position=jnp.zeros((b, t), jnp.int32, out_sharding=P(BATCH, None)),
+        layer=jnp.int32(0), head=jnp.zeros(4, jnp.int32, out_sharding=P("tensor")),
+    )  # fmt: skip
+
+
+def attend_only(policy, pages, layers, step):
+    rows = jnp.zeros(1, jnp.int32, out_sharding=P(BATCH))
+    return cached_attention(policy, step, pages, layers, seen=rows, valid=rows + 1)

@@ -1,21 +1,20 @@
-"""Tokens that read without writing, and what is captured of the layers."""
+"""Prefill, chunks and decode against dense attention under the same visibility rule, and tokens that only read."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.errors import UserError
-from kvjax.inference.capture import captured_layers
+from kvjax import cache as caches
 from kvjax.inference.forward import forward
-from kvjax.inference.room import empty_cache
 from kvjax.inference.sampling import prefill
-from kvjax.mesh import adopt, make_mesh, use_mesh
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
+from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
+from tests.inference.dense import dense_logits
 from tests.tiny_models import policies_for, tiny_model
 
-NAMES = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 run = jax.jit(forward, static_argnames=("write", "capture"))
 
 
@@ -23,6 +22,61 @@ def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=5, delay=2).placed(3, 4)
     return policies_for(model, 6) | {"capacity": capped, "h2o": make_policy("h2o", model=model, ratio=0.5)}
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("full", 1),
+        ("full", 6),
+        pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
+        pytest.param("head_pattern", 6, marks=pytest.mark.thorough),
+        ("wgkv", 1),
+        ("wgkv", 6),
+    ],
+)
+def test_prefill_chunks_and_decode_see_exactly_the_window_and_what_was_kept(model, tokens, name, window):
+    policy = policies_for(model, window)[name]
+    want, kept = dense_logits(model, policy, tokens)
+    once, cache = cached_logits(model, policy, tokens, [LENGTH])
+    assert np.abs(once - want).max() < 1e-4
+    left = kept.sum(-1)
+    np.testing.assert_array_equal(np.asarray(cache.layers.length), left)
+    mixed, cache = cached_logits(model, policy, tokens, [8] * 4 + [1] * 8, page_size=3)
+    assert np.abs(mixed - want).max() < 1e-4
+    np.testing.assert_array_equal(np.asarray(cache.layers.length), left)
+
+
+def test_a_batch_equals_its_sequences_alone_and_padding_leaves_no_trace(model, tokens):
+    """Lengths below, equal to and above the window, and one empty row."""
+    policy = policies_for(model, 6)["wgkv"]
+    batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 6, 3, 0])
+    padded = batch.copy()
+    padded[np.arange(LENGTH) >= lengths[:, None]] = 60
+    together, cache = cached_logits(model, policy, padded, [16, 24], lengths=lengths)
+    for row in (1, 2):
+        length = lengths[row]
+        alone, own = cached_logits(model, policy, batch[row : row + 1, :length], [length])
+        assert np.abs(together[row, :length] - alone[0]).max() < 1e-4
+        np.testing.assert_array_equal(cache.layers.length[:, row], own.layers.length[:, 0])
+    np.testing.assert_array_equal(cache.layers.length[:, 3], 0)
+    sizes = caches.stats(cache)
+    ring_rows, page = 3 * 4 * 4, 4
+    pages = ring_rows * caches.ring_pages(6, page) + np.ceil(np.asarray(cache.layers.length) / page).sum()
+    assert sizes.pages == pages
+    np.testing.assert_array_equal(sizes.entries[0, :, 0] >= np.minimum(lengths, 5), True)
+
+
+def test_a_mesh_gives_the_same(model, tokens):
+    batch = np.concatenate([tokens, tokens[:, ::-1]])
+    policy = policies_for(model, 6)["wgkv"]
+    want, alone = cached_logits(model, policy, batch, [LENGTH - 2, 1, 1])
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        split = tiny_model()
+        got, cache = cached_logits(split, policies_for(split, 6)["wgkv"], batch, [LENGTH - 2, 1, 1])
+    assert np.abs(got - want).max() < 1e-4
+    np.testing.assert_array_equal(cache.layers.length, alone.layers.length)
+    assert caches.stats(cache).pages == caches.stats(alone).pages
 
 
 @pytest.mark.parametrize("name", ["wgkv", "quest", "capacity", "h2o"])
@@ -44,57 +98,3 @@ def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model
     for one, other, third in zip(*map(jax.tree.leaves, after), strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(one, third)
-
-
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 4}], ids=str)
-def test_what_is_captured_is_what_attention_was_of(shape, tokens):
-    """All at once and layer by layer; log-sum-exps are those of the keys in the cache and in the call."""
-    counts = np.array([5, 4])
-    with jax.set_mesh(make_mesh(**shape)):
-        model = tiny_model()
-        policy = adopt(make_policy("full").placed(3, 4))
-        sizes = {"batch": 2, "layers": 3, "kv_heads": 4, "head_dim": 8, "tokens": 20}
-        nothing = empty_cache(policy, **sizes, dtype=jnp.float32)
-        whole = run(
-            model,
-            policy.traced,
-            nothing,
-            jnp.asarray(tokens[:, :17]),
-            12 + counts,
-            write=False,
-            capture=NAMES,
-        )[2]
-        cache = prefill(model, tokens[:, :12], policy=policy, max_new_tokens=8)
-        fed = jnp.asarray(tokens[:, 12:17]), counts
-        at_once = run(model, policy.traced, cache, *fed, write=False, capture=NAMES)[2]
-        rows = [tokens[b, 12 : 12 + count] for b, count in enumerate(counts)]
-        by_layer = list(captured_layers(model, policy, cache, rows, NAMES))
-    whole = {name: np.asarray(x) for name, x in whole.items()}
-    logits = np.einsum("lbnth,lbnsh->lbnts", whole["q"], np.repeat(whole["k"], 2, 2)) / np.sqrt(8)
-    lse = np.log(np.where(np.tri(17, dtype=bool), np.exp(logits), 0).sum(-1))
-    for b, count in enumerate(counts):
-        np.testing.assert_allclose(whole["lse"][:, b, :, : 12 + count], lse[:, b, :, : 12 + count], atol=1e-5)
-        for name in NAMES:
-            axis = 1 if name == "hidden" else 2
-            wanted = np.take(whole[name][:, b], np.arange(12, 12 + count), axis)
-            for found in (at_once[name], np.stack([layer[name] for layer in by_layer])):
-                mine = np.take(np.asarray(found)[:, b], np.arange(count), axis)
-                np.testing.assert_allclose(mine, wanted, atol=1e-5)
-
-
-def test_captures_leave_no_mesh_behind_and_take_a_policy_as_it_is_made(model):
-    """Also of more tokens than a call is compiled for in steps of one."""
-    layers = captured_layers(model, make_policy("full"), None, [np.arange(19), np.arange(5)], ["hidden", "k"])
-    for layer in layers:
-        assert jax.sharding.get_abstract_mesh().empty
-        assert layer["hidden"].shape == (2, 19, 32)
-        assert layer["k"].shape == (2, 4, 19, 8)
-    with pytest.raises(UserError, match="token id 61"):
-        next(captured_layers(model, make_policy("full"), None, [np.array([61])], ["k"]))
-
-
-def test_another_name_is_refused(model):
-    policy = make_policy("full", model=model)
-    cache = prefill(model, [[1, 2]], policy=policy, max_new_tokens=4)
-    with pytest.raises(UserError, match="captured_layers: a name is one of hidden"):
-        next(captured_layers(model, policy, cache, [np.array([1])], ["keys"]))

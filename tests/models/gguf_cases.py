@@ -121,3 +121,19 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def random_blocks(kind: Kind, shape: tuple[int, int]) -> np.ndarray:
+    """Random bytes of a quantised matrix whose scales are finite numbers."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(kind.value).integers(0, 256, (shape[0], shape[1] // block, size), np.uint8)
+    # where the float16 scales stand in ggml's block_q2_K … block_q6_K
+    scales = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+    for at in scales[kind.name]:
+        blocks[..., at : at + 2] = np.full(1, 0.02, np.float16).view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
+def quantised(name: str, x: np.ndarray) -> tuple[Kind, np.ndarray]:
+    kind = Kind[name]
+    return kind, random_blocks(kind, x.shape) if name.endswith("_K") else gguf.quants.quantize(x, kind)

@@ -1,26 +1,13 @@
 """Reading `config.json`: both spellings of everything, and one line for everything else."""
 
 import dataclasses
-import json
 
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.models import ModelConfig, read_config
+from kvjax.models import ModelConfig
 from kvjax.models.config import config_json
-from kvjax.models.rope import RopeConfig
-from tests.models.cases import CASES, LLAMA, LLAMA3_ROPE, QWEN3
-
-
-@pytest.fixture
-def read(tmp_path):
-    def read(config, max_length=None, **generation):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        if generation:
-            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return read_config(tmp_path, max_length)
-
-    return read
+from tests.models.cases import CASES, LLAMA, QWEN3
 
 
 @pytest.fixture
@@ -52,62 +39,6 @@ def test_sizes_that_are_derived(read):
     config = read(CASES["llama2"])
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 12, 10000.0)
     assert read(QWEN3).head_dim == 16
-
-
-LLAMA3 = RopeConfig(
-    type="llama3",
-    theta=500000.0,
-    factor=8.0,
-    original_length=128,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
-        {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE | {"type": "llama3"}},
-        {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}},
-        {"rope_parameters": LLAMA3_ROPE, "rope_theta": 500000},
-        {
-            "rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0},
-            "rope_scaling": LLAMA3_ROPE,
-            "rope_theta": 500000.0,
-        },
-        {
-            "rope_theta": 500000.0,
-            "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "original_max_position_embeddings"},
-            "original_max_position_embeddings": 128,
-        },
-    ],
-)
-def test_every_spelling_of_a_rope(rope, read):
-    assert read(LLAMA | rope).rope == LLAMA3
-
-
-def test_the_plain_rope_in_both_spellings(read):
-    plain = RopeConfig(theta=75000.0)
-    for rope in (
-        {"rope_theta": 75000.0},
-        {"rope_theta": 75000.0, "rope_scaling": None},
-        {"rope_parameters": {"rope_theta": 75000.0, "rope_type": "default"}},
-        {"rope_parameters": {"rope_theta": 75000.0}},
-    ):
-        assert read(LLAMA | rope).rope == plain
-
-
-def test_dynamic_rope_is_fixed_at_the_declared_length(read):
-    case = CASES["dynamic"]
-    assert read(case).rope.length == 128
-    assert read(case, max_length=64).rope.length == 128
-    assert read(case, max_length=512).rope.length == 512
-
-
-def test_a_yarn_factor_left_out_is_the_ratio_of_the_lengths(read):
-    scaling = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 256}
-    assert read(LLAMA | {"rope_scaling": scaling}).rope.factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -178,13 +109,6 @@ def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):
     assert read(LLAMA | {"eos_token_id": [5, 2]}).eos_ids == (2, 5)
     assert read(LLAMA | {"eos_token_id": 2}, eos_token_id=[7, 9]).eos_ids == (7, 9)
     assert read(LLAMA, eos_token_id=None).eos_ids == ()
-
-
-def test_files_that_are_no_config(tmp_path):
-    for text, message in (("{", "cannot be read as JSON"), ("[]", "expected a JSON object, got list")):
-        (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match=message):
-            read_config(tmp_path)
 
 
 def test_a_model_that_no_family_matches_is_not_written(read):

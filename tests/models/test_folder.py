@@ -10,6 +10,7 @@ from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
 from kvjax.models.folder import find_model
 from tests.models.cases import QWEN3
+from tests.models.refusals import error
 
 BUILTIN = Path(__file__).parents[2] / "kvjax" / "builtin" / "model"
 
@@ -55,3 +56,19 @@ def test_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):
+    for name in ("b.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(
+        UserError, match=r"has no config\.json; pass one of its GGUF files: a\.gguf, b\.gguf$"
+    ):
+        find_model(tmp_path)
+
+
+def test_a_hub_id_without_a_network(monkeypatch):
+    message = error("some-owner/some-model")
+    assert "some-owner/some-model: no such folder here" in message
+    assert "the hub cannot be reached" in message
+    assert "pass the path of a folder" in message

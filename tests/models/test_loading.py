@@ -21,8 +21,10 @@ from kvjax.models import load_model
 from kvjax.models.tensor_files import Stored
 from tests.models.cases import CASES, LLAMA, hf_shapes, weights, write_folder
 from tests.models.files import WIDE, assert_equal
+from tests.models.refusals import error
 
 ROOT = Path(__file__).parents[2]
+
 CASE = CASES["qwen3_biases"]
 
 
@@ -216,14 +218,6 @@ def test_harmless_extras_are_ignored(tmp_path):
     assert load_model(write_folder(tmp_path, config, tensors | extras)).head is None
 
 
-def error(*args, **kwargs) -> str:
-    with pytest.raises(UserError) as caught:
-        load_model(*args, **kwargs)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
 def test_all_wrong_tensors_are_named_at_once(tmp_path):
     tensors = weights(LLAMA)
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["lm_head.weight"]
@@ -246,13 +240,6 @@ def test_all_wrong_tensors_are_named_at_once(tmp_path):
     assert parts[3] == "of an unsupported dtype: model.norm.weight is I8"
 
 
-@pytest.mark.parametrize("kept", [0, 5, 300, -1])
-def test_a_truncated_file_is_named(kept, tmp_path):
-    file = write_folder(tmp_path, LLAMA) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    assert error(tmp_path).startswith(f"{file}: not a whole safetensors file")
-
-
 def test_folders_that_are_none(tmp_path, monkeypatch):
     assert error(tmp_path / "nowhere") == f"{tmp_path / 'nowhere'}: no such folder"
     assert "it has no config.json" in error(tmp_path)
@@ -261,13 +248,6 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "(pytorch_model.bin: only safetensors are read from a folder)" in error(tmp_path)
     assert "is a file; pass the folder" in error(tmp_path / "config.json")
-
-
-def test_a_hub_id_without_a_network(monkeypatch):
-    message = error("some-owner/some-model")
-    assert "some-owner/some-model: no such folder here" in message
-    assert "the hub cannot be reached" in message
-    assert "pass the path of a folder" in message
 
 
 def test_a_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):

@@ -1,5 +1,7 @@
 """What a real prefill computes, and what a cache then holds of it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,31 @@ from kvjax.inference.room import new_cache
 from kvjax.mesh import AXES, BATCH, P, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies
-from tests.policies.conftest import LENGTHS
 from tests.policies.published import Captured
+from tests.tiny_models import tiny_model
 
 OBSERVED, PAGE = 6, 4
+LENGTHS = 60, 41
+"""Tokens of the two prompts."""
+
+
+@functools.cache
+def unnormed():
+    """The tiny model without QK-norm, which would give all keys one norm."""
+    return tiny_model(qk_norm=False)
+
+
+@functools.cache
+def two_prompts() -> list[np.ndarray]:
+    """No token twice: the first layer's scores would be equal up to their last bit."""
+    random = np.random.default_rng(3)
+    return [random.permutation(61)[:length] for length in LENGTHS]
+
+
+@functools.cache
+def captured_prompts() -> list[list[Captured]]:
+    """By sequence and layer what plain causal attention computed of the two prompts, of the model without QK-norm."""
+    return [captured_layers(unnormed(), prompt) for prompt in two_prompts()]
 
 
 def captured_layers(model, prompt) -> list[Captured]:

@@ -1,4 +1,4 @@
-"""Random admission and eviction: a chance of its own for every sequence, and the same one however it is run."""
+"""Chance that repeats: the hashes in Python's own numbers, its own for every sequence, the same however it is run."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.inference import sampling
-from kvjax.mesh import make_mesh, use_mesh
+from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
 from tests.policies.captured import PAGE, captured_layers, entries
-from tests.policies.steps import shape_of, step, whole
+from tests.policies.steps import step
 from tests.tiny_models import tiny_model
 
 TOKENS, SHARED = 48, 20
@@ -95,16 +95,3 @@ def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model,
         own = shard[np.asarray(split.layers.page_table)[layer, row, head, ring : ring - (-length // PAGE)]]
         want = entries(together, layer, 1 - row, head)
         np.testing.assert_allclose(own.reshape(-1, 16)[:length, :8], want, atol=1e-4)
-
-
-def test_random_admission_has_its_rate_in_every_sequence(model):
-    """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
-    policy = make_policy("random", model=model, ratio=0.3, window=4)
-    with use_mesh(model):
-        method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
-        at = step(np.broadcast_to(np.arange(30), (400, 30)))
-        _, priority, _ = method.score(method.init(shape_of(at)), at, *whole(at))
-        kept = np.asarray(priority >= method.keep().threshold)
-    share = kept.mean(0)
-    assert np.abs(share - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / 400)
-    assert abs(kept.mean() - 0.3) < 0.01

@@ -1,8 +1,9 @@
+"""Checkpoints: restored onto any mesh as they were saved, and what is refused."""
+
 import shutil
 from collections import namedtuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -10,26 +11,8 @@ from jax.sharding import PartitionSpec as P
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.orbax_export import abstract, export
-from kvjax.struct import struct
 from kvjax.train.checkpoints import Checkpoints
-
-
-@struct
-class State:
-    weights: jax.Array
-    moments: dict
-    count: jax.Array
-
-
-def make(size=16, seed=0.0):
-    weights = jnp.arange(size * 8, dtype=jnp.float32, out_sharding=P()).reshape(size, 8) + seed
-    weights = jax.sharding.reshard(weights, P("tensor", "fsdp"))
-    return State(weights, {"mu": weights * 2, "nu": weights.astype(jnp.bfloat16)}, jnp.int32(3))
-
-
-def made(mesh, **changes):
-    with jax.set_mesh(mesh):
-        return jax.jit(lambda: make(**changes))()
+from tests.train.states import State, made, make
 
 
 def same(a, b):
@@ -96,17 +79,6 @@ def test_nothing_saved_is_nothing_to_restore(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     assert checkpoints.latest() is None
     checkpoints.close()
-
-
-def test_an_export_is_a_mapping_of_names(tmp_path):
-    import orbax.checkpoint as ocp
-
-    state = made(make_mesh(fsdp=8))
-    for _ in range(2):  # the second replaces the first
-        export(tmp_path / "exported", state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        names = checkpointer.metadata(tmp_path / "exported").item_metadata.tree.keys()
-    assert set(names) == {"weights", "moments.mu", "moments.nu", "count"}
 
 
 def test_a_full_disk_is_one_line_and_leaves_what_was_saved(tmp_path, monkeypatch):

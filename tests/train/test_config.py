@@ -1,9 +1,6 @@
 """What a run may be told: packaged values, refusals in one line before anything starts, and going on with a run."""
 
 import dataclasses
-import subprocess
-import sys
-import time
 
 import pytest
 
@@ -14,7 +11,6 @@ from kvjax.train import config as module
 from kvjax.train.config import SAVED, parse, prepare_folder
 from kvjax.train.data import draw_step_lengths
 from kvjax.train.loop import plan, train
-from kvjax.train.recipes.wgkv import WriteGates
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
@@ -113,12 +109,6 @@ def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_pa
     assert parse(["--config", "builtin", "--window", "9"]).window == 9
 
 
-def test_rows_fill_every_data_shard():
-    config = WriteGates(mesh=MeshShape(2, 4, 2))
-    assert config.rows == 8
-    assert dataclasses.replace(config, batch=9).rows == 16
-
-
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
 def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
     config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
@@ -128,19 +118,6 @@ def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
     assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens)
     if config.rows == 1:
         assert (config.steps, tokens) == (7500, 65_536_000)
-
-
-def test_a_run_says_what_its_mesh_makes_of_the_batch():
-    config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
-    assert plan(config, 0, 65_536_000) == (
-        "7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch into 8 (its axis "
-        "`tensor` does not)"
-    )
-    builtin = parse(["--mesh", "8"])
-    assert (builtin.steps, builtin.rows) == (200, 8)
-    assert plan(builtin, 50, 512_000) == (
-        "1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
-    )
 
 
 def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
@@ -177,24 +154,6 @@ def test_a_config_beside_resume_must_say_what_the_run_was_told(tmp_path):
     (tmp_path / "resume.yaml").write_text(told + "resume: true\n")
     with pytest.raises(UserError, match="resume belongs on the command line"):
         parse(["--config", str(tmp_path / "resume.yaml")])
-
-
-def test_help_is_quick_and_names_every_option():
-    began = time.monotonic()
-    shown = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "kvjax.train", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert time.monotonic() - began < 6
-    assert shown.stdout.startswith("usage: python -m kvjax.train")
-    options = "mesh", "config", "model", "data", "lambda", "window", "sequences", "seed", "out", "resume"
-    for option in options:
-        assert f"--{option}" in shown.stdout
-    imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
-    # jax and flax come with the recipe, which is one file with its maths
-    assert not imported & {"transformers", "grain", "datasets", "matplotlib"}
 
 
 def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):

@@ -1,3 +1,5 @@
+"""Sequences of text and of the built-in tasks: their lengths, their order, and what is held out."""
+
 import json
 from collections import Counter
 

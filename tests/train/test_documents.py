@@ -1,3 +1,5 @@
+"""Files of texts as documents: pieces, order, and files that are none."""
+
 import json
 
 import numpy as np

@@ -27,13 +27,14 @@ from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse
-from kvjax.train.loop import Run, train
+from kvjax.train.loop import Run, plan, train
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.step import TrainState
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]
+
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
     *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
@@ -349,3 +350,16 @@ def test_positions_are_by_group(monkeypatch):
     rows = SimpleNamespace(group=1, groups=2)
     data = SimpleNamespace(get_state=lambda: {"next": 7})
     assert Run.positions(SimpleNamespace(rows=rows, sequences=data)) == [{"next": 12}, {"next": 7}]
+
+
+def test_a_run_says_what_its_mesh_makes_of_the_batch():
+    config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
+    assert plan(config, 0, 65_536_000) == (
+        "7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch into 8 (its axis "
+        "`tensor` does not)"
+    )
+    builtin = parse(["--mesh", "8"])
+    assert (builtin.steps, builtin.rows) == (200, 8)
+    assert plan(builtin, 50, 512_000) == (
+        "1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
+    )

@@ -1,3 +1,5 @@
+"""What a run says of its steps: in its file, on a terminal and in tensorboard."""
+
 import json
 import time
 

@@ -8,14 +8,9 @@ import pytest
 from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
-from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio
-from kvjax.policies.interfaces import Eviction
-from kvjax.struct import changed, struct
-from kvjax.train.objective import deployed_mask
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
 from tests.inference.dense import dense_logits
-from tests.policies.steps import step
 from tests.tiny_models import tiny_model
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
@@ -47,41 +42,6 @@ def test_a_mesh_gives_the_same():
         split = tiny_model()
         got, _ = cached_logits(split, delayed(**rule).placed(3, 4), TOKENS, [LENGTH - 2, 1, 1])
     assert np.abs(got - want).max() < 1e-4
-
-
-@struct
-class Lowered(Eviction):
-    """Every token by 2; it looks at nothing else."""
-
-    @property
-    def planes(self):
-        return {"bias": "float32"}
-
-    def bias(self, state, step):
-        return jnp.full(step.k.shape[:3], -2.0)
-
-    def score(self, state, stored):
-        return stored.k[..., 0].astype(jnp.float32)
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
-def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
-    cache = prefill(tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), budget=Ratio(0.5)))
-    table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
-    bias = np.asarray(cache.pages.planes["bias"])
-    for row in np.ndindex(length.shape):
-        used = table[row][: -(-length[row] // cache.page_size)]
-        assert (bias[used].reshape(-1)[: length[row]] == -2).all()
-
-
-def test_training_adds_it_too():
-    """In the mask that `deployed_mask` makes of an admission."""
-    policy = delayed(window=6, delay=2, biased=True)
-    at = step(np.arange(20)[None])
-    admission = changed(policy.admission, threshold=jnp.float32(0))
-    _, mask = deployed_mask(admission, at, 6)
-    np.testing.assert_array_equal(mask.log_gate, admission.bias(None, at))
-    assert deployed_mask(changed(admission, biased=False), at, 6)[1].log_gate is None
 
 
 def test_a_bias_stays_when_what_wrote_it_is_done():

@@ -1,4 +1,4 @@
-"""What is asked once a context was compacted: questions of several tokens, in padded batches, over rows of which each
+"""What is asked over a compacted cache: questions of several tokens, in padded batches, over rows of which each
 layer and head kept another number of entries."""
 
 import dataclasses
@@ -15,25 +15,13 @@ from kvjax.mesh import use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from tests.policies.published import softmax
-from tests.tiny_models import tiny_model
 
-LENGTHS, QUESTIONS = (60, 41), (7, 3)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
+QUESTIONS = 7, 3
 
 
 @pytest.fixture(scope="module")
 def policy(model):
     return make_policy("adakv", model=model, ratio=0.4, observed=6, pyramid=2.0)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    random = np.random.default_rng(3)
-    return [random.permutation(61)[:length] for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")

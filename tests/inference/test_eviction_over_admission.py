@@ -1,30 +1,29 @@
 """Evictions on top of an admission: what is scored and goes is beyond the window, in rows of unequal lengths."""
 
-import itertools
-
 import numpy as np
 import pytest
 
 from kvjax.cache import CapacityError
-from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import (
-    TOVA,
-    WGKV,
-    AtPrompt,
-    Entries,
-    Policy,
-    Quest,
-    Random,
-    SnapKV,
-    StreamingLLM,
-    make_policy,
-)
+from kvjax.policies import WGKV, Quest, Random, SnapKV, make_policy
 from tests.policies import published
-from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, scored
+from tests.policies.captured import (
+    OBSERVED,
+    PAGE,
+    captured_layers,
+    entries,
+    pages_are_whole,
+    scored,
+    unnormed,
+)
 from tests.tiny_models import tiny_gates
 
 WINDOW, KEPT = 9, 18
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
 
 
 @pytest.fixture(scope="module")
@@ -91,41 +90,6 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
     assert max(newest) == 0
 
 
-def test_what_observes_passes_by_the_ring(model, prompts, admitted):
-    """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
-    rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
-    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted)
-    before = sampling.prefill(model, rows, policy=make_policy(**admitted), page_size=PAGE)
-    after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
-    pages_are_whole(after)
-    np.testing.assert_array_equal(after.seen, [len(row) for row in rows])
-    for b, prompt in enumerate(prompts):
-        c = captured_layers(model, prompt)[0]
-        for head in range(4):
-            keys = entries(before, 0, b, head)
-            score = published.snapkv_of_stored(c.q[2 * head : 2 * head + 2, -OBSERVED:], keys)
-            stays = published.best(score, min(KEPT - WINDOW + 1, len(keys)))
-            np.testing.assert_allclose(entries(after, 0, b, head), keys[stays], atol=1e-5)
-            near = np.asarray(after.pages.pool)[np.asarray(after.layers.page_table)[0, b, head, :2]]
-            ring = near.reshape(-1, 16)[: WINDOW - 1, :8]
-            last = c.k[head, len(prompt) - 2 - (WINDOW - 1) : len(prompt) - 2]
-            order = np.argsort(np.arange(len(last)) + len(prompt) - 2 - len(last) & 7)
-            np.testing.assert_allclose(ring, last[order], atol=1e-4)
-
-
-def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
-    """An admission may refuse it: nothing of the prompt goes in its place."""
-    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA(), "budget": Entries(40)}
-    alone, observed = (
-        sampling.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
-        for when in (AtPrompt(), AtPrompt(observers=(1, 2, 3)))
-    )
-    np.testing.assert_array_equal(observed.layers.length, 20)
-    np.testing.assert_array_equal(observed.seen, alone.seen)
-    for row in np.ndindex(3, 2, 4):
-        np.testing.assert_array_equal(entries(observed, *row), entries(alone, *row))
-
-
 def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
     counts = [
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length
@@ -165,30 +129,3 @@ def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated)
     pages_are_whole(cache)
     assert np.asarray(cache.seen).min() >= 120 + min(map(len, prompts)) - 1
     assert np.asarray(cache.layers.length).mean() <= 24 - WINDOW + 2
-
-
-def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(model, prompts):
-    def kept(prompts, seed):
-        policy = make_policy("random_eviction", model=model, entries=20, seed=seed)
-        cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
-        return {row: entries(cache, *row) for row in np.ndindex(3, len(prompts), 4)}
-
-    def places(keys, layer, head):
-        every = captured_layers(model, prompts[0])[layer].k[head]
-        return {int(np.abs(every - key).sum(-1).argmin()) for key in keys}
-
-    first, again, other = kept(prompts, 0), kept(prompts[:1], 0), kept(prompts, 1)
-    rows = [row for row in first if row[1] == 0]
-    for row in rows:
-        np.testing.assert_allclose(first[row], again[row], atol=1e-5)
-    stays = {(layer, head): places(first[layer, 0, head], layer, head) for layer, _, head in rows}
-    assert all(a != b for a, b in itertools.combinations(stays.values(), 2))
-    # not the first ones, nor the last: chance
-    assert all(min(own) < 20 and max(own) >= 40 for own in stays.values())
-    assert all(np.abs(first[row] - other[row]).max() > 1e-3 for row in rows)
-
-
-def test_a_window_one_short_of_what_is_observed_is_refused(model):
-    make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=64, ratio=0.5)
-    with pytest.raises(UserError, match="window must be at least 64, got 63"):
-        make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=63, ratio=0.5)

@@ -11,7 +11,6 @@ from kvjax.inference.sampling import prefill, sample
 from kvjax.mesh import make_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
-from kvjax.struct import changed
 from pallas_kernels.vertical_slash.api import FOREVER
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
@@ -129,24 +128,6 @@ def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
         assert (got.stats.entries == 5 + 12).all()
         said.append(got.tokens[0])
     np.testing.assert_array_equal(*said)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"capacity": np.float32(8)}, "a capacity must be an array of whole numbers"),
-        ({"capacity": 8}, "a capacity must be an array of whole numbers, got 8"),
-        ({"capacity": np.array(-1)}, "a capacity must be at least 0"),
-    ],
-)
-def test_a_capacity_is_checked(changes, says):
-    with pytest.raises(UserError, match=says):
-        Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)
-
-
-def test_a_delay_needs_a_window(model, tokens):
-    with pytest.raises(UserError, match="known 6 tokens late need a window of more, got 6"):
-        prefill(model, tokens, policy=delayed(window=6, delay=6))
 
 
 def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):

@@ -4,15 +4,18 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.errors import UserError
 from kvjax.inference import sampling
 from kvjax.policies import Random, make_policy
-from kvjax.policies.budget import Shares, chunk_pyramid
 from tests.policies import published
-from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole
+from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, unnormed
 
 CHUNK = 20
 LENGTHS = 40, 17
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
 
 
 @pytest.fixture(scope="module")
@@ -175,85 +178,6 @@ def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompt
     policy = make_policy("knorm", model=model, ratio=0.3, when="chunk", chunk=CHUNK)
     out = sampling.sample(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=90, eos=())
     assert [len(x) for x in out.tokens] == [90, 90]
-
-
-def test_a_last_chunk_below_the_window_is_all_kept_in_every_layer():
-    np.testing.assert_array_equal(Shares(pyramid=2.0).chunk_counts([3], [3], [6], 3, 6), [[3], [3], [3]])
-
-
-def test_many_layers_of_a_small_chunk_share_what_there_is():
-    """The paper's code rounds the step between layers down, here to nothing: all would get the first layer's."""
-    budgets = chunk_pyramid(6, 64, 0, 36, 0, 20.0)
-    assert (budgets[0], budgets[-1]) == (12, 0)
-    assert sum(budgets) / 36 == pytest.approx(6, abs=0.5)
-
-
-def test_a_pyramid_leaves_every_layer_what_always_stays():
-    """12 of 30: the last layer of a β of 20 would get 2, and sinks and the newest entries would compete."""
-    assert Shares(pyramid=20.0).counts([30.0], [60], 3, [12])[:, 0].tolist() == [48, 30, 12]
-    assert Shares(pyramid=20.0).counts([30.0], [600], 3, [12])[:, 0].tolist() == [30, 30, 30]
-
-
-def test_layers_of_a_chunk_share_like_the_papers_code():
-    """32 layers, 32,768 tokens, 30% kept: the worked example, naive and patched."""
-    kept = int(0.3 * 32768)
-    budgets = chunk_pyramid(kept - 64, 32768 - 64, 64, 32, 64, 20.0)
-    assert (budgets[0], budgets[31]) == (19044 + 64, 506 + 64)
-    assert sum(budgets) / 32 == 9775 + 64
-    patched = chunk_pyramid(kept, 32768, 0, 32, 64, 20.0)
-    low = kept // 20
-    assert patched[0] == 2 * kept - low
-    # above half there is no room for a pyramid
-    assert chunk_pyramid(70, 100, 0, 4, 8, 20.0) == [70] * 4
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"ratio": 0.25},
-            "the budget of 5 of a chunk's 20 entries per kv head is below the 6 that always stay",
-        ),
-        (
-            {"name": "knorm", "admission": "streaming_llm", "window": 9},
-            "knorm: a budget of each chunk counts its tokens, which an admission does not all store: state entries or "
-            "size",
-        ),
-        (
-            {"admission": "streaming_llm", "window": 9, "when": "chunk", "observers": "prompt"},
-            "snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an admission's "
-            "ring",
-        ),
-        (
-            {"when": "sometimes"},
-            "schedule: when is one of prompt, chunk, every, overflow, got 'sometimes'",
-        ),
-        ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk'"),
-        ({"when": "prompt", "chunk": 0, "observers": "prompt"}, "observers='prompt' needs when='chunk'"),
-        ({"when": "chunk", "observers": "end"}, "schedule: observers is one of own, prompt, got 'end'"),
-        ({"chunk": 6}, "when='chunk' needs a chunk of more than 6 tokens, got 6"),
-        (
-            {"name": "knorm", "when": "chunk", "observers": "prompt"},
-            "observers='prompt' is for methods that look back at the last tokens",
-        ),
-    ],
-)
-def test_bad_schedules_are_one_line(model, options, says):
-    options = {"name": "snapkv", "ratio": 0.3, "when": "chunk", "chunk": CHUNK} | options
-    if options["name"] == "snapkv":
-        options["observed"] = OBSERVED
-    with pytest.raises(UserError) as error:
-        make_policy(options.pop("name"), model=model, **options)
-    assert str(error.value) == says
-
-
-def test_a_pool_has_room_for_a_patch(model):
-    """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
-    policy = make_policy(
-        "snapkv", model=model, ratio=0.5, observed=4, when="chunk", observers="prompt", chunk=8
-    )
-    assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
-    sampling.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
 
 
 def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):

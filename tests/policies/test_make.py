@@ -1,13 +1,10 @@
-"""Objects that hold objects, and the names that `make_policy` has for them."""
-
-import dataclasses
+"""Names and flat arguments of `make_policy` against the objects they stand for, and what it refuses."""
 
 import jax
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.mesh import use_mesh
 from kvjax.policies import (
     H2O,
     RKV,
@@ -36,10 +33,8 @@ from kvjax.policies import (
     StreamingLLM,
     Threshold,
     make_policy,
-)  # fmt: skip
-from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
-from kvjax.step import Shape
-from tests.tiny_models import tiny_gates, tiny_model
+)
+from tests.tiny_models import tiny_gates
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 SAME = {
@@ -122,11 +117,6 @@ SAME = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
 def leaves(tree):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
@@ -151,103 +141,17 @@ def test_gates_are_an_admission_whose_window_is_the_policy_s(model):
     assert make_policy("wgkv", gates=gates, window=7, eviction="knorm", entries=30).name == "wgkv"
 
 
-@pytest.mark.parametrize(
-    ("policy", "written"),
-    [
-        (Policy(), "Policy()"),
-        (Policy(StreamingLLM(sink=1), 8), "Policy(StreamingLLM(sink=1), window=8)"),
-        (Policy(Random(ratio=0.25), 8), "Policy(Random(rates=0.25), window=8)"),
-        (Policy(Random(rates=RATES), 8), "Policy(Random(rates=float32[3, 4]), window=8)"),
-        (
-            Policy(StreamingLLM(), 80, Adaptive(SnapKV()), Entries(100)),
-            "Policy(StreamingLLM(), window=80, eviction=Adaptive(SnapKV()), budget=Entries(100))",
-        ),
-        (
-            Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9)),
-            "Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9))",
-        ),
-        (Policy(selection=Quest(tokens=64, skip=2)), "Policy(selection=Quest(tokens=64, skip=2))"),
-    ],
-)
-def test_a_policy_is_shown_as_it_is_written(policy, written):
-    assert repr(policy) == written
-    with use_mesh():
-        assert repr(policy.placed(3, 4)) == written
-
-
-def test_a_method_s_numbers_do_not_fill_the_screen(model):
-    gated = Policy(
-        WGKV(tiny_gates(model), tau=0.5, window=16), eviction=KNorm(), budget=Size("2MiB"), when=Overflow()
-    )
-    assert repr(gated) == ("Policy(WGKV(tau=0.5), eviction=KNorm(), budget=Size(2097152), when=Overflow())")
-
-
-NEEDED = {
-    "wgkv": {"gates": "builtin"},
-    "head_pattern": {"pattern": RATES, "sink": 1},
-    "random": {"ratio": 0.5},
-    "quest": {"tokens": 8},
-}
-
-
-@pytest.mark.parametrize("name", [*ADMISSIONS, *EVICTIONS, *SELECTIONS])
-def test_every_method_is_made_without_a_model_and_made_again_alike(name):
-    """Its name is that of the registry, and a copy is what it was."""
-    kind = (ADMISSIONS | EVICTIONS | SELECTIONS)[name]
-    method = kind(**NEEDED.get(name, {}))
-    assert method.label == name
-    if name in SELECTIONS:
-        return
-    again = dataclasses.replace(method)
-    for one, other in zip(leaves(method), leaves(again), strict=True):
-        np.testing.assert_array_equal(one, other)
-    # the memory of two kv heads is as large as twice that of one, or does not depend on them
-    one, two = (
-        jax.eval_shape(lambda heads=heads: method.init(Shape(3, heads, 2, 8, np.float32))) for heads in (1, 2)
-    )
-    for small, large in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        assert large.size in (small.size, 2 * small.size)
-        assert small.shape[0] == large.shape[0] == 3
-
-
-def test_budgets_moments_and_who_shares_are_not_compiled():
-    """One program for all of them: it sees the method within, without what the host reads."""
-    policies = [
-        Policy(eviction=SnapKV(6), budget=Ratio(0.5)),
-        Policy(eviction=Adaptive(SnapKV(6), pinned=0.4), budget=Entries(40)),
-        Policy(eviction=Protected(Pyramid(SnapKV(6)), last=9), budget=Size(4096), when=EveryChunk(64)),
-        Policy(eviction=SnapKV(6), budget=Entries(50), when=Overflow(drop=0.3)),
-    ]
-    assert len({jax.tree.structure(policy.traced) for policy in policies}) == 1
-    for one, other in ((H2O(), H2O(recent=0.1)), (RKV(), RKV(sink=4, balance=0.1))):
-        assert jax.tree.structure(one.traced) == jax.tree.structure(other.traced)
-    assert policies[2].plan is not None
-    assert (policies[2].plan.last, policies[2].plan.first, policies[2].plan.shares.pyramid) == (9, 0, 20.0)
+def test_another_package_s_method_is_a_class_by_its_module_and_name():
+    path = "kvjax.policies.eviction.snapkv:SnapKV"
+    assert repr(make_policy(f"{path}:pool=3", ratio=0.5)) == repr(make_policy("snapkv", pool=3, ratio=0.5))
+    beside = make_policy("streaming_llm", window=70, eviction=f"{path}:observed=9", entries=80)
+    assert beside.plan is not None
+    assert beside.plan.observed == 9
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Policy(eviction=SnapKV()), "a budget is one of ratio, entries, size and threshold, got none"),
-        (lambda: Policy(budget=Ratio(0.5)), "full: budget=Ratio(0.5) is for an eviction, and there is none"),
-        (lambda: Policy(StreamingLLM()), "streaming_llm: window must be a whole number of at least 1, got None"),
-        (
-            lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
-            "streaming_llm+snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
-            "at least 64, got 9",
-        ),
-        (
-            lambda: Policy(eviction=Adaptive(KNorm()), budget=Entries(9), when=Overflow()),
-            "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing",
-        ),
-        (
-            lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), budget=Threshold(0.0)),
-            "adakv: critical_kv shares out the places of a budget, and a threshold has none",
-        ),
-        (lambda: Adaptive(KNorm(), over="row"), "budget: over is one of head, layer, model, got 'row'"),
-        (lambda: Pyramid(KNorm(), beta=1.0), "budget: pyramid must be a finite number, above 1, got 1.0"),
-        (lambda: Protected(KNorm(), first=-1), "eviction: first must be a whole number of at least 0, got -1"),
-        (lambda: Size("2GiG"), "budget: size must be a whole number of at least 1, got '2GiG'"),
         (lambda: make_policy("snapkv:pool", ratio=0.5), "snapkv: pool: expected NAME=VALUE"),
         (lambda: make_policy("snapkv:pool=3", pool=5, ratio=0.5), "snapkv is given pool twice"),
         (
@@ -272,9 +176,78 @@ def test_what_means_nothing_is_refused_in_one_line(make, says):
     assert str(error.value) == says
 
 
-def test_another_package_s_method_is_a_class_by_its_module_and_name():
-    path = "kvjax.policies.eviction.snapkv:SnapKV"
-    assert repr(make_policy(f"{path}:pool=3", ratio=0.5)) == repr(make_policy("snapkv", pool=3, ratio=0.5))
-    beside = make_policy("streaming_llm", window=70, eviction=f"{path}:observed=9", entries=80)
-    assert beside.plan is not None
-    assert beside.plan.observed == 9
+@pytest.mark.parametrize(
+    ("name", "arguments", "says"),
+    [
+        ("wgvk", {}, "unknown policy 'wgvk'; the nearest known: wgkv"),
+        ("streaming_llm", {"window": 4, "sinks": 3}, "no argument 'sinks'"),
+        ("wgkv", {}, "wgkv needs gates"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_in_one_line(model, name, arguments, says):
+    with pytest.raises(UserError, match=says) as caught:
+        make_policy(name, model=model, **arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": "snapkv"}, "a budget is one of ratio, entries, size and threshold, got none"),
+        (
+            {"name": "snapkv", "ratio": 0.5, "entries": 8},
+            "a budget is one of ratio, entries, size and threshold, got",
+        ),
+        (
+            {"name": "snapkv", "ratio": 1.5},
+            "budget: ratio must be a finite number, above 0 and at most 1, got 1.5",
+        ),
+        ({"name": "snapkv", "entries": 0}, "entries must be a whole number of at least 1, got 0"),
+        ({"name": "snapvk", "ratio": 0.5}, "unknown policy 'snapvk'; the nearest known: snapkv"),
+        (
+            {"name": "adakv", "eviction": "knrm", "ratio": 0.5},
+            "unknown eviction 'knrm'; the nearest known: knorm",
+        ),
+        (
+            {"name": "adakv", "pinned": 2.0, "ratio": 0.5},
+            "budget: pinned must be a finite number, at least 0 and at most 1, got 2.0",
+        ),
+        (
+            {"name": "pyramidkv", "pyramid": 0.5, "ratio": 0.5},
+            "budget: pyramid must be a finite number, above 1, got 0.5",
+        ),
+        (
+            {"name": "random", "eviction": "knorm", "ratio": 0.5, "window": 9},
+            "random: give either ratio (one number) or rates (layers × kv heads)",
+        ),
+        ({"name": "snapkv", "over": "row", "ratio": 0.5}, "over is one of head, layer, model, got 'row'"),
+        ({"name": "snapkv", "ratio": 0.5, "window": 9}, "snapkv has no argument 'window'"),
+        (
+            {"name": "streaming_llm", "eviction": "snapkv", "window": 9, "ratio": 0.5},
+            "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
+            "least 64, got 9",
+        ),
+        (
+            {"name": "wgkv", "eviction": "adavk", "ratio": 0.5},
+            "unknown eviction 'adavk'; the nearest known: adakv",
+        ),
+        ({"name": "knorm", "ratio": 0.5, "last": -1}, "last must be a whole number of at least 0, got -1"),
+        (
+            {"name": "knorm", "admission": "random", "eviction": "snapkv", "ratio": 0.5},
+            "knorm is an eviction itself, got eviction='snapkv' beside it",
+        ),
+        (
+            {"name": "full", "admission": "random"},
+            "full is an admission itself, got admission='random' beside it",
+        ),
+        (
+            {"name": "snapkv", "admission": "streaming_llm", "window": 1, "ratio": 0.5},
+            "must still be in the window: window must be at least 64, got 1",
+        ),
+    ],
+)
+def test_bad_policies_are_one_line(model, arguments, says):
+    with pytest.raises(UserError) as error:
+        make_policy(model=model, **arguments)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,89 @@
+"""The pool as it is stored: never copied while tokens are decoded, and 16-bit floats as they are."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.inference import room, sampling
+from kvjax.inference.room import empty_cache
+from kvjax.mesh import BATCH as SEQUENCES
+from kvjax.mesh import put, use_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from tests.cache.lists import PAGE
+from tests.tiny_models import tiny_gates
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("full", "float32"),
+        ("wgkv", "float32"),
+        ("quest", "float32"),
+        ("wgkv", "bfloat16"),
+        ("quest", "bfloat16"),
+    ],
+)
+def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
+    """Temporaries of the whole scan, and the pool-sized copies in its program. XLA on a CPU would convert 16-bit floats
+    to float32 to scatter among them, and to take a layer's weights out of all."""
+    model = load_model(builtin_model("test_model"), dtype=dtype)
+    with use_mesh(model):
+        policy = {
+            "full": lambda: make_policy("full"),
+            "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+            "quest": lambda: make_policy("quest", model=model, ratio=0.25),
+        }[name]()
+        shape = {"layers": 2, "kv_heads": 4, "head_dim": model.config.head_dim}
+        cache = empty_cache(policy, batch=2, **shape, tokens=16384, dtype=dtype, capacity=16384)
+        token, running = put(np.zeros(2, np.int32), SEQUENCES), put(np.ones(2, bool), SEQUENCES)
+        draw = sampling.Draw().arrays()
+        program = sampling.decode_block.lower(
+            model, policy, cache, token, running, draw, jax.random.key(0), np.int32(1), count=4, greedy=True
+        ).compile()
+    pool = cache.pages.pool
+    for array in jax.tree.leaves((pool, cache.pages.bounds)):
+        shape = f"[{','.join(map(str, array.shape))}]"
+        made = [
+            line for line in program.as_text().splitlines() if re.search(rf"= \w+{re.escape(shape)}", line)
+        ]
+        assert made
+        assert not [line for line in made if " copy(" in line or "convert" in line]
+    assert program.memory_analysis().temp_size_in_bytes < 0.1 * 4 * pool.size
+    for weights in jax.tree.leaves(model.layers):
+        if weights.ndim > 2 and dtype == "bfloat16":
+            assert f"= f32[{','.join(map(str, weights.shape))}]" not in program.as_text()
+
+
+@pytest.mark.parametrize("name", ["full", "wgkv", "h2o", "quest"])
+def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
+    """On a CPU: the same entries, the same answers, over chunks, a compaction and a pool that grows."""
+    model = load_model(builtin_model("test_model"), dtype="bfloat16")
+    policy = {
+        "full": lambda: make_policy("full"),
+        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+        "h2o": lambda: make_policy("h2o", model=model, ratio=0.5),
+        "quest": lambda: make_policy("quest", model=model, ratio=0.25),
+    }[name]()
+    prompts = [np.random.default_rng(size).integers(1, 200, size) for size in (40, 23)]
+
+    def run():
+        cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, chunk=16, max_new_tokens=4)
+        said = sampling.sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=8)
+        return cache.pages, [list(tokens) for tokens in said.tokens]
+
+    (bits, said), _ = run(), monkeypatch.setattr(room, "on_cpu", lambda: False)
+    floats, expected = run()
+    assert (bits.pool.dtype, floats.pool.dtype) == (jnp.uint16, jnp.bfloat16)
+    assert bits.pool.nbytes == floats.pool.nbytes
+    if floats.bounds is not None:
+        np.testing.assert_array_equal(bits.bounds, floats.bounds.astype(np.float32))
+    assert bits.planes.keys() == floats.planes.keys()
+    for name, plane in floats.planes.items():
+        np.testing.assert_array_equal(bits.planes[name], plane)
+    np.testing.assert_array_equal(bits.pool, np.asarray(floats.pool).view(np.uint16))
+    assert said == expected

@@ -1,0 +1,82 @@
+"""A row's ring and pages against lists, after any sequence of writes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill
+from tests.cache.lists import (
+    BATCH,
+    CALLS,
+    HEADS,
+    PAGE,
+    TOKENS,
+    Lists,
+    advance,
+    assert_bounds_are_those_of_the_keys,
+    calls,
+    holds_exactly,
+    started,
+    tables,
+)
+from tests.inference.delayed import delayed
+
+
+@pytest.mark.parametrize("window", [1, 5])
+@settings(max_examples=60, deadline=None)
+@given(calls=calls)
+def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, calls):
+    (_, cache), lists = started(window, CALLS * TOKENS + window), Lists(window)
+    ring = BATCH * HEADS * caches.ring_pages(window, PAGE)
+    for valid, wanted in calls:
+        wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
+        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
+        lists.push(valid, wanted)
+        assert caches.stats(cache).pages == ring + lists.pages()
+        first = sum(-(-len(row) // PAGE) for row in lists.kept[0])
+        assert caches.stats(cache, 1).pages == ring // BATCH + first
+        assert_bounds_are_those_of_the_keys(cache)
+        holds_exactly(cache, lists, window)
+        layer = jax.tree.map(lambda a: a[0], cache.layers)
+        if window > 1:
+            held, exists = caches.ring_entries(cache.pages, layer, cache.seen, window - 1, window)
+            for b in range(BATCH):
+                found = np.asarray(held)[b, :, np.asarray(exists)[b], 1]
+                np.testing.assert_array_equal(found, np.tile(lists.ring[b], (HEADS, 1)).T)
+                slots = (np.array(lists.ring[b], int) - 1) % (window - 1)
+                born = np.asarray(layer.numbers["born"])[b][:, slots]
+                np.testing.assert_array_equal(
+                    born, np.array(lists.ring[b], int) + 100 * np.arange(HEADS)[:, None]
+                )
+
+
+@settings(max_examples=40, deadline=None)
+@given(calls=calls, capacity=st.integers(6, 14))
+def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls, capacity):
+    window = 5
+    (_, cache), lists = started(window, capacity), Lists(window)
+    pool_pages, ring = cache.pages.pool.shape[0], BATCH * HEADS * caches.ring_pages(window, PAGE)
+    for valid, wanted in calls:
+        wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
+        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
+        lists.push(valid, wanted)
+        assert int(cache.pages.free_count[0]) == pool_pages - ring - lists.pages()
+        assert_bounds_are_those_of_the_keys(cache)
+        pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
+        owned = table[table < pool_pages]
+        assert len(set(owned.tolist())) == len(owned)
+        for b, k in np.ndindex(BATCH, HEADS):
+            for page, first in zip(table[b, k], range(0, len(lists.kept[b][k]), PAGE), strict=False):
+                if page < pool_pages:
+                    row = lists.kept[b][k][first : first + PAGE]
+                    np.testing.assert_array_equal(pool[page, : len(row)], row)
+
+
+def test_a_delay_needs_a_window(model, tokens):
+    with pytest.raises(UserError, match="known 6 tokens late need a window of more, got 6"):
+        prefill(model, tokens, policy=delayed(window=6, delay=6))

@@ -1,0 +1,46 @@
+"""What is said of a cache: bytes that are really there, and a capacity that is enough."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax.inference.sampling as sampling
+from kvjax import cache as caches
+from kvjax.cache import CapacityError
+from kvjax.policies import make_policy
+from tests.tiny_models import tiny_gates
+
+
+def test_memory_is_real(model):
+    """With a quarter admitted, a third of the full cache's memory serves the prompt; the full policy is refused."""
+    prompt = [np.random.default_rng(1).integers(0, 61, 600)]
+    policy = make_policy("random", model=model, ratio=0.25, window=8)
+    third = 600 // 3
+    cache = sampling.prefill(model, prompt, policy=policy, capacity=third)
+    sizes = caches.stats(cache)
+    assert sizes.bytes <= sizes.full_bytes * 0.36
+    assert 0.2 < sizes.kv_ratio < 0.32
+    assert sum(a.nbytes for a in jax.live_arrays() if a.shape == cache.pages.pool.shape) == sizes.bytes
+    with pytest.raises(CapacityError, match=r"policy full needs at least \d+ pages .* the pool has \d+"):
+        sampling.prefill(model, prompt, capacity=third)
+    with pytest.raises(CapacityError, match="policy full"):
+        sampling.sample(model, [prompt[0][:190]], capacity=192, max_new_tokens=40, eos=())
+
+
+def test_the_capacity_that_an_error_names_is_enough(model):
+    """For the prompt and for what is generated after it, though layers above those that ran out admit others."""
+    prompt = [np.random.default_rng(3).integers(0, 61, 190)]
+    policy = make_policy(
+        "wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=8, rate=np.full((3, 4), 0.01)
+    )
+    with pytest.raises(CapacityError) as error:
+        sampling.sample(model, prompt, policy=policy, max_new_tokens=40, eos=())
+    named = re.search(
+        r"a capacity of (\d+) entries per kv head, which is enough for 40 more tokens", str(error.value)
+    )
+    assert named is not None
+    found = sampling.sample(model, prompt, policy=policy, capacity=int(named[1]), max_new_tokens=40, eos=())
+    assert found.tokens[0].size == 40
+    assert int(named[1]) < 190 + 40

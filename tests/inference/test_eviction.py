@@ -1,0 +1,84 @@
+"""A compaction of a cache: what it leaves is what stays, and nothing else of it changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.inference import sampling
+from kvjax.inference.attention import cached_attention
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.models.decoder import scan_layers
+from kvjax.policies import make_policy
+from tests.policies import published
+from tests.policies.captured import OBSERVED, PAGE, entries, unnormed
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
+
+
+def test_everything_kept_is_the_full_cache(model, prompts):
+    policy = make_policy("adakv", model=model, ratio=1.0, observed=OBSERVED)
+    kept = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    full = sampling.prefill(model, prompts, page_size=PAGE)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(kept, *row), entries(full, *row))
+
+
+def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
+    """The next token sees the entries that stayed and itself."""
+    policy = make_policy("knorm", model=model, entries=9)
+    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    layer, c = 0, captured[0][0]
+    stays = published.best(published.knorm(c), 9)
+    with use_mesh(model):
+        token = jnp.array([[7]])
+
+        def attend(found, pages, xs):
+            own, policy = xs
+            o, _, pages, own = cached_attention(
+                policy, found, pages, own, seen=cache.seen, valid=jnp.ones(1, jnp.int32)
+            )
+            return o, pages, (found.q, found.k, found.v, o)
+
+        x = model.embed_tokens(token)
+        position = cache.seen[:, None]
+        ys = scan_layers(model, x, position, attend, cache.pages, (cache.layers, policy.continuing))[2]
+    q, k, v, o = (np.asarray(y, np.float64)[layer, 0] for y in ys)
+    for head in range(8):
+        kv = head // 2
+        keys = np.concatenate([c.k[kv][stays[kv]], k[kv]])
+        values = np.concatenate([c.v[kv][stays[kv]], v[kv]])
+        p = published.softmax(keys @ q[head, 0] / np.sqrt(8))
+        np.testing.assert_allclose(o[head, 0], p @ values, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("adakv", {"observed": OBSERVED}, marks=pytest.mark.thorough),
+        ("tova", {"over": "model"}),
+    ],
+)
+def test_a_mesh_keeps_the_same(model, prompts, name, options):
+    policy = make_policy(name, model=model, ratio=0.3, **options)
+    alone = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
+        split = tiny_model(qk_norm=False)
+        policy = make_policy(name, model=split, ratio=0.3, **options)
+        together = sampling.prefill(split, prompts, policy=policy, page_size=PAGE)
+    np.testing.assert_array_equal(together.layers.length, alone.layers.length)
+
+
+def test_a_batch_equals_a_sequence_alone(model, prompts):
+    policy = make_policy("adakv", model=model, ratio=0.3, observed=OBSERVED)
+    together = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    # the shorter one was padded
+    alone = sampling.prefill(model, prompts[1:], policy=policy, page_size=PAGE)
+    np.testing.assert_array_equal(together.layers.length[:, 1], alone.layers.length[:, 0])
+    for layer, head in np.ndindex(3, 4):
+        ours, own = entries(together, layer, 1, head), entries(alone, layer, 0, head)
+        np.testing.assert_allclose(ours, own, atol=1e-5)

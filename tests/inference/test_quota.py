@@ -1,0 +1,109 @@
+"""How many entries of each row a compaction leaves, where a budget and what always stays collide."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.policies import make_policy
+from tests.policies import published
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, unnormed
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
+
+
+def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
+    """It stays in any case: a number of entries that cannot hold it is refused, and of a context that is too short for
+    a share nothing but the window is left."""
+    given = {"model": model, "admission": "full", "window": 21}
+    with pytest.raises(UserError, match="the budget of 18 entries per kv head is below the 20 that always"):
+        sampling.prefill(model, prompts, policy=make_policy("knorm", entries=18, **given), page_size=PAGE)
+    cache = sampling.prefill(model, prompts, policy=make_policy("knorm", ratio=0.45, **given), page_size=PAGE)
+    for b, stay in enumerate((int(0.45 * 60) - 20, 0)):
+        assert (np.asarray(cache.layers.length)[:, b] == stay).all()
+    np.testing.assert_array_equal(cache.seen, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "name", ["snapkv", "adakv", "pyramidkv", "critical_kv", "r_kv", "expected_attention"]
+)
+@pytest.mark.parametrize(
+    ("budget", "kept"), [({"ratio": 0.5}, [30, 10, 3, 2]), ({"entries": 30}, [30, 20, 6, 4])]
+)
+def test_short_contexts_keep_their_newest_beside_a_long_one(model, prompts, captured, name, budget, kept):
+    """Shorter than what is observed, or with a budget below what always stays: the newest, as many as there are places.
+    The long one keeps what it keeps alone."""
+    given: dict[str, Any] = budget | ({} if name in ("r_kv", "expected_attention") else {"observed": 12})
+    policy = make_policy(name, model=model, **given)
+    rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
+    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
+    pages_are_whole(cache)
+    length = np.asarray(cache.layers.length)
+    alone = sampling.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE, capacity=60)
+    np.testing.assert_array_equal(length[:, 0], np.asarray(alone.layers.length)[:, 3])
+    for layer, head in np.ndindex(3, 4):
+        np.testing.assert_allclose(entries(cache, layer, 0, head), entries(alone, layer, 3, head), atol=1e-5)
+        for b, (row, count) in list(enumerate(zip(rows, kept, strict=True)))[1:]:
+            keys = captured[0][layer].k[head][: row.size]
+            if name == "expected_attention":
+                # of it only the first 4 are sure to stay
+                np.testing.assert_allclose(
+                    entries(cache, layer, b, head)[: min(4, count)], keys[: min(4, count)], atol=1e-4
+                )
+                assert length[layer, b, head] == count
+            elif name != "r_kv" or count <= 8:
+                np.testing.assert_allclose(
+                    entries(cache, layer, b, head), keys[row.size - count :], atol=1e-4
+                )
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "r_kv", "expected_attention"])
+@pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
+def test_where_all_prompts_are_short_the_newest_stay(model, prompts, captured, name, budget):
+    """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""
+    given: dict[str, Any] = budget
+    policy, rows = make_policy(name, model=model, **given), [prompts[0][:5], prompts[0][:3]]
+    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    kept = (2, 1) if "ratio" in budget else (5, 3)
+    for layer, b, head in np.ndindex(3, 2, 4):
+        keys = captured[0][layer].k[head, : len(rows[b])]
+        # Expected Attention keeps its first 4
+        newest = keys[: kept[b]] if name == "expected_attention" else keys[len(keys) - kept[b] :]
+        np.testing.assert_allclose(entries(cache, layer, b, head), newest, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "kept"),
+    [
+        ("snapkv", {"observed": 6, "entries": 4}, 4),
+        ("r_kv", {"sink": 4, "entries": 6}, 6),
+        ("r_kv", {"sink": 4, "ratio": 0.1}, 6),
+    ],
+)
+def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
+    policy = make_policy(name, model=model, **given)
+    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
+    for layer, head in np.ndindex(3, 4):
+        keys = captured[0][layer].k[head]
+        np.testing.assert_allclose(entries(cache, layer, 0, head), keys[len(keys) - kept :], atol=1e-4)
+
+
+@pytest.mark.parametrize("over", ["head", "layer"])
+def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
+    """However many that are; nobody competes."""
+    captured = [captured_layers(model, prompt) for prompt in prompts]
+    limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))
+    policy = make_policy("knorm", model=model, threshold=limit, over=over)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    for b, layers in enumerate(captured):
+        for layer, c in enumerate(layers):
+            want = (published.knorm(c) >= limit).sum(-1)
+            assert want.min() < want.max()
+            np.testing.assert_array_equal(cache.layers.length[layer, b], want)

@@ -1,0 +1,145 @@
+"""Evictions while an answer is decoded: when they come, what stays, and how large the cache ever is."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.inference import sampling
+from kvjax.inference.record import Calls
+from kvjax.policies import Random, make_policy
+from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole, unnormed
+
+NEW = 30
+ENTRIES, EVERY = 24, 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
+
+
+def held_by(model, prompts, policy, **options):
+    """The answers, and the entries of a kv head before each decoded token, by sequence."""
+    calls = Calls()
+    # one pool and one length of blocks: few programs
+    options = {"max_new_tokens": NEW, "eos": (), "page_size": PAGE, "block": 1} | options
+    if "cache" not in options:
+        options = {"capacity": 100} | options
+    out = sampling.sample(model, prompts, policy=policy, calls=calls, **options)
+    return out, np.array(calls.held)[1:].T
+
+
+@pytest.fixture(scope="module")
+def periodic(model):
+    return make_policy("r_kv", model=model, entries=ENTRIES, when="every", every=EVERY)
+
+
+@pytest.fixture(scope="module")
+def overflowing(model):
+    return make_policy("snapkv", model=model, observed=6, entries=ENTRIES, when="overflow")
+
+
+def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
+    """A prompt over the budget is cut at its end, a shorter one grows to the next cut."""
+    out, held = held_by(model, [prompts[0], prompts[1][:10]], periodic, capacity=None)
+    fed = np.arange(NEW - 1)
+    assert held[0].tolist() == (ENTRIES + fed % EVERY).tolist()
+    assert held[1].tolist() == [10 + n if n < 16 else ENTRIES + n % EVERY for n in fed]
+    # the pool has room for the budget and what comes between two cuts, not for the answer
+    assert out.stats.bytes <= caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
+
+
+@pytest.mark.parametrize("schedule", ["periodic", "overflowing"])
+def test_neither_blocks_nor_neighbours_change_an_answer(model, prompts, schedule, request):
+    policy = request.getfixturevalue(schedule)
+    mixed, held = held_by(model, prompts, policy)
+    twice, own = held_by(model, prompts[:1] * 2, policy, block=5)
+    np.testing.assert_array_equal(mixed.tokens[0], twice.tokens[1])
+    np.testing.assert_array_equal(held[0], own[1])
+
+
+def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
+    _, held = held_by(model, prompts, overflowing)
+    for row in held:
+        for before, after in itertools.pairwise(row):
+            full = before + 1
+            while full > ENTRIES:
+                full -= int(0.1 * full)
+            assert after == full
+    assert (np.diff(held) < 0).any()
+
+
+def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
+    """Over an admission the window is part of the budget, and what is stored beyond it is what counts; a row with less
+    than what always stays leaves the loss to others."""
+    rates = np.full((3, 4), 0.6)
+    rates[:, ::2] = 0.1
+    policy = make_policy(
+        "snapkv", model=model, admission=Random(rates=rates), window=9, observed=6, entries=20, first=8,
+        when="overflow",
+    )  # fmt: skip
+    _, held = held_by(model, prompts, policy)
+    assert held.max() <= 20 + 1
+    assert (np.diff(held) < 0).any()
+    assert len(set(np.diff(held)[np.diff(held) > 0].round(6).tolist())) > 1
+
+
+def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, overflowing):
+    cache = sampling.prefill(model, prompts, policy=overflowing, page_size=PAGE, capacity=100)
+    before = np.asarray(cache.layers.length).copy()
+    assert before.max() <= ENTRIES
+    questions = [prompt[:7] for prompt in prompts]
+    first, held = held_by(model, questions, overflowing, cache=cache)
+    assert held.max() <= ENTRIES
+    again, _ = held_by(model, questions, overflowing, cache=cache)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    np.testing.assert_array_equal(cache.layers.length, before)
+    pages_are_whole(cache)
+
+
+@pytest.mark.parametrize(
+    ("budget", "observed", "expected"),
+    [
+        # 31 of 62 are the first half that holds what always stays
+        ({"ratio": 0.5}, 31, [60, 61, 31, 32, 32, 33, 33]),
+        # 62 tokens are only what looks back; nothing before them scores so high
+        ({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62]),
+    ],
+)
+def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):
+    """Nothing goes until it is long enough, and its pool is never too small."""
+    policy = make_policy("snapkv", model=model, observed=observed, when="every", every=2, **budget)
+    _, held = held_by(model, prompts[:1], policy, capacity=None, max_new_tokens=8)
+    assert held[0].tolist() == expected
+
+
+def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):
+    cache = sampling.prefill(model, prompts, policy=periodic, page_size=PAGE)
+    most = []
+    for _ in range(3):
+        questions = [prompt[:17] for prompt in prompts]
+        *_, (_, cache) = sampling.stream(
+            model, questions, policy=periodic, cache=cache, max_new_tokens=3, eos=(), block=1
+        )
+        most.append(np.asarray(cache.layers.length).max())
+        pages_are_whole(cache)
+    assert most == [ENTRIES + 2] * 3
+
+
+def test_nothing_protected_overflows(model, prompts):
+    """However much goes at a time: the last entries stay, and the others among which most are lost."""
+    policy = make_policy("snapkv", model=model, observed=16, entries=40, when="overflow", drop=0.9)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
+    captured = captured_layers(model, prompts[0])
+    for layer, c in enumerate(captured):
+        for head in range(4):
+            np.testing.assert_allclose(entries(cache, layer, 0, head), c.k[head][44:], atol=1e-4)
+
+
+def test_a_global_region_without_entries_has_nothing_to_lose(model):
+    """A prompt within the window of an admission."""
+    policy = make_policy("full", model=model, window=40, eviction="tova", entries=50, when="every", every=4)
+    _, held = held_by(model, [np.arange(20)], policy, capacity=None, max_new_tokens=4)
+    assert held[0].tolist() == [20, 21, 22]

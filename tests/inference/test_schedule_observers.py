@@ -1,0 +1,119 @@
+"""Tokens that only look: what stays is what the formulas keep with them, and they are gone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.policies import TOVA, AtPrompt, Entries, Policy, Random, StreamingLLM, make_policy
+from tests.policies import published
+from tests.policies.captured import (
+    LENGTHS,
+    OBSERVED,
+    PAGE,
+    captured_layers,
+    entries,
+    pages_are_whole,
+    unnormed,
+)
+
+WINDOW, KEPT = 9, 18
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
+
+
+@pytest.fixture(scope="module")
+def admitted(model):
+    """Chance with its own rate for each head."""
+    rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
+    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
+
+
+def test_what_observes_is_read_and_gone(model, prompts, captured):
+    """The last tokens of each prompt read behind the others: what stays is what the formula keeps of the whole prompt,
+    without them; and the cache stands before them."""
+    policy, behind = make_policy("snapkv", model=model, entries=20, observed=OBSERVED), 2
+    rows, observers = [prompt[:-behind] for prompt in prompts], [prompt[-behind:] for prompt in prompts]
+    cache = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    pages_are_whole(cache)
+    np.testing.assert_array_equal(cache.seen, [len(row) for row in rows])
+    for b, layers in enumerate(captured):
+        place = np.arange(LENGTHS[b])
+        for layer, c in enumerate(layers):
+            scores = np.where(place >= LENGTHS[b] - OBSERVED, np.inf, published.snapkv(c, OBSERVED))
+            for head, mask in enumerate(published.best(scores[:, :-behind], 20)):
+                own = entries(cache, layer, b, head)
+                np.testing.assert_allclose(own, c.k[head, :-behind][mask], atol=1e-4)
+    with pytest.raises(UserError, match="observers are one row a prompt, got 1 for 2"):
+        sampling.prefill(model, rows, policy=policy, observers=observers[:1])
+    busy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, when="every", every=4)
+    with pytest.raises(UserError, match="observers look at a prompt's end, and snapkv compacts while it"):
+        sampling.prefill(model, rows, policy=busy, observers=observers)
+
+
+def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
+    """The policy's own tokens are read where given ones would be; a chunk of a longer prompt keeps by itself what it
+    keeps as a prompt."""
+    tokens = (3, 9, 27, 20, 7, 11, 50, 2)
+    rule: dict[str, Any] = {"model": model, "ratio": 0.4, "observed": OBSERVED}
+    given = sampling.prefill(
+        model, prompts, policy=make_policy("snapkv", **rule), observers=[list(tokens)] * 2, page_size=PAGE
+    )
+    own = sampling.prefill(
+        model, prompts, policy=make_policy("snapkv", observers=tokens, **rule), page_size=PAGE
+    )
+    pages_are_whole(own)
+    parts = make_policy("snapkv", when="chunk", chunk=16, observers=list(tokens), **rule)
+    long = sampling.prefill(model, prompts, policy=parts, page_size=PAGE)
+    pages_are_whole(long)
+    first = sampling.prefill(
+        model, [row[:16] for row in prompts], policy=make_policy("snapkv", observers=tokens, **rule),
+        page_size=PAGE,
+    )  # fmt: skip
+    np.testing.assert_array_equal(own.seen, LENGTHS)
+    np.testing.assert_array_equal(long.seen, LENGTHS)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(own, *row), entries(given, *row))
+        begin = entries(first, *row)
+        assert len(begin) == 6
+        np.testing.assert_allclose(entries(long, *row)[:6], begin, atol=1e-5)
+
+
+def test_what_observes_passes_by_the_ring(model, prompts, admitted):
+    """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
+    rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
+    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted)
+    before = sampling.prefill(model, rows, policy=make_policy(**admitted), page_size=PAGE)
+    after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    pages_are_whole(after)
+    np.testing.assert_array_equal(after.seen, [len(row) for row in rows])
+    for b, prompt in enumerate(prompts):
+        c = captured_layers(model, prompt)[0]
+        for head in range(4):
+            keys = entries(before, 0, b, head)
+            score = published.snapkv_of_stored(c.q[2 * head : 2 * head + 2, -OBSERVED:], keys)
+            stays = published.best(score, min(KEPT - WINDOW + 1, len(keys)))
+            np.testing.assert_allclose(entries(after, 0, b, head), keys[stays], atol=1e-5)
+            near = np.asarray(after.pages.pool)[np.asarray(after.layers.page_table)[0, b, head, :2]]
+            ring = near.reshape(-1, 16)[: WINDOW - 1, :8]
+            last = c.k[head, len(prompt) - 2 - (WINDOW - 1) : len(prompt) - 2]
+            order = np.argsort(np.arange(len(last)) + len(prompt) - 2 - len(last) & 7)
+            np.testing.assert_allclose(ring, last[order], atol=1e-4)
+
+
+def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
+    """An admission may refuse it: nothing of the prompt goes in its place."""
+    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA(), "budget": Entries(40)}
+    alone, observed = (
+        sampling.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
+        for when in (AtPrompt(), AtPrompt(observers=(1, 2, 3)))
+    )
+    np.testing.assert_array_equal(observed.layers.length, 20)
+    np.testing.assert_array_equal(observed.seen, alone.seen)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(observed, *row), entries(alone, *row))

@@ -1,0 +1,27 @@
+"""What is said of models that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models import load_model
+
+
+def error(*args, **kwargs) -> str:
+    """The line that `load_model` says of these arguments."""
+    with pytest.raises(UserError) as caught:
+        load_model(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def error_in(file: Path) -> str:
+    """The same of a file, without its name in front."""
+    with pytest.raises(UserError) as caught:
+        load_model(file)
+    message = str(caught.value)
+    assert message.startswith(str(file))
+    assert "\n" not in message
+    return message.removeprefix(f"{file}: ")

@@ -1,0 +1,80 @@
+"""Metadata of GGUF files as a model's configuration, and those that are refused."""
+
+import numpy as np
+import pytest
+
+from kvjax.models import read_config
+from tests.models.cases import LLAMA, weights
+from tests.models.gguf_cases import write_gguf
+from tests.models.refusals import error_in
+
+
+def test_chat_models_stop_where_a_turn_ends(tmp_path):
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom_id|>"]
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.chat_template": "<|im_start|>{{ message }}<|im_end|>",
+    }
+
+    def eos(**more):
+        named = {f"tokenizer.ggml.{name}_token_id": id_ for name, id_ in more.items()}
+        file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata=metadata | named)
+        return read_config(file).eos_ids
+
+    assert eos() == (0, 2)
+    assert eos(eos=2, eot=1, eom=3) == (1, 2, 3)
+
+
+REFUSED = {
+    "general.architecture": ("gemma2", "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"),
+    "split.count": (3, "is one of 3 files (split.count)"),
+    "llama.expert_count": (8, "llama.expert_count is 8, which is not supported"),
+    "llama.attention.scale": (1.0, "llama.attention.scale is 1, which is not supported"),
+    "llama.logit_scale": (0.5, "llama.logit_scale is 0.5, which is not supported"),
+    "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4, which is not supported"),
+    "llama.rope.dimension_count": (6, "llama.rope.dimension_count is 6, but heads have 12"),
+    "llama.block_count": (None, "llama.block_count is missing"),
+    "llama.embedding_length": ("48", "llama.embedding_length must be int, got '48'"),
+    "llama.rope.scaling.type": ("longrope", "rope scaling 'longrope' is not supported, only linear and yarn"),
+    "llama.attention.sliding_window": (
+        64,
+        "llama.attention.sliding_window is 64, but sliding-window attention is not supported",
+    ),
+    "llama.attention.head_count_kv": ([2, 2, 1], "llama.attention.head_count_kv must be int, got [2, 2, 1]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_metadata_that_are_refused(name, tmp_path):
+    value, message = REFUSED[name]
+    file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata={name: value})
+    assert error_in(file).startswith(message)
+
+
+def test_metadata_that_change_nothing(tmp_path):
+    plain = write_gguf(tmp_path / "plain.gguf", LLAMA, weights(LLAMA))
+    factors = {f"llama.{name}": 1.0 for name in ("logit_scale", "embedding_scale", "residual_scale")}
+    said = factors | {
+        "llama.rope.scale_linear": 1.0,
+        "llama.expert_count": 0,
+        "llama.attention.clamp_kqv": 0.0,
+    }
+    file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA), metadata=said)
+    assert read_config(file) == read_config(plain)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", LLAMA | {"model_type": "gemma2"}, weights(LLAMA))
+    assert error_in(file) == "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"
+
+
+def test_rope_factors_that_are_not_llama_3s(tmp_path):
+    tensors = weights(LLAMA)
+    for factors, refused in ((np.ones(6), False), (np.linspace(1, 3, 6), True), (np.full(5, 2.0), True)):
+        more = {"rope_freqs": factors.astype(np.float32)}
+        file = write_gguf(tmp_path / "model.gguf", LLAMA, tensors, more=more)
+        if refused:
+            assert error_in(file).startswith("rope_freqs.weight is not Llama 3's scaling")
+        else:
+            assert read_config(file).rope.type == "default"

@@ -1,0 +1,9 @@
+"""The full cache: every token is admitted."""
+
+from kvjax.policies import make_policy
+from tests.policies.admission.admitted import kept
+from tests.policies.steps import step
+
+
+def test_full_keeps_everything():
+    assert kept(make_policy("full"), step([[0, 5, 900]])).all()

@@ -1,0 +1,60 @@
+"""Random admission against its rates, by head, seed, layer, position and sequence."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.mesh import use_mesh
+from kvjax.policies import make_policy
+from tests.policies.admission.admitted import kept
+from tests.policies.steps import shape_of, step, whole
+
+
+def test_random_admits_its_rate_by_head_seed_and_layer(model):
+    rates = np.linspace(0.1, 0.9, 12).reshape(3, 4)
+    policy = make_policy("random", model=model, rates=rates, window=4, seed=5)
+    positions = np.arange(20000)[None]
+    found = np.stack([kept(policy, step(positions, layer=i), i)[0].mean(-1) for i in range(3)])
+    assert np.abs(found - rates).max() < 4 * np.sqrt(0.25 / 20000)
+
+    def draws(seed, layer):
+        admission = make_policy("random", model=model, ratio=0.5, window=4, seed=seed)
+        return kept(admission, step(positions, layer=layer), layer)[0]
+
+    first = draws(0, 0)
+    for one, other in ((first[0], draws(1, 0)[0]), (first[0], draws(0, 1)[0]), (first[0], first[1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
+
+
+def test_random_of_rate_zero_and_one(model):
+    for rate in (0.0, 1.0):
+        policy = make_policy("random", model=model, ratio=rate, window=4)
+        assert (kept(policy, step(np.arange(5000)[None])) == bool(rate)).all()
+
+
+def test_random_admission_has_its_rate_in_every_sequence(model):
+    """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
+    policy = make_policy("random", model=model, ratio=0.3, window=4)
+    with use_mesh(model):
+        method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
+        at = step(np.broadcast_to(np.arange(30), (400, 30)))
+        _, priority, _ = method.score(method.init(shape_of(at)), at, *whole(at))
+        kept = np.asarray(priority >= method.keep().threshold)
+    share = kept.mean(0)
+    assert np.abs(share - 0.3).max() < 4.5 * np.sqrt(0.3 * 0.7 / 400)
+    assert abs(kept.mean() - 0.3) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"window": 4}, "either ratio"),
+        ({"window": 4, "ratio": 1.5}, "ratio must be a finite number, at least 0 and at most 1, got 1.5"),
+        ({"window": 4, "rates": np.zeros((2, 4))}, "made for 2 layers × 4 kv heads, the model has 3 × 4"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_in_one_line(model, arguments, says):
+    with pytest.raises(UserError, match=says) as caught:
+        make_policy("random", model=model, **arguments)
+    assert "\n" not in str(caught.value)

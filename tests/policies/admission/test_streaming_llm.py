@@ -1,0 +1,28 @@
+"""StreamingLLM: which positions are admitted, and what is refused."""
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.policies import make_policy
+from tests.policies.admission.admitted import kept
+from tests.policies.steps import step
+
+
+def test_streaming_llm_keeps_the_sinks_only(model):
+    policy = make_policy("streaming_llm", model=model, window=7, sink=3)
+    np.testing.assert_array_equal(kept(policy, step([[0, 2, 3, 9]]))[0, 0], [True, True, False, False])
+    assert not kept(make_policy("streaming_llm", model=model, window=7, sink=0), step([[0, 1]])).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"window": 0}, "window must be a whole number of at least 1, got 0"),
+        ({"window": 4, "sink": -1}, "sink must be a whole number of at least 0, got -1"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_in_one_line(model, arguments, says):
+    with pytest.raises(UserError, match=says) as caught:
+        make_policy("streaming_llm", model=model, **arguments)
+    assert "\n" not in str(caught.value)

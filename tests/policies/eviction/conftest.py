@@ -1,0 +1,10 @@
+"""What a real prefill computes of the two prompts."""
+
+import pytest
+
+from tests.policies.captured import captured_prompts
+
+
+@pytest.fixture(scope="session")
+def captured():
+    return captured_prompts()

@@ -1,0 +1,66 @@
+"""H2O against its formula in float64: what it counts of a prompt and an answer, and what stays."""
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.policies import Quest, make_policy
+from tests.policies import published
+from tests.policies.captured import PAGE, captured_layers, entries
+from tests.policies.eviction.kept_sets import RATIO, assert_published
+
+
+def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
+    policy = make_policy("h2o", model=model, ratio=RATIO)
+    assert_published(policy, lambda c, kept: published.h2o(c), model, prompts, captured, recent=0.5)
+
+
+def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
+    """Of the prompt's queries and the answer's, against the columns' sums in float64."""
+    policy = make_policy("h2o", model=model, entries=1000, when="every", every=4)
+    prompt = prompts[0]
+    options = {"max_new_tokens": 9, "eos": (), "chunk": 30, "block": 4, "page_size": PAGE, "capacity": 100}
+    blocks = list(sampling.stream(model, [prompt], policy=policy, **options))
+    answer, cache = np.concatenate([block for (block,), _ in blocks]), blocks[-1][1]
+    for layer, c in enumerate(captured_layers(model, np.concatenate([prompt, answer[:8]]))):
+        want = published.h2o(c)
+        for head in range(4):
+            pages = np.asarray(cache.layers.page_table)[layer, 0, head, : -(-68 // PAGE)]
+            got = np.asarray(cache.pages.planes["attention"])[pages].reshape(-1)[:68]
+            np.testing.assert_allclose(got, want[head], atol=1e-4)
+
+
+def test_what_was_counted_moves_with_its_entry(model, prompts):
+    policy = make_policy("h2o", model=model, entries=20, when="every", every=64)
+    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    c = captured_layers(model, prompts[0])[0]
+    for head, score in enumerate(published.h2o(c)):
+        stays = published.best(np.where(np.arange(60) >= 50, np.inf, score), 20)
+        np.testing.assert_allclose(entries(cache, 0, 0, head), c.k[head][stays], atol=1e-4)
+        pages = np.asarray(cache.layers.page_table)[0, 0, head, : 20 // PAGE]
+        np.testing.assert_allclose(
+            np.asarray(cache.pages.planes["attention"])[pages].reshape(-1), score[stays], atol=1e-5
+        )
+
+
+def test_only_what_was_read_is_counted(model, prompts):
+    """Beside Quest: every query's attention adds up to one."""
+    policy = make_policy("h2o", model=model, entries=1000, when="every", every=64, selection=Quest(tokens=16))
+    *_, (_, cache) = sampling.stream(
+        model, prompts, policy=policy, max_new_tokens=8, eos=(), block=1, page_size=PAGE, capacity=100
+    )
+    table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
+    counted = np.append(np.asarray(cache.pages.planes["attention"]).sum(1), 0)[np.minimum(table, pool)].sum(
+        -1
+    )
+    np.testing.assert_allclose(
+        counted, np.broadcast_to(np.asarray(cache.seen)[:, None], (3, 2, 4)), rtol=1e-5
+    )
+
+
+def test_attention_is_not_counted_within_a_window(model):
+    with pytest.raises(
+        UserError, match="h2o counts the attention that an entry gets from its first query on"
+    ):
+        make_policy("h2o", model=model, admission="streaming_llm", window=9, ratio=0.5)

@@ -1,0 +1,10 @@
+"""KNorm against its formula in float64, from a real prefill."""
+
+from kvjax.policies import make_policy
+from tests.policies import published
+from tests.policies.eviction.kept_sets import RATIO, assert_published
+
+
+def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
+    policy = make_policy("knorm", model=model, ratio=RATIO)
+    assert_published(policy, lambda c, kept: published.knorm(c), model, prompts, captured)

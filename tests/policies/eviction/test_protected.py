@@ -1,0 +1,30 @@
+"""What a person protects: it stays, in place of what the method would protect."""
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.policies import KNorm, Protected, make_policy
+from tests.policies import published
+from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
+def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured, first, last):
+    """In place of what the method protects: here fewer of its last tokens than it looks back at, or none."""
+    policy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, first=first, last=last)
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    for b, layers in enumerate(captured):
+        place = np.arange(LENGTHS[b])
+        kept_anyway = (place < first) | (place >= LENGTHS[b] - last)
+        for layer, c in enumerate(layers):
+            scores = np.where(kept_anyway, np.inf, published.snapkv(c, OBSERVED))
+            for head, mask in enumerate(published.best(scores, 20)):
+                np.testing.assert_allclose(entries(cache, layer, b, head), c.k[head][mask], atol=1e-4)
+
+
+def test_what_means_nothing_is_refused_in_one_line():
+    with pytest.raises(UserError) as error:
+        Protected(KNorm(), first=-1)
+    assert str(error.value) == "eviction: first must be a whole number of at least 0, got -1"

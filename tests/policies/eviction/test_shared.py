@@ -1,0 +1,66 @@
+"""Budgets shared by the heads of a layer, by layers, and by all: what each gets of them."""
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference import sampling
+from kvjax.policies import Adaptive, KNorm, Pyramid, make_policy
+from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
+from tests.tiny_models import tiny_model
+
+SHARES = {
+    "snapkv": {},
+    "pyramidkv": {"pyramid": 2.0},
+    "adakv": {},
+    "global": {"over": "model"},
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_heads_and_layers_share_the_budget(model, prompts, name):
+    method = name if name != "global" else "snapkv"
+    policy = make_policy(method, model=model, ratio=0.4, observed=OBSERVED, **SHARES[name])
+    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    length = np.asarray(cache.layers.length)
+    assert (length >= OBSERVED).all()
+    for b, tokens in enumerate(LENGTHS):
+        kept, rows = int(0.4 * tokens), length[:, b]
+        if name == "snapkv":
+            assert (rows == kept).all()
+        elif name == "pyramidkv":
+            share = 0.4 * tokens
+            assert rows[:, 0].tolist() == [round(share + part * share / 2) for part in (1, 0, -1)]
+            assert (rows == rows[:, :1]).all()
+        elif name == "adakv":
+            assert (rows.sum(1) == 4 * kept).all()
+            assert (rows >= max(1, int(0.2 * kept))).all()
+            assert (rows != kept).any()
+        else:
+            assert rows.sum() == 12 * kept
+            assert len(set(rows.sum(1).tolist())) > 1
+
+
+@pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])
+def test_a_pyramid_needs_layers(prompts, when):
+    """Which a policy knows as soon as it is made for a model, and else when it meets one."""
+    says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
+    with pytest.raises(UserError, match=says):
+        make_policy("pyramidkv", model=model, ratio=0.5, observed=6, **when)
+    policy = make_policy("pyramidkv", eviction="knorm", ratio=0.5, **when)
+    with pytest.raises(UserError, match=says):
+        sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Adaptive(KNorm(), over="row"), "budget: over is one of head, layer, model, got 'row'"),
+        (lambda: Pyramid(KNorm(), beta=1.0), "budget: pyramid must be a finite number, above 1, got 1.0"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_in_one_line(make, says):
+    with pytest.raises(UserError) as error:
+        make()
+    assert str(error.value) == says

@@ -1,0 +1,62 @@
+"""When a cache is compacted: which words mean nothing, and who may look."""
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.policies import make_policy
+
+ENTRIES = 24
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"when": "every"}, "schedule: every must be a whole number of at least 1, got 0"),
+        ({"every": 8}, "every=8 needs when='every'"),
+        ({"drop": 0.5}, "drop=0.5 needs when='overflow'"),
+        (
+            {"when": "overflow", "drop": 0.0},
+            "drop must be a finite number, above 0 and at most 1",
+        ),
+        (
+            {"when": "overflow", "entries": None, "ratio": 0.5},
+            "when='overflow' needs a budget in entries or size",
+        ),
+        ({"when": "overflow", "over": "layer"}, "when='overflow' takes a share of every head's own entries"),
+        (
+            {"when": "overflow", "last": 2},
+            "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
+        ),
+        (
+            {"critical": True, "entries": None, "threshold": 0.1},
+            "critical_kv shares out the places of a budget",
+        ),
+        ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
+        ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
+        ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),
+    ],
+)
+def test_bad_schedules_are_one_line(model, options, says):
+    options = {"entries": ENTRIES, "observed": 6} | options
+    with pytest.raises(UserError) as error:
+        make_policy("snapkv", model=model, **{k: v for k, v in options.items() if v is not None})
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
+        ({"observers": []}, "schedule: observers are token ids, at least one, got none"),
+        ({"observers": [0.5]}, "schedule: a token id of observers must be a whole number of at least 0"),
+        ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),
+        (
+            {"observers": [1], "name": "knorm"},
+            "observers=.* is for methods that look back at the last tokens",
+        ),
+    ],
+)
+def test_guidance_is_checked(model, given, says):
+    with pytest.raises(UserError, match=says):
+        make_policy(**{"name": "snapkv", "model": model, "ratio": 0.5} | given)

@@ -1,0 +1,145 @@
+"""A policy as it is composed, shown, compiled and sized, and what does not go together."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.mesh import use_mesh
+from kvjax.policies import (
+    H2O,
+    RKV,
+    WGKV,
+    Adaptive,
+    CriticalKV,
+    Entries,
+    Every,
+    EveryChunk,
+    KNorm,
+    Overflow,
+    Policy,
+    Protected,
+    Pyramid,
+    Quest,
+    Random,
+    Ratio,
+    Size,
+    SnapKV,
+    StreamingLLM,
+    Threshold,
+    make_policy,
+)
+from kvjax.struct import changed
+from tests.inference.delayed import delayed
+from tests.tiny_models import tiny_gates
+
+RATES = np.linspace(0, 1, 12).reshape(3, 4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "written"),
+    [
+        (Policy(), "Policy()"),
+        (Policy(StreamingLLM(sink=1), 8), "Policy(StreamingLLM(sink=1), window=8)"),
+        (Policy(Random(ratio=0.25), 8), "Policy(Random(rates=0.25), window=8)"),
+        (Policy(Random(rates=RATES), 8), "Policy(Random(rates=float32[3, 4]), window=8)"),
+        (
+            Policy(StreamingLLM(), 80, Adaptive(SnapKV()), Entries(100)),
+            "Policy(StreamingLLM(), window=80, eviction=Adaptive(SnapKV()), budget=Entries(100))",
+        ),
+        (
+            Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9)),
+            "Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9))",
+        ),
+        (Policy(selection=Quest(tokens=64, skip=2)), "Policy(selection=Quest(tokens=64, skip=2))"),
+    ],
+)
+def test_a_policy_is_shown_as_it_is_written(policy, written):
+    assert repr(policy) == written
+    with use_mesh():
+        assert repr(policy.placed(3, 4)) == written
+
+
+def test_a_method_s_numbers_do_not_fill_the_screen(model):
+    gated = Policy(
+        WGKV(tiny_gates(model), tau=0.5, window=16), eviction=KNorm(), budget=Size("2MiB"), when=Overflow()
+    )
+    assert repr(gated) == ("Policy(WGKV(tau=0.5), eviction=KNorm(), budget=Size(2097152), when=Overflow())")
+
+
+def test_budgets_moments_and_who_shares_are_not_compiled():
+    """One program for all of them: it sees the method within, without what the host reads."""
+    policies = [
+        Policy(eviction=SnapKV(6), budget=Ratio(0.5)),
+        Policy(eviction=Adaptive(SnapKV(6), pinned=0.4), budget=Entries(40)),
+        Policy(eviction=Protected(Pyramid(SnapKV(6)), last=9), budget=Size(4096), when=EveryChunk(64)),
+        Policy(eviction=SnapKV(6), budget=Entries(50), when=Overflow(drop=0.3)),
+    ]
+    assert len({jax.tree.structure(policy.traced) for policy in policies}) == 1
+    for one, other in ((H2O(), H2O(recent=0.1)), (RKV(), RKV(sink=4, balance=0.1))):
+        assert jax.tree.structure(one.traced) == jax.tree.structure(other.traced)
+    assert policies[2].plan is not None
+    assert (policies[2].plan.last, policies[2].plan.first, policies[2].plan.shares.pyramid) == (9, 0, 20.0)
+
+
+def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
+    """One compiled program for both; KeyDiff scores what is stored, SnapKV's queries must be seen."""
+    full, keydiff, snapkv = (
+        make_policy(name, model=model, **arguments).reading
+        for name, arguments in (("full", {}), ("keydiff", {"ratio": 0.5}), ("snapkv", {"ratio": 0.5}))
+    )
+    assert jax.tree.structure(keydiff) == jax.tree.structure(full)
+    assert jax.tree.structure(snapkv) != jax.tree.structure(full)
+
+
+def test_expected_entries(model):
+    assert make_policy("full").expected_entries(100, 1).item() == 100
+    streaming = make_policy("streaming_llm", model=model, window=11, sink=4)
+    np.testing.assert_array_equal(streaming.expected_entries(100, 1), np.full((3, 4), 14))
+    np.testing.assert_array_equal(streaming.expected_entries(8, 1), np.full((3, 4), 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Policy(eviction=SnapKV()), "a budget is one of ratio, entries, size and threshold, got none"),
+        (lambda: Policy(budget=Ratio(0.5)), "full: budget=Ratio(0.5) is for an eviction, and there is none"),
+        (lambda: Policy(StreamingLLM()), "streaming_llm: window must be a whole number of at least 1, got None"),
+        (
+            lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
+            "streaming_llm+snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
+            "at least 64, got 9",
+        ),
+        (
+            lambda: Policy(eviction=Adaptive(KNorm()), budget=Entries(9), when=Overflow()),
+            "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing",
+        ),
+        (
+            lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), budget=Threshold(0.0)),
+            "adakv: critical_kv shares out the places of a budget, and a threshold has none",
+        ),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_refused_in_one_line(make, says):
+    with pytest.raises(UserError) as error:
+        make()
+    assert str(error.value) == says
+
+
+def test_a_window_one_short_of_what_is_observed_is_refused(model):
+    make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=64, ratio=0.5)
+    with pytest.raises(UserError, match="window must be at least 64, got 63"):
+        make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=63, ratio=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"capacity": np.float32(8)}, "a capacity must be an array of whole numbers"),
+        ({"capacity": 8}, "a capacity must be an array of whole numbers, got 8"),
+        ({"capacity": np.array(-1)}, "a capacity must be at least 0"),
+    ],
+)
+def test_a_capacity_is_checked(changes, says):
+    with pytest.raises(UserError, match=says):
+        Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)

@@ -1,0 +1,42 @@
+"""Every method by its registered name: made without a model, and made again alike."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
+from kvjax.step import Shape
+
+RATES = np.linspace(0, 1, 12).reshape(3, 4)
+NEEDED = {
+    "wgkv": {"gates": "builtin"},
+    "head_pattern": {"pattern": RATES, "sink": 1},
+    "random": {"ratio": 0.5},
+    "quest": {"tokens": 8},
+}
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("name", [*ADMISSIONS, *EVICTIONS, *SELECTIONS])
+def test_every_method_is_made_without_a_model_and_made_again_alike(name):
+    """Its name is that of the registry, and a copy is what it was."""
+    kind = (ADMISSIONS | EVICTIONS | SELECTIONS)[name]
+    method = kind(**NEEDED.get(name, {}))
+    assert method.label == name
+    if name in SELECTIONS:
+        return
+    again = dataclasses.replace(method)
+    for one, other in zip(leaves(method), leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    # the memory of two kv heads is as large as twice that of one, or does not depend on them
+    one, two = (
+        jax.eval_shape(lambda heads=heads: method.init(Shape(3, heads, 2, 8, np.float32))) for heads in (1, 2)
+    )
+    for small, large in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert large.size in (small.size, 2 * small.size)
+        assert small.shape[0] == large.shape[0] == 3
