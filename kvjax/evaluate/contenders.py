@@ -23,6 +23,9 @@ from kvjax.policies.interfaces import Method
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import find_policy, role
 
+UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
+"""The evictions that do best on the built-in model without training, as training's report calls them."""
+
 
 @dataclass(frozen=True)
 class Sizing:

@@ -73,7 +73,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
 
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
-    """The recipe that the command line names, else the file, else WG-KV's."""
+    """The recipe that the command line names, else the file, else the default one."""
     method = read_values(file).get("method") if file else None
     return find_recipe(find_value(arguments, "--method") or str(method or Recipe.method))
 

@@ -234,7 +234,15 @@ class Recipe(abc.ABC):
     @property
     def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
-        return "--policies", "full", "snapkv", self.method
+        return "--policies", "full", *self.rivals.values(), self.method
+
+    @property
+    def rivals(self) -> Mapping[str, str]:
+        """The evictions that the report compares it with at its size, beside the full cache, static heads and chance,
+        by the words that the report has for them."""
+        from kvjax.evaluate.contenders import UNTRAINED
+
+        return UNTRAINED
 
     @abc.abstractmethod
     def deploy(self, params: Any, model: Decoder) -> Policy:

@@ -7,7 +7,7 @@ cache; the sizes are the cache's own.
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,6 @@ SAMPLES = {"default": {Recall: 16}, "full": {Recall: 32, Needle: 176, Copy: 256}
 on the run's: every run is asked the same."""
 CALIBRATION_SAMPLES = {Recall: 8, Needle: 16, Copy: 16}
 """Samples of each task that static rivals are chosen on."""
-EVICTIONS = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
-"""The evictions that do best here without training."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +58,7 @@ class Row:
 def same_size(
     model: Decoder,
     static: Rivals,
+    evictions: Mapping[str, str],
     *,
     kv_ratio: float,
     rates: Float[np.ndarray, "l k"],
@@ -77,7 +76,7 @@ def same_size(
     random = {"model": model, "window": window, "seed": seed}
     evenly = float(np.clip((entries - window + 1) / (static.context - window + 1), 0, 1))
     best = {method: (choice.pattern.policy(model), choice.words) for method, choice in choices.items()}
-    others = {method: make_policy(name, model=model, ratio=kv_ratio) for method, name in EVICTIONS.items()}
+    others = {method: make_policy(name, model=model, ratio=kv_ratio) for method, name in evictions.items()}
     others |= {
         "random": make_policy("random", ratio=evenly, **random),
         "random, the gates' rates": make_policy("random", rates=np.clip(rates, 0, 1), **random),
@@ -90,6 +89,7 @@ def compare(
     trained: tuple[str, Policy],
     tasks: dict[str, tuple[Sequence[Sample], Sequence[Sample]]],
     *,
+    evictions: Mapping[str, str],
     context: int,
     seed: int,
     say: Callable[[str], None],
@@ -115,7 +115,7 @@ def compare(
         known = orders(run, shape, policy.window) | {"the gates' rates": own.rates}
         static = Rivals(run, known, len(samples[0].context), policy.window, shape)
         sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
-        for rival, (other, choice) in same_size(model, static, seed=seed, **sizes).items():
+        for rival, (other, choice) in same_size(model, static, evictions, seed=seed, **sizes).items():
             add_row(task, samples, rival, other, choice)
     assert first_rates is not None
     return rows, first_rates
@@ -133,7 +133,8 @@ def report(
         compared = source.samples(Split(0, count), count, CONTEXT)
         tasks[task.name] = compared, source.samples(Split(0, count, calibration=True), others, CONTEXT)
     policy = config.deploy(params, model)
-    rows, rates = compare(model, (config.method, policy), tasks, context=CONTEXT, seed=config.seed, say=say)
+    options = {"evictions": config.rivals, "context": CONTEXT, "seed": config.seed, "say": say}
+    rows, rates = compare(model, (config.method, policy), tasks, **options)
     own = {option(name).removeprefix("--"): value for name, value in config.own_options().items()}
     description = {
         "model": config.model, "method": config.method, **own, "steps": config.steps, "seed": config.seed,

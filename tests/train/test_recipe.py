@@ -1,8 +1,12 @@
-"""What every recipe has: how many rows its batch is on a mesh."""
+"""What every recipe has: how many rows its batch is on a mesh; that nothing outside recipes knows one of them."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 from kvjax.command.launch import MeshShape
+from kvjax.policies.registry import POLICIES
+from kvjax.train import recipe
 from kvjax.train.recipes.wgkv import WriteGates
 
 
@@ -10,3 +14,14 @@ def test_rows_fill_every_data_shard():
     config = WriteGates(mesh=MeshShape(2, 4, 2))
     assert config.rows == 8
     assert dataclasses.replace(config, batch=9).rows == 16
+
+
+def test_the_loop_names_no_method():
+    """Of `kvjax/train` only the recipes do; what is trained by default is the one name beside them, and what is no
+    method of anybody (everything, chance) may be compared by name."""
+    names = {*POLICIES, "WriteGate", "WGKV", "SnapKV", "KeyDiff", "H2O", "Quest"} - {"full", "random"}
+    for file in Path(recipe.__file__).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        words = [getattr(node, part, None) for node in nodes for part in ("id", "name", "value")]
+        found = names.intersection(word for word in words if isinstance(word, str))
+        assert found == ({WriteGates.method} if file.name == "recipe.py" else set()), file.name

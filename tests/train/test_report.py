@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from kvjax.cache import stats
+from kvjax.evaluate.contenders import UNTRAINED
 from kvjax.evaluate.static_heads import Rivals
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference.sampling import prefill
 from kvjax.train import report as report_module
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.report import EVICTIONS, Row, same_size, table, write
+from kvjax.train.report import Row, same_size, table, write
 from tests.tiny_models import tiny_gates, tiny_model
 
 
@@ -21,13 +22,13 @@ def test_rivals_have_the_gates_size():
     rates = np.linspace(0, 0.6, 12).reshape(3, 4)
     kv_ratio = float((7 + rates.mean() * 293) / 300)
     static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
-    rivals = same_size(model, static, kv_ratio=kv_ratio, rates=rates, window=8, seed=0)
+    rivals = same_size(model, static, UNTRAINED, kv_ratio=kv_ratio, rates=rates, window=8, seed=0)
     assert {"keydiff", "h2o", "expected_attention"} <= {policy.name for policy, _ in rivals.values()}
     assert rivals["head pattern"][0].name == "head_pattern"
     assert "order any" in rivals["head pattern"][1]
     context = [np.random.default_rng(1).integers(0, 61, 300)] * 2
     for name, (rival, _) in rivals.items():
-        if name in EVICTIONS:
+        if name in UNTRAINED:
             assert rival.plan is not None
             assert rival.plan.budget.ratio == pytest.approx(kv_ratio)
             continue
@@ -76,6 +77,6 @@ def test_random_rivals_and_evictions_of_the_gates_size():
     """What a number says, not what chance gives."""
     model, rates = tiny_model(), np.linspace(0, 0.6, 12).reshape(3, 4)
     static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
-    rivals = same_size(model, static, kv_ratio=0.32, rates=rates, window=8, seed=0)
+    rivals = same_size(model, static, UNTRAINED, kv_ratio=0.32, rates=rates, window=8, seed=0)
     np.testing.assert_allclose(rivals["random"][0].admission.rates, (96 - 7) / (300 - 7), rtol=1e-6)
-    assert {rivals[name][0].plan.budget.ratio for name in EVICTIONS} == {0.32}
+    assert {rivals[name][0].plan.budget.ratio for name in UNTRAINED} == {0.32}
