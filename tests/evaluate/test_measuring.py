@@ -106,7 +106,11 @@ def builtin():
     return load_model("builtin")
 
 
-@pytest.fixture(scope="module", params=[Needle, Recall], ids=lambda kind: kind.name)
+@pytest.fixture(
+    scope="module",
+    params=[Needle, pytest.param(Recall, marks=pytest.mark.thorough)],
+    ids=lambda kind: kind.name,
+)
 def samples(request):
     """Twelve, each with one of its questions, at any depth."""
     task = builtin_task(request.param)

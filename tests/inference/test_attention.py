@@ -96,7 +96,7 @@ def test_a_figure_that_is_not_one_of_each_head_is_refused():
         jax.set_mesh(make_mesh()),
         pytest.raises(ValueError, match=r"OneNumber.figures: mean is \(\), expected"),
     ):
-        masked_attention(struct(OneNumber)(jnp.ones(1)), step_of(range(4)), window=3)
+        jax.eval_shape(lambda: masked_attention(struct(OneNumber)(jnp.ones(1)), step_of(range(4)), window=3))
 
 
 def test_attention_over_the_cache_needs_no_collective():

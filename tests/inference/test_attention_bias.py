@@ -17,7 +17,8 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 
 
 @pytest.mark.parametrize(
-    ("window", "capacity", "delay", "threshold"), [(1, None, 0, 0), (6, None, 2, 3), (6, 5, 5, 0)]
+    ("window", "capacity", "delay", "threshold"),
+    [(1, None, 0, 0), pytest.param(6, None, 2, 3, marks=pytest.mark.thorough), (6, 5, 5, 0)],
 )
 def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, threshold):
     model = tiny_model()
