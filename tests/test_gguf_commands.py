@@ -103,7 +103,8 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     config = WriteGates(model=str(model), window=window)
     validation = Validation({"admitted": 0.5}, {"rates": np.full((1, 2, 2), 0.5)}, 1)
     trained = RunOutput(loaded, gates, make_mesh(), tmp_path, validation)
-    compare = printed(train.summary(config, trained), "compare them: python -m kvjax.evaluate ")
+    text = train.summary(config, trained, config.deploy(gates, loaded))
+    compare = printed(text, "compare them: python -m kvjax.evaluate ")
     told = parse_evaluate(compare)
     compared = workloads(dataclasses.replace(told, samples=1, batch=1))
     assert [workload.task for workload in compared] == ["needle", "niah_single_1", "vt"]

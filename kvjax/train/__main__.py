@@ -11,6 +11,7 @@ from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe
 
 if TYPE_CHECKING:
+    from kvjax.policies import Policy
     from kvjax.train.loop import RunOutput
 
 
@@ -26,10 +27,12 @@ def main(args: list[str] | None = None) -> None:
 
     trained = train(config)
     with jax.set_mesh(trained.mesh):
-        text = summary(config, trained)  # in every process, since all of them place the policy
+        policy = config.deploy(trained.params, trained.model)  # in every process, since all of them place it
+        text = summary(config, trained, policy)
     if jax.process_index() == 0:
         print(text)
-    if config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model):
+    skipped = config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model)
+    if skipped or not measured(policy):
         return
 
     from kvjax.train import report
@@ -42,7 +45,12 @@ def main(args: list[str] | None = None) -> None:
     )
 
 
-def summary(config: Recipe, trained: "RunOutput") -> str:
+def measured(policy: "Policy") -> bool:
+    """Whether `kvjax.evaluate` can measure it."""
+    return policy.continuing.eviction is None
+
+
+def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
     """Where the parameters are, what they are worth, and how to use them."""
     found, folder = trained.validation, trained.folder / config.exports
     own = folder / "model"  # if the run trained it
@@ -55,26 +63,30 @@ def summary(config: Recipe, trained: "RunOutput") -> str:
         *config.evaluate_options,
         "--gates",
         str(folder),
-        *_tasks_and_context(config, trained),
+        *_tasks_and_context(config, policy),
     ]
+    compare = f"compare them: python -m kvjax.{shlex.join([*compare, '--out', 'FOLDER'])}"
+    if not measured(policy):
+        compare = (
+            f"no report, and no comparison: {policy.name} compacts while it decodes, which is not measured"
+        )
     return "\n".join(
         [
             f"{config.exports}: {folder}",
             ": ".join(filter(None, [str(found), config.remark(found)])),
             f"use them: python -m kvjax.{shlex.join(use)}",
-            f"compare them: python -m kvjax.{shlex.join([*compare, '--out', 'FOLDER'])}",
+            compare,
         ]
     )
 
 
-def _tasks_and_context(config: Recipe, trained: "RunOutput") -> list[str]:
+def _tasks_and_context(config: Recipe, policy: "Policy") -> list[str]:
     """Tasks that mean something to the model, and contexts of which the smallest budget holds the window."""
     from kvjax.models.folder import speaks_builtin
 
     tasks = [] if speaks_builtin(config.model) else ["--tasks", "needle", "niah_single_1", "vt"]
     # contexts of text are shorter than they may be, by the answer and by what more would not have fitted
-    window = config.deploy(trained.params, trained.model).window
-    usual, least = min(EvaluateConfig.context), 1.5 * window / min(EvaluateConfig.budgets)
+    usual, least = min(EvaluateConfig.context), 1.5 * policy.window / min(EvaluateConfig.budgets)
     return tasks if least <= usual else [*tasks, "--context", str(usual * math.ceil(least / usual))]
 
 

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.errors import UserError
-from kvjax.mesh import AXES, gather
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
@@ -98,12 +99,13 @@ def train(config: Recipe) -> RunOutput:
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            dtypes = param_dtypes(config, model)
+            dtypes = param_dtypes(phases, model)
             run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
             state, first = run.begin(model)
             read = None if config.takes_model else model
+            del model  # what a recipe took over is not kept twice
             state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
-        return _export(phases[-1], mesh, folder, round_parameters(state.params, dtypes), read, found)
+        return _export(phases[-1], mesh, folder, round_parameters(state.params, dtypes[-1]), read, found)
 
 
 def _export(
@@ -116,9 +118,11 @@ def _export(
     recipe.export(into, own, model, found)
     export(into / "orbax", params)
     if trained is not None:
-        whole = gather(trained, *AXES)
+        # a resumed run may have left one; what is in it is in the checkpoints, too
         if jax.process_index() == 0:
-            save_model(whole, into / "model", tokenizer_from=recipe.model)
+            shutil.rmtree(into / "model", ignore_errors=True)
+        multihost_utils.sync_global_devices("the model's folder is free")
+        save_model(trained, into / "model", tokenizer_from=recipe.model)
     return RunOutput(model, own, mesh, folder, found)
 
 
@@ -163,8 +167,8 @@ class Run:
     sequences: grain.DatasetIterator
     held_out: list[np.ndarray]
     checkpoints: Checkpoints
-    dtypes: Any
-    """Of parameters with master weights (`param_dtypes`)."""
+    dtypes: tuple[Any, ...]
+    """Of each phase's parameters with master weights (`param_dtypes`)."""
 
     @property
     def ends(self) -> list[int]:
@@ -174,8 +178,8 @@ class Run:
     def first_state(self, model: Decoder, phase: int) -> TrainState:
         """A state of the structure and shardings that the phase's have; of the first, the one before any update."""
         state = initial_state(self.phases[0], model)
-        for later in self.phases[1 : phase + 1]:
-            state = enter(later, state.params)
+        for later, dtypes in zip(self.phases[1 : phase + 1], self.dtypes, strict=False):
+            state = enter(later, state.params, dtypes)
         return state
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
@@ -221,14 +225,15 @@ class Run:
             metrics.say(f"the run is kept in {self.folder}")
             for at, recipe in enumerate(self.phases):
                 began, last = ([0, *ends][at], ends[at])
-                validate = make_validate(recipe, self.mesh, self.held_out, self.dtypes)
+                validate = make_validate(recipe, self.mesh, self.held_out, self.dtypes[at])
                 if first >= last:
                     continue
                 if at and first <= began:
-                    state = jax.jit(functools.partial(enter, recipe), donate_argnums=0)(state.params)
+                    entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
+                    state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, counted = (
-                    make_update(recipe, self.dtypes),
+                    make_update(recipe, self.dtypes[at], before=began),
                     TokenCount(self.sequences, self.rows.total),
                 )
                 batches = recipe.batches(iter(counted), model)
@@ -253,8 +258,6 @@ class Run:
         own = self.sequences.get_state()
         if jax.process_count() == 1:
             return [own]
-        from jax.experimental import multihost_utils
-
         text = np.frombuffer(json.dumps([self.rows.group, own]).encode(), np.uint8)
         longest = int(multihost_utils.process_allgather(np.int32(text.size)).max())
         padded = np.pad(text, (0, longest - text.size), constant_values=ord(" "))

@@ -25,6 +25,8 @@ from kvjax.files import write_text
 
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
+LINE = "step", "seconds", "tokens_per_second", "validation"
+"""What a line of `metrics.jsonl` holds besides a recipe's scalars."""
 RECENT_STEPS = 33
 """Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
 

@@ -1,6 +1,6 @@
 """One update: parameters and the optimizer's state in, the next ones and the numbers to log out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.sharding import reshard
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
 from kvjax.struct import struct
+from kvjax.train.metrics import LINE
 from kvjax.train.recipe import Recipe
 
 MASTER = jnp.float32
@@ -35,10 +36,11 @@ def initial_state(recipe: Recipe, model: Decoder) -> TrainState:
     return TrainState(params, recipe.optimizer().init(params))
 
 
-def enter(recipe: Recipe, before: Any) -> TrainState:
-    """The first state of a later phase, from the parameters of the one before. To be jitted under a mesh."""
-    params, held = recipe.enter(before)
-    params = _masters(recipe, params)
+def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
+    """The first state of a later phase, from the parameters of the one before and, where these are master weights,
+    their `dtypes`: what is trained goes on from them, what is held is rounded. To be jitted under a mesh."""
+    params = _masters(recipe, recipe.enter(before)[0])
+    held = recipe.enter(round_parameters(before, dtypes))[1]
     return TrainState(params, recipe.optimizer().init(params), held)
 
 
@@ -52,11 +54,13 @@ def _masters(recipe: Recipe, params: Any) -> Any:
     return jax.tree.map(master, params)
 
 
-def param_dtypes(recipe: Recipe, model: Decoder) -> Any:
-    """The dtypes that the recipe made its parameters of, where the state keeps master weights; else None."""
-    if not recipe.master_weights:
-        return None
-    return jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model))
+def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
+    """The dtypes that each phase made its parameters of, where its state keeps master weights; else None."""
+    params, found = jax.eval_shape(phases[0].init, model), []
+    for i, phase in enumerate(phases):
+        params = jax.eval_shape(phase.enter, params)[0] if i else params
+        found.append(jax.tree.map(lambda x: x.dtype, params) if phase.master_weights else None)
+    return tuple(found)
 
 
 def round_parameters(params: Any, dtypes: Any) -> Any:
@@ -67,26 +71,39 @@ def round_parameters(params: Any, dtypes: Any) -> Any:
 Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict[str, Any]]]
 
 
-def make_update(recipe: Recipe, dtypes: Any = None) -> Update:
-    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over. `dtypes`: of
-    parameters with master weights (`param_dtypes`)."""
+def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
+    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over.
+
+    Args:
+        dtypes: of parameters with master weights (`param_dtypes`).
+        before: updates of the run before this phase; its steps count from 0.
+
+    Raises:
+        ValueError: where the recipe's loss gives a scalar a name that the log has for something else.
+    """
     tx = recipe.optimizer()
 
     def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
         def loss(params):
             frozen = recipe.frozen(model, state.held)
             value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
-            return value, {"loss": value} | numbers
+            if taken := {"loss", *LINE} & numbers.keys():
+                raise ValueError(
+                    f"{type(recipe).__name__}.loss: {min(taken)!r} is the log's own, call it otherwise"
+                )
+            return value, {"loss": value} | {name: jnp.asarray(x) for name, x in numbers.items()}
 
         (_, numbers), found = jax.value_and_grad(loss, has_aux=True)(state.params)
         return found, numbers
 
     def update(state: TrainState, model: Decoder | None, batch: Any, step: Any):
-        key = jax.random.fold_in(jax.random.key(recipe.seed), step)
+        key = jax.random.fold_in(jax.random.key(recipe.seed), before + step)
         if recipe.accumulate == 1:
             found, numbers = gradient(state, model, batch, key, step)
         else:
             found, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
+            # moments have the parameters' dtypes, and keep them
+            found = jax.tree.map(lambda x, param: x.astype(param.dtype), found, state.params)
         change, opt = tx.update(found, state.opt, state.params)
         return TrainState(optax.apply_updates(state.params, change), opt, state.held), numbers
 

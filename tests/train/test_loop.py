@@ -203,7 +203,7 @@ def test_validations_as_often_as_told(whole, tmp_path):
 
 def test_the_end_of_a_run_says_what_it_left(whole):
     config = parse(["--resume", "--out", str(whole.folder), "--mesh", "8"])
-    text, found = summary(config, whole), whole.validation.numbers
+    text, found = summary(config, whole, config.deploy(whole.params, whole.model)), whole.validation.numbers
     for part in (
         f"gates: {whole.folder}/gates", "held out (8 sequences): ",
         *(f"{name} {value:.4g}" for name, value in found.items()),
@@ -255,12 +255,11 @@ def test_a_finished_run_is_left_as_it_is(whole):
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
-def test_two_processes_train_like_one(whole, tmp_path):
-    """A device each, with half the rows."""
+def run_two_processes(*args):
+    """`kvjax.train` in two processes with a device each."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    args = [*ARGS, "--mesh", "2", "--out", str(tmp_path / "run")]
     env = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_NUM_CPU_DEVICES": "1",
@@ -283,8 +282,27 @@ def test_two_processes_train_like_one(whole, tmp_path):
             process.kill()
             process.wait()
     assert [process.returncode for process in both] == [0, 0], said
+
+
+def test_two_processes_train_like_one(whole, tmp_path):
+    """Each with half the rows."""
+    run_two_processes(*ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
+
+
+def test_two_processes_save_a_model_that_they_trained(tmp_path):
+    """Split over both, so that neither could write it alone."""
+    method = "tests.train.recipes.whole_model:WholeModel"
+    args = ["--method", method, *ARGS[: ARGS.index("--window")], "--sequences", "8", "--report", "none"]
+    run_two_processes(*args, "--mesh", "2", "--out", str(tmp_path / "run"))
+    trained = train(parse([*args, "--mesh", "2", "--out", str(tmp_path / "whole")]))
+    for mine, theirs in zip(
+        jax.tree.leaves(load_model(tmp_path / "run" / "parameters" / "model")),
+        jax.tree.leaves(trained.model),
+        strict=True,
+    ):
+        np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
 def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path):

@@ -18,9 +18,10 @@ from kvjax.train import loop
 from kvjax.train.config import parse
 from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes import find_recipe
-from kvjax.train.step import enter, initial_state, make_update
+from kvjax.train.step import enter, initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
+from tests.train.recipes.whole_model import WholeModel
 
 RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
@@ -85,7 +86,9 @@ def test_every_part_and_every_update_draws_anew(method):
             state, numbers = update(state, model, tokens, np.int32(step))
             found.append(float(numbers["cross_entropy"]))
         parts = make_update(dataclasses.replace(recipe, accumulate=2))
-        _, numbers = parts(state, model, tokens, np.int32(0))
+        state, numbers = parts(state, model, tokens, np.int32(0))
+        _, later = make_update(recipe, before=1)(state, model, tokens, np.int32(0))
+    assert float(later["cross_entropy"]) == found[2], "a second phase draws on, though its steps begin at 0"
     assert found[0] == found[1] != found[2]
     assert float(numbers["cross_entropy"]) not in found
 
@@ -112,31 +115,40 @@ class Stopped(Exception):
     pass
 
 
-@each
-def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
-    """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
-    whole = loop.train(parse(arguments(method, tmp_path / "whole")))
-    make, done = make_update, []
+def stopping_after(count):
+    """`make_update` of a run that ends in a later update than so many."""
+    done = []
 
-    def stopping(*args):
-        update = make(*args)
+    def stopping(*args, **options):
+        update = make_update(*args, **options)
 
         def stopped(*args):
-            if len(done) == 3:
+            if len(done) == count:
                 raise Stopped
             done.append(1)
             return update(*args)
 
         return stopped
 
+    return stopping
+
+
+@each
+def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
+    """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
+    whole = loop.train(parse(arguments(method, tmp_path / "whole")))
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "make_update", stopping)
+        patched.setattr(loop, "make_update", stopping_after(3))
         with pytest.raises(Stopped):
             loop.train(parse(arguments(method, tmp_path / "run")))
     resumed = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
     for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert resumed.validation.numbers == whole.validation.numbers
+    # once more, with nothing left to do
+    again = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+    for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
     recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
     assert json.loads((exported / "config.json").read_text())["method"] == method
@@ -208,7 +220,7 @@ def test_master_weights_keep_what_halves_would_lose():
         with jax.set_mesh(mesh):
             model = filled(tiny_config(), jnp.bfloat16)
             first = np.asarray(model.layers.down[...], np.float32)
-            dtypes = jax.tree.map(lambda x: x.dtype, jax.eval_shape(recipe.init, model)) if kept else None
+            (dtypes,) = param_dtypes([recipe], model)
             state = jax.jit(lambda model, recipe=recipe: initial_state(recipe, model))(model)
             tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
             update = make_update(recipe, dtypes)
@@ -219,3 +231,57 @@ def test_master_weights_keep_what_halves_would_lose():
         ends[kept] = np.mean(np.asarray(weights, np.float32) != first)
     assert ends[True] > 0.99
     assert ends[False] < 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTree(WholeModel):
+    """Its second phase trains something more, and holds what the first one left."""
+
+    def enter(self, params):
+        return params | {"more": jnp.zeros(3)}, params["model"]
+
+
+def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
+    first = NewTree(master_weights=True)
+    second = first.phases()[1]
+    with jax.set_mesh(make_mesh()):
+        model = filled(tiny_config(), jnp.bfloat16)
+        dtypes = param_dtypes([first, second], model)
+        before = initial_state(first, model).params
+        before = jax.tree.map(lambda x: x * (1 + 2**-12), before)  # less than bfloat16 can tell apart
+        state = enter(second, before, dtypes[0])
+    assert jax.tree.structure(dtypes[1]) == jax.tree.structure(state.params) != jax.tree.structure(before)
+    assert {x.dtype for x in jax.tree.leaves(state.held)} == {jnp.dtype(jnp.bfloat16)}
+    for mine, theirs in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("more", [(), pytest.param(("--master-weights",), marks=pytest.mark.thorough)])
+def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
+    """Moments keep their dtypes, so that what a checkpoint holds is what an update gave."""
+    method, told = (
+        "tests.train.recipes.whole_model:WholeModel",
+        ("--dtype", "bfloat16", "--accumulate", "2", *more),
+    )
+    whole = loop.train(parse(arguments(method, tmp_path / "whole", *told)))
+    args = arguments(method, tmp_path / "run", *told)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "make_update", stopping_after(2))
+        with pytest.raises(Stopped):
+            loop.train(parse(args))
+    resumed = loop.train(parse(["--resume", "--out", str(tmp_path / "run")]))
+    for mine, theirs in zip(jax.tree.leaves(resumed.model), jax.tree.leaves(whole.model), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("name", ["loss", "step", "tokens_per_second"])
+def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
+    class Misnamed(WholeModel):
+        def loss(self, params, frozen, batch, key, step):
+            return jnp.float32(0), {name: 1.0}
+
+    recipe, refused = Misnamed(), f"Misnamed.loss: '{name}' is the log's own"
+    with jax.set_mesh(make_mesh()):
+        state = jax.eval_shape(lambda: initial_state(recipe, tiny_model()))
+    with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=refused):
+        jax.eval_shape(make_update(recipe), state, None, np.zeros((1, 8), np.int32), np.int32(0))
