@@ -131,16 +131,28 @@ class TokenCount:
 
     def __init__(self, sequences: Iterable[Int[np.ndarray, "b t"]], rows: int):
         self._sequences, self._rows, self._tokens = sequences, rows, 0
+        self.taken = 0
+        """How many were taken since the last call of `take`."""
 
     def __iter__(self) -> Iterator[Int[np.ndarray, "b t"]]:
         for batch in self._sequences:
             self._tokens += self._rows * batch.shape[1]
+            self.taken += 1
             yield batch
 
     def take(self) -> int:
         """The tokens of all rows since the last call."""
-        tokens, self._tokens = self._tokens, 0
+        tokens, self._tokens, self.taken = self._tokens, 0, 0
         return tokens
+
+
+def check_taken(recipe: Recipe, count: int) -> None:
+    """Refuse a recipe that made a batch of the sequences of `count` updates, if that is not one. Raises ValueError."""
+    if count != 1:
+        raise ValueError(
+            f"{type(recipe).__name__}.batches must take the sequences of one update for a batch, took those of "
+            f"{count}: what it holds back would be lost on a resume"
+        )
 
 
 def plan(config: Recipe, first: int, tokens: int) -> str:
@@ -239,6 +251,7 @@ class Run:
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))
+                    check_taken(recipe, counted.taken)
                     state, numbers = update(state, model, batch, np.int32(step - began))
                     metrics.step(step, numbers, tokens=counted.take())
                     done = step + 1

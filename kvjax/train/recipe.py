@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
 
+PLAIN = bool, int, float, str, type(None)
 Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
 
@@ -48,8 +49,9 @@ class Validation:
 class Recipe(abc.ABC):
     """One way of training: what a run is told, and what is made of it.
 
-    A subclass is a frozen dataclass whose fields become command-line options and YAML keys beside these, which are
-    every run's. Its methods are all that the loop knows of it; parameters are pytrees of arrays.
+    A subclass is a frozen dataclass whose fields (numbers, words, tuples of these) become command-line options and
+    YAML keys beside these, which are every run's. Its methods are all that the loop knows of it; parameters are pytrees
+    of arrays.
     """
 
     mesh: MeshShape = MeshShape()
@@ -62,7 +64,7 @@ class Recipe(abc.ABC):
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     dtype: str | None = None
-    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. Gates are float32."""
+    """The model's dtype: float32, bfloat16 or float16; by default that of its weights. What is added is float32."""
     data: str = "builtin"
     """`builtin` (for the built-in model); a .txt, .jsonl or .parquet file or a folder of them; or a hub data set,
     NAME or NAME:CONFIG, which is streamed."""
@@ -81,9 +83,9 @@ class Recipe(abc.ABC):
     master_weights: bool = False
     """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
     seed: int = 0
-    """Of the gates' initial values, the order of the data and the report's tasks."""
+    """Of the initial values, of what a loss draws, of the order of the data and of the report's tasks."""
     out: Path | None = None
-    """Folder of the run: checkpoints, metrics, exported gates, report. By default runs/train-1, or the next number."""
+    """Folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
     checkpoint_every: int = 250
@@ -134,7 +136,17 @@ class Recipe(abc.ABC):
         yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
 
     def check(self) -> None:
-        """Refuse values that cannot be trained with. Raises UserError."""
+        """Refuse values that cannot be trained with.
+
+        Raises:
+            UserError: for a value.
+            TypeError: for an option of the subclass that `config.json` could not hold.
+        """
+        for name, value in self.own_options().items():
+            if not all(isinstance(x, PLAIN) for x in (value if isinstance(value, tuple) else (value,))):
+                raise TypeError(
+                    f"{type(self).__name__}.{name}: an option is a number, a word or a tuple of these, got {value!r}"
+                )
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             numbers = value if isinstance(value, tuple) else (value,)
@@ -177,8 +189,9 @@ class Recipe(abc.ABC):
         return params, None
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
-        """What the loss gets, of sequences int32 [rows, length]: a pytree whose arrays have their rows first. Whatever
-        it makes of them is made again after a resume, from the sequences' own position."""
+        """What the loss gets, of sequences int32 [rows, length], those of one update for each batch: a pytree whose
+        arrays have their rows first. A resume begins with the next update's. With several processes each gets its own
+        rows, over which no program of the whole mesh can be run."""
         return sequences
 
     @abc.abstractmethod

@@ -1,7 +1,15 @@
-"""`python -m kvjax.train --help`."""
+"""`python -m kvjax.train`: its help, and what it says at the end."""
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from kvjax.policies import make_policy
+from kvjax.train.__main__ import summary
+from kvjax.train.recipe import Validation
+from kvjax.train.recipes.wgkv import WriteGates
 
 
 def test_help_imports_little_and_names_every_option():
@@ -18,3 +26,11 @@ def test_help_imports_little_and_names_every_option():
     imported = {line.rpartition("|")[2].strip() for line in shown.stderr.splitlines()}
     # jax and flax come with the recipe, which is one file with its maths
     assert not imported & {"transformers", "grain", "datasets", "matplotlib"}
+
+
+@pytest.mark.parametrize(("when", "measured"), [({}, True), ({"when": "every", "every": 8}, False)])
+def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, measured, tmp_path):
+    trained = SimpleNamespace(validation=Validation({"admitted": 0.5}, {}, 1), folder=tmp_path)
+    text = summary(WriteGates(), trained, make_policy("h2o", entries=64, **when))
+    assert ("compare them: " in text) == measured
+    assert ("no report, and no comparison: h2o compacts while it decodes" in text) != measured

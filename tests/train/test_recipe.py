@@ -4,6 +4,8 @@ import ast
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from kvjax.command.launch import MeshShape
 from kvjax.policies.registry import POLICIES
 from kvjax.train import recipe
@@ -14,6 +16,15 @@ def test_rows_fill_every_data_shard():
     config = WriteGates(mesh=MeshShape(2, 4, 2))
     assert config.rows == 8
     assert dataclasses.replace(config, batch=9).rows == 16
+
+
+def test_an_option_that_cannot_be_exported_is_refused_before_the_run():
+    @dataclasses.dataclass(frozen=True)
+    class Reading(WriteGates):
+        file: Path = Path("a")
+
+    with pytest.raises(TypeError, match="Reading.file: an option is a number, a word or a tuple"):
+        Reading().check()
 
 
 def test_the_loop_names_no_method():

@@ -285,3 +285,22 @@ def test_a_scalar_with_a_name_of_the_logs_own_is_refused(name):
         state = jax.eval_shape(lambda: initial_state(recipe, tiny_model()))
     with jax.set_mesh(make_mesh()), pytest.raises(ValueError, match=refused):
         jax.eval_shape(make_update(recipe), state, None, np.zeros((1, 8), np.int32), np.int32(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoAtOnce(WholeModel):
+    """Makes a batch of the sequences of two updates."""
+
+    def batches(self, sequences, model):
+        for first in sequences:
+            yield np.maximum(first, next(sequences))
+
+
+def test_what_takes_more_than_an_update_for_a_batch_is_refused(tmp_path):
+    recipe = TwoAtOnce(
+        **dataclasses.asdict(parse(arguments("tests.train.recipes.whole_model:WholeModel", tmp_path)))
+    )
+    with pytest.raises(
+        ValueError, match="TwoAtOnce.batches must take the sequences of one update .* those of 2"
+    ):
+        loop.train(dataclasses.replace(recipe, mesh=MeshShape(fsdp=2)))
