@@ -37,7 +37,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     recipe = _recipe(arguments, find_config(name) if name else None)
     if name is None and model in (None, BUILTIN):
         name = recipe.builtin
-    config = parse_command(recipe, args, default=load_config(recipe, name) if name else None)
+    config = parse_command(recipe, args, default=_from_file(recipe, name, arguments) if name else None)
     if config.resume:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
@@ -70,6 +70,18 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
             )
     config.check()
     return dataclasses.replace(config, out=out, resume=True)
+
+
+def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
+    """The options of a YAML file. Raises UserError, which says so if the file was written for another method."""
+    try:
+        return load_config(recipe, name)
+    except UserError as error:
+        written = read_values(find_config(name)).get("method", Recipe.method)
+        told = find_value(arguments, "--method")
+        if told in (None, written):
+            raise
+        raise UserError(f"{error}. The file is for --method {written}, not {told}") from None
 
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:

@@ -160,3 +160,9 @@ def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):
     prepare_folder(parse(["--mesh", "8", "--batch", "3", "--out", str(tmp_path / "run")]))
     resumed = parse(["--resume", "--mesh", "1", "--out", str(tmp_path / "run")])
     assert (resumed.batch, resumed.rows) == (8, 8)
+
+
+def test_a_file_of_another_method_is_named_as_such():
+    method = "tests.train.recipes.whole_model:WholeModel"
+    with pytest.raises(UserError, match=f"unknown key 'expand'.*The file is for --method wgkv, not {method}"):
+        parse(["--method", method, "--config", "llama-3.1-8b"])
