@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache
@@ -113,10 +112,10 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
-    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(shape))(jnp.arange(layers)))
+    needed = later.state_shapes(shape, layers)
     held = cache.layers.state
     held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
-    sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]
+    sizes = [jax.tree.map(np.shape, state) for state in (held, needed)]
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
             f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"

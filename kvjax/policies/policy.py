@@ -1,6 +1,7 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -235,6 +236,20 @@ class Policy:
         """The methods' memories of one layer before the first token, on one device."""
         evicting = () if self.eviction is None else self.eviction.init(shape)
         return States(self.admission.init(shape), evicting)
+
+    def states(self, shape: Shape, layers: int) -> States:
+        """The same of all layers of a policy that is placed."""
+        return jax.vmap(lambda one, _: one.init(shape))(self, jnp.arange(layers))
+
+    def state_shapes(self, shape: Shape, layers: int) -> States:
+        """What `states` would be of a model of as many kv heads as `shape` has, whatever the policy was placed for."""
+
+        def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
+            axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
+            sizes = (shape.kv_heads if axis in ("tensor", ("tensor",)) else size for size, axis in axes)
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return jax.eval_shape(lambda policy: policy.states(shape, layers), jax.tree.map(as_long, self))
 
     @property
     def planes(self) -> dict[str, str]:
