@@ -12,6 +12,7 @@ from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
 from kvjax.models.decoder import Decoder
+from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
 from kvjax.step import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
@@ -67,7 +68,7 @@ def check_made(where, model, policy=None, calls=None, cache=None, implementation
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:
         layers, heads = model.config.num_layers, model.config.num_kv_heads
-        placed = (leaf for leaf in jax.tree.leaves(policy) if isinstance(leaf, jax.Array))
+        placed = filter(is_placed, jax.tree.leaves(policy))
         fits = all(leaf.shape[0] == layers for leaf in placed)
         if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
             raise UserError(

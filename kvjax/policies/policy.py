@@ -15,6 +15,7 @@ from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import Budget, Threshold, budget
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.moment import AtPrompt, Moment
+from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
 from kvjax.step import Attended, Shape, Step
 from kvjax.struct import assign, changed, short, static, struct
@@ -182,18 +183,26 @@ class Policy:
             return self.placed(model.config.num_layers, model.config.num_kv_heads)
 
     def placed(self, layers: int, kv_heads: int) -> "Policy":
-        """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets
-        a layer axis, tables are split with the heads.
+        """For a model of so many layers and kv heads, on the current mesh: numbers, NumPy arrays and JAX's on no mesh
+        get a layer axis, tables are split with the heads.
 
-        Raises UserError for a table that is another model's.
+        Raises UserError for a table that is another model's, and for what is no number.
         """
 
-        def place(path: Any, x: Any) -> jax.Array:
-            if isinstance(x, jax.Array):
-                return x
+        def place(path: Any, given: Any) -> jax.Array:
+            if is_placed(given):
+                return given
+            x = np.asarray(given)
+            if x.dtype.kind in "OSU":
+                raise UserError(
+                    f"policy {self.name}: {path[-1].name} must be a number or an array of numbers, or be declared "
+                    f"static, got {shown(given)}"
+                )
             if x.ndim < 2:
                 return put(np.broadcast_to(x, (layers, *x.shape)))
             if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
+                if isinstance(given, jax.Array) and x.shape[0] == layers:
+                    return put(x)  # of a module: what a layer's heads share
                 made_for = f"{x.shape[0]} layers × {x.shape[1]} kv heads"
                 raise UserError(
                     f"policy {self.name}: {path[-1].name} is made for {made_for}, the model has {layers} × {kv_heads}"
