@@ -101,6 +101,12 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
         raise UserError(
             f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
         )
+    if not policy.observes:
+        why = "evicts nothing" if policy.plan is None else "looks at what is stored alone"
+        raise UserError(
+            "prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and "
+            f"{policy.name} {why}"
+        )
 
 
 def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:

@@ -166,6 +166,11 @@ class Policy:
             return None
         return Plan(self.budget, self.eviction.shares, self.when, *self.eviction.needs)
 
+    @property
+    def observes(self) -> bool:
+        """Whether there is a compaction for which tokens are looked at as they come."""
+        return self.plan is not None and self.eviction is not None and self.eviction.looks
+
     def for_model(self, model: Any) -> "Policy":
         """Checked against a model, and `placed`. Raises UserError if it is for another."""
         for method in (self.admission, self.eviction, self.selection):
