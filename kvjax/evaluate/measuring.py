@@ -103,7 +103,7 @@ def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner
         capacity=manner.capacity,
         page_size=manner.page_size,
         chunk=manner.chunk,
-        observers=_observers(group),
+        observers=_observers(policy, group),
         calls=calls,
     )
     jax.block_until_ready(cache)
@@ -117,7 +117,7 @@ def compact(
     if policy.plan is None:
         return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
     watch.lap()
-    calls, observers = _join(reading.calls, Calls()), _observers(group)
+    calls, observers = _join(reading.calls, Calls()), _observers(policy, group)
     with use_mesh(model):
         run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
         cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(sample.context) for sample in group]
@@ -127,9 +127,9 @@ def compact(
     return Reading(cache, calls, reading.seconds + seconds, reading.compiled or watch.compiled)
 
 
-def _observers(group: Sequence[Sample]) -> list[Tokens] | None:
-    """The questions that are known when their contexts are compressed."""
-    return [sample.questions[0].prompt for sample in group] if group[0].known else None
+def _observers(policy: Policy, group: Sequence[Sample]) -> list[Tokens] | None:
+    """The questions that are known when their contexts are compressed, for a policy that looks with them."""
+    return [sample.questions[0].prompt for sample in group] if group[0].known and policy.observes else None
 
 
 def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: Manner) -> Measurement:

@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache
@@ -13,6 +12,7 @@ from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
 from kvjax.models.decoder import Decoder
+from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
 from kvjax.step import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
@@ -68,7 +68,7 @@ def check_made(where, model, policy=None, calls=None, cache=None, implementation
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:
         layers, heads = model.config.num_layers, model.config.num_kv_heads
-        placed = (leaf for leaf in jax.tree.leaves(policy) if isinstance(leaf, jax.Array))
+        placed = filter(is_placed, jax.tree.leaves(policy))
         fits = all(leaf.shape[0] == layers for leaf in placed)
         if not fits or policy.admission.admitted(1).shape[1] not in (1, heads):
             raise UserError(
@@ -101,6 +101,12 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
         raise UserError(
             f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
         )
+    if not policy.observes:
+        why = "evicts nothing" if policy.plan is None else "looks at what is stored alone"
+        raise UserError(
+            "prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and "
+            f"{policy.name} {why}"
+        )
 
 
 def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
@@ -113,10 +119,10 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
-    needed = jax.eval_shape(lambda: jax.vmap(lambda _: later.init(shape))(jnp.arange(layers)))
+    needed = later.state_shapes(shape, layers)
     held = cache.layers.state
     held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
-    sizes = [jax.tree.map(jnp.shape, state) for state in (held, needed)]
+    sizes = [jax.tree.map(np.shape, state) for state in (held, needed)]
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
             f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"

@@ -14,7 +14,7 @@ from kvjax.errors import UserError, whole_number
 from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
-from kvjax.policies.policy import Policy, States
+from kvjax.policies.policy import Policy
 from kvjax.step import Shape
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
@@ -70,15 +70,14 @@ def empty_cache(
 def laid_out(policy: Policy, layout: Layout, group: int) -> Cache:
     """An empty cache of this shape, with the policy's states, for `group` query heads of a kv head."""
 
-    def init(policy: Policy, batch: int, heads: int) -> States:
-        shape = Shape(batch, heads, group, layout.head_dim, layout.dtype)
-        return jax.vmap(lambda one, _: one.init(shape))(policy, jnp.arange(layout.layers))
+    def shape(batch: int, heads: int) -> Shape:
+        return Shape(batch, heads, group, layout.head_dim, layout.dtype)
 
-    local = layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor")
-    one, two = (jax.eval_shape(functools.partial(init, batch=1, heads=heads), policy) for heads in (1, 2))
+    local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor"))
+    one, two = (policy.state_shapes(shape(1, heads), layout.layers) for heads in (1, 2))
     specs = jax.tree.map(_split_like_heads, one, two)
     whole = gather(policy, "data", "fsdp")
-    states = jax.shard_map(lambda policy: init(policy, *local), out_specs=specs)(whole)
+    states = jax.shard_map(lambda policy: policy.states(local, layout.layers), out_specs=specs)(whole)
     return caches.empty(layout, states)
 
 

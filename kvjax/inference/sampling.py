@@ -173,7 +173,7 @@ def prefill(
 
     Raises:
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
-            that compacts while it decodes.
+            that compacts while it decodes, or that looks at no tokens.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
     check_made("prefill", model, policy, calls, implementation=implementation)

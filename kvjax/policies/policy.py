@@ -1,6 +1,7 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import Budget, Threshold, budget
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.moment import AtPrompt, Moment
+from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
 from kvjax.step import Attended, Shape, Step
 from kvjax.struct import assign, changed, short, static, struct
@@ -164,6 +166,11 @@ class Policy:
             return None
         return Plan(self.budget, self.eviction.shares, self.when, *self.eviction.needs)
 
+    @property
+    def observes(self) -> bool:
+        """Whether there is a compaction for which tokens are looked at as they come."""
+        return self.plan is not None and self.eviction is not None and self.eviction.looks
+
     def for_model(self, model: Any) -> "Policy":
         """Checked against a model, and `placed`. Raises UserError if it is for another."""
         for method in (self.admission, self.eviction, self.selection):
@@ -181,18 +188,26 @@ class Policy:
             return self.placed(model.config.num_layers, model.config.num_kv_heads)
 
     def placed(self, layers: int, kv_heads: int) -> "Policy":
-        """For a model of so many layers and kv heads, on the current mesh: what the methods left as NumPy arrays gets
-        a layer axis, tables are split with the heads.
+        """For a model of so many layers and kv heads, on the current mesh: numbers, NumPy arrays and JAX's on no mesh
+        get a layer axis, tables are split with the heads.
 
-        Raises UserError for a table that is another model's.
+        Raises UserError for a table that is another model's, and for what is no number.
         """
 
-        def place(path: Any, x: Any) -> jax.Array:
-            if isinstance(x, jax.Array):
-                return x
+        def place(path: Any, given: Any) -> jax.Array:
+            if is_placed(given):
+                return given
+            x = np.asarray(given)
+            if x.dtype.kind in "OSU":
+                raise UserError(
+                    f"policy {self.name}: {path[-1].name} must be a number or an array of numbers, or be declared "
+                    f"static, got {shown(given)}"
+                )
             if x.ndim < 2:
                 return put(np.broadcast_to(x, (layers, *x.shape)))
             if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
+                if isinstance(given, jax.Array) and x.shape[0] == layers:
+                    return put(x)  # of a module: what a layer's heads share
                 made_for = f"{x.shape[0]} layers × {x.shape[1]} kv heads"
                 raise UserError(
                     f"policy {self.name}: {path[-1].name} is made for {made_for}, the model has {layers} × {kv_heads}"
@@ -235,6 +250,20 @@ class Policy:
         """The methods' memories of one layer before the first token, on one device."""
         evicting = () if self.eviction is None else self.eviction.init(shape)
         return States(self.admission.init(shape), evicting)
+
+    def states(self, shape: Shape, layers: int) -> States:
+        """The same of all layers of a policy that is placed."""
+        return jax.vmap(lambda one, _: one.init(shape))(self, jnp.arange(layers))
+
+    def state_shapes(self, shape: Shape, layers: int) -> States:
+        """What `states` would be of a model of as many kv heads as `shape` has, whatever the policy was placed for."""
+
+        def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
+            axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
+            sizes = (shape.kv_heads if axis in ("tensor", ("tensor",)) else size for size, axis in axes)
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return jax.eval_shape(lambda policy: policy.states(shape, layers), jax.tree.map(as_long, self))
 
     @property
     def planes(self) -> dict[str, str]:

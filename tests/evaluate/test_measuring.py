@@ -1,6 +1,7 @@
 """What is answered from a cache that was filled before the questions came, or with them in sight; and texts that are
 given: agreement with the full cache and perplexity, against attention recomputed densely."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -144,6 +145,29 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
     patched, naive = score("prompt"), score("own")
     assert patched >= 0.9
     assert patched > naive + 0.5
+
+
+def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
+    """KNorm and the full cache are measured as if nobody knew it, alone and together with one that looks."""
+    random = np.random.default_rng(2)
+    questions = [Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any") for _ in range(2)]
+    aware = question_aware([Sample(random.integers(0, 61, 30), (question,)) for question in questions])
+    policies = [
+        [make_policy("full", model=unnormed)],
+        [make_policy("knorm", model=unnormed, ratio=0.5)],
+        [make_policy("snapkv", model=unnormed, ratio=0.5, observed=4)],
+    ]
+    together = measure_together(unnormed, policies, aware, Manner())
+    alone = [measure(unnormed, policy, aware, Manner()) for (policy,) in policies]
+    unknown = [dataclasses.replace(sample, known=False) for sample in aware]
+    for found in (alone, together):
+        for (policy,), one in zip(policies[:2], found[:2], strict=True):
+            want = measure(unnormed, policy, unknown, Manner())
+            for name in ("outputs", "footprint", "footprint_held", "peak", "kv_ratio"):
+                np.testing.assert_array_equal(
+                    getattr(one, name), getattr(want, name), f"{policy.name} {name}"
+                )
+        assert found[2].footprint_held > found[2].footprint
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,16 @@
 """How large a pool is: by default, after a compaction, and for an answer to come."""
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
+from tests.inference.counting import START, admitted, counting
 from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +63,24 @@ def test_freed_pages_are_used_again(model, prompts):
     out = sampling.sample(model, questions, policy=policy, cache=cache, max_new_tokens=8, eos=())
     assert out.stats.bytes == cache.pages.pool.nbytes
     assert [len(x) for x in out.tokens] == [8, 8]
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str)
+def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape):
+    """A table by head and a number for all, read by `init`: in a prompt, in its chunks and where a cache goes on."""
+    question, window = np.arange(9), 6
+    with jax.set_mesh(make_mesh(**shape)):
+        split, policy = tiny_model(qk_norm=False), counting(window=window)
+        for chunk in (max(LENGTHS), 16):
+            cache = sampling.prefill(split, prompts, policy=policy, chunk=chunk, page_size=PAGE)
+            counts, lengths = np.asarray(cache.layers.state.admission), np.asarray(cache.layers.length)
+            for b, length in enumerate(LENGTHS):
+                np.testing.assert_array_equal(counts[:, b], START + 2 + length)
+                np.testing.assert_array_equal(lengths[:, b], admitted(length, window=window))
+        out = sampling.sample(split, [question] * 2, policy=policy, cache=cache, max_new_tokens=4, eos=())
+    # of the last token that was said, nothing is stored
+    held = np.stack([admitted(length + 9 + 3, window=window) for length in LENGTHS], 1)
+    np.testing.assert_array_equal(out.stats.entries, held + window - 1)
+    lines = [np.concatenate([prompt, question]) for prompt in prompts]
+    alone = sampling.sample(unnormed(), lines, policy=counting(window=window), max_new_tokens=4, eos=())
+    np.testing.assert_array_equal(out.tokens, alone.tokens)

@@ -7,7 +7,20 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import TOVA, AtPrompt, Entries, Policy, Random, StreamingLLM, make_policy
+from kvjax.policies import (
+    TOVA,
+    Adaptive,
+    AtPrompt,
+    Entries,
+    KeyDiff,
+    KNorm,
+    Policy,
+    Quest,
+    Random,
+    Ratio,
+    StreamingLLM,
+    make_policy,
+)
 from tests.policies import published
 from tests.policies.captured import (
     LENGTHS,
@@ -117,3 +130,22 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
     np.testing.assert_array_equal(observed.seen, alone.seen)
     for row in np.ndindex(3, 2, 4):
         np.testing.assert_array_equal(entries(observed, *row), entries(alone, *row))
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (Policy(), "full evicts nothing"),
+        (Policy(StreamingLLM(), window=4), "streaming_llm evicts nothing"),
+        (Policy(selection=Quest(tokens=8)), "quest evicts nothing"),
+        (Policy(eviction=KNorm(), budget=Ratio(0.5)), "knorm looks at what is stored alone"),
+        (Policy(eviction=Adaptive(KeyDiff()), budget=Ratio(0.5)), "adakv looks at what is stored alone"),
+    ],
+    ids=lambda x: x.name if isinstance(x, Policy) else "",
+)
+def test_observers_of_a_policy_that_does_not_look_are_refused(model, prompts, policy, why):
+    with pytest.raises(UserError) as error:
+        sampling.prefill(model, prompts, policy=policy, observers=prompts)
+    assert str(error.value) == (
+        f"prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and {why}"
+    )

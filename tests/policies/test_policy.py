@@ -1,11 +1,15 @@
 """A policy as it is composed, shown, compiled and sized, and what does not go together."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.mesh import use_mesh
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import P, make_mesh, use_mesh
 from kvjax.policies import (
     H2O,
     RKV,
@@ -30,6 +34,7 @@ from kvjax.policies import (
     make_policy,
 )
 from kvjax.struct import changed
+from tests.inference.counting import START, admitted, counting
 from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_gates
 
@@ -143,3 +148,44 @@ def test_a_window_one_short_of_what_is_observed_is_refused(model):
 def test_a_capacity_is_checked(changes, says):
     with pytest.raises(UserError, match=says):
         Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)
+
+
+@pytest.mark.parametrize(
+    ("start", "more"),
+    [(START, 2.0), (START, 2), (START, np.float32(2)), (START, jnp.int32(2)), (jnp.asarray(START), 2)],
+    ids=["float", "int", "NumPy's", "JAX's", "JAX's table"],
+)
+def test_a_method_s_numbers_may_be_python_s_and_jax_s(model, start, more):
+    """They are placed as NumPy's are: a number by layer, a table with its heads."""
+    policy = counting(window=3, start=start, more=more)
+    with jax.set_mesh(make_mesh(tensor=4)):
+        placed: Any = policy.placed(3, 4).admission
+    np.testing.assert_array_equal(placed.start, START)
+    np.testing.assert_array_equal(placed.more, [2, 2, 2])
+    assert (placed.start.sharding.spec, placed.more.sharding.spec) == (P(None, "tensor"), P())
+    cache = prefill(model, [np.arange(9)], policy=policy)
+    np.testing.assert_array_equal(cache.layers.length[:, 0], admitted(9, window=3))
+
+
+def test_a_field_that_is_no_number_is_refused(model):
+    with pytest.raises(UserError) as error:
+        prefill(model, [[1]], policy=counting(window=3, more="two"))
+    assert str(error.value) == (
+        "policy counting: more must be a number or an array of numbers, or be declared static, got 'two'"
+    )
+
+
+def test_a_table_of_another_model_is_refused(model):
+    with pytest.raises(UserError, match="start is made for 4 layers × 3 kv heads, the model has 3 × 4"):
+        prefill(model, [[1]], policy=counting(window=3, start=jnp.asarray(START.T)))
+
+
+def test_gates_on_no_mesh_are_those_of_one(model):
+    gates = tiny_gates(model)
+    alone = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), gates)
+    held, own = (
+        prefill(model, [np.arange(9)], policy=Policy(WGKV(x, tau=0.5, window=3))).layers.length
+        for x in (gates, alone)
+    )
+    np.testing.assert_array_equal(own, held)
+    assert 0 < held.min() < held.max()
