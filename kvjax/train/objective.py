@@ -35,7 +35,8 @@ def student(
         o, figures = masked_attention(layer, step, window=window)
         return o, carry, figures
 
-    x, _, figures = scan_layers(model, model.embed_tokens(tokens), position, attend, xs=method, remat=True)
+    embedded = model.embed_tokens(tokens)
+    x, _, figures = scan_layers(model, embedded, position, attend, xs=method, remat=True, token=tokens)
     return model.norm(x), figures
 
 

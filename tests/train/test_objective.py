@@ -3,14 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from kvjax.mesh import make_mesh
-from kvjax.struct import changed
-from kvjax.train.objective import deployed_mask, student_errors
+from kvjax.mesh import make_mesh, put, use_mesh
+from kvjax.policies import Policy
+from kvjax.policies.interfaces import Admission
+from kvjax.struct import changed, static, struct
+from kvjax.train.objective import deployed_mask, student, student_errors
 from kvjax.train.recipes.wgkv import WriteGates
-from tests.inference.delayed import delayed
+from tests.inference.cached import LENGTH, cached_logits
+from tests.inference.delayed import Delayed, delayed
 from tests.policies.steps import step
-from tests.tiny_models import filled, tiny_config
+from tests.tiny_models import filled, tiny_config, tiny_model
 
 
 def test_the_error_is_in_float32():
@@ -21,6 +25,47 @@ def test_the_error_is_in_float32():
         tokens = jnp.zeros((1, 8), jnp.int32)
         squares, _ = student_errors(config.masks(gates), model, tokens, model.hidden(tokens), window=4)
     assert squares.dtype == jnp.float32
+
+
+@struct
+class Deployed:
+    """An admission's own mask, trained through."""
+
+    admission: Admission
+    window: int = static()
+
+    def masks(self, step):
+        return None, [deployed_mask(self.admission, step, self.window)[1]]
+
+    def figures(self, state, step, attended):
+        return {}
+
+
+@struct
+class WithSinks(Delayed):
+    """Its first three tokens are worth more than all others."""
+
+    def score(self, state, step, seen, valid):
+        state, priority, delay = super().score(state, step, seen, valid)
+        of = step.position[:, None] - delay  # of the token that each priority belongs to
+        return state, jnp.where(of < 3, jnp.inf, priority), delay
+
+
+@pytest.mark.parametrize(("delay", "kind"), [(0, Delayed), (3, WithSinks), (5, Delayed)])
+def test_training_sees_what_the_cache_keeps(delay, kind):
+    """Whole sequences under the mask of an admission with a capacity, and the same in chunks through pages."""
+    tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
+    model = tiny_model()
+    made = Policy(kind(np.float32(2), np.int32(7), delay), name="delayed", window=6)
+    expected, cache = cached_logits(model, made.for_model(model), tokens, [17, 1, 1, 21])
+    with use_mesh(model):
+        admission = made.for_model(model).admission
+        hidden, _ = jax.jit(lambda *a: student(Deployed(a[0], 6), *a[1:], window=6))(
+            admission, model, put(tokens)
+        )
+        found = model.logits(hidden)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert int(cache.layers.length.max()) == 7, "the capacity was reached"
 
 
 def test_training_adds_it_too():
