@@ -1,6 +1,7 @@
 """What every recipe must do: a recipe is added to `RECIPES`, with what it is told for the test-size model."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -204,11 +205,18 @@ def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
 
 def test_a_trained_model_its_gradients_and_its_moments_are_split():
     """Each of 8 devices has an eighth of parameters and moments, but for what is too small to split."""
-    _, state = updates(made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8), count=1)
+    recipe, mesh = made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8)
+    _, state = updates(recipe, mesh, count=1)
     leaves = jax.tree.leaves(state)
     total = sum(x.nbytes for x in leaves)
     own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
     assert total / 8 <= own < 1.15 * total / 8
+    with jax.set_mesh(mesh):
+        loss = functools.partial(recipe.loss, frozen=None, key=jax.random.key(0), step=0)
+        batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+        found = jax.eval_shape(jax.grad(lambda params: loss(params, batch=batch)[0]), state.params)
+    for gradient, param in zip(jax.tree.leaves(found), jax.tree.leaves(state.params), strict=True):
+        assert gradient.sharding.spec == param.sharding.spec
 
 
 def test_master_weights_keep_what_halves_would_lose():
