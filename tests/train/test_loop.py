@@ -217,7 +217,7 @@ def test_the_end_of_a_run_says_what_it_left(whole):
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
     folder, made = tmp_path / "run", []
 
-    def make_update(*args):
+    def make_update(*args, **options):
         def update(state, model, batch, step):
             made.append(1)
             bad = len(made) == 4
@@ -336,6 +336,7 @@ def resuming(notes, group, groups):
         run = SimpleNamespace(
             config=config,
             phases=(config,),
+            dtypes=(None,),
             ends=[config.steps],
             mesh=mesh,
             rows=SimpleNamespace(group=group, groups=groups),
