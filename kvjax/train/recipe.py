@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvjax.policies.policy import Policy
 
 PLAIN = bool, int, float, str, type(None)
+"""What `config.json` holds of an option, alone or in a tuple."""
 Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
 

@@ -56,6 +56,8 @@ def _masters(recipe: Recipe, params: Any) -> Any:
 
 def param_dtypes(phases: Sequence[Recipe], model: Decoder) -> tuple[Any, ...]:
     """The dtypes that each phase made its parameters of, where its state keeps master weights; else None."""
+    if not any(phase.master_weights for phase in phases):
+        return (None,) * len(phases)
     params, found = jax.eval_shape(phases[0].init, model), []
     for i, phase in enumerate(phases):
         params = jax.eval_shape(phase.enter, params)[0] if i else params

@@ -1,9 +1,8 @@
 """The tiny model, and two sequences."""
 
-import numpy as np
 import pytest
 
-from tests.inference.cached import LENGTH
+from tests.inference.cached import TOKENS
 from tests.tiny_models import tiny_model
 
 
@@ -14,4 +13,4 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokens():
-    return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+    return TOKENS

@@ -11,6 +11,8 @@ from kvjax.mesh import use_mesh
 
 LENGTH = 40
 """Tokens of a sequence."""
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+"""Two sequences."""
 
 run = jax.jit(forward, donate_argnums=2)
 

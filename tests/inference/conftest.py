@@ -4,8 +4,9 @@ computes by the model without QK-norm, which their files take."""
 import numpy as np
 import pytest
 
-from tests.inference.cached import LENGTH
-from tests.policies.captured import captured_prompts, two_prompts
+from kvjax.policies import Random
+from tests.inference.cached import TOKENS
+from tests.policies.captured import WINDOW, captured_prompts, two_prompts
 from tests.tiny_models import tiny_model
 
 
@@ -16,7 +17,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def tokens():
-    return np.random.default_rng(0).integers(0, 61, (2, LENGTH))
+    return TOKENS
+
+
+@pytest.fixture(scope="module")
+def admitted(model):
+    """Chance with its own rate for each head."""
+    rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
+    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
 
 
 @pytest.fixture(scope="session")

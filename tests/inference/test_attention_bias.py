@@ -8,12 +8,10 @@ import pytest
 from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
-from tests.inference.cached import LENGTH, cached_logits
+from tests.inference.cached import LENGTH, TOKENS, cached_logits
 from tests.inference.delayed import delayed
 from tests.inference.dense import dense_logits
 from tests.tiny_models import tiny_model
-
-TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 
 
 @pytest.mark.parametrize(

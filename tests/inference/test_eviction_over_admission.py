@@ -5,11 +5,12 @@ import pytest
 
 from kvjax.cache import CapacityError
 from kvjax.inference import sampling
-from kvjax.policies import WGKV, Quest, Random, SnapKV, make_policy
+from kvjax.policies import WGKV, Quest, SnapKV, make_policy
 from tests.policies import published
 from tests.policies.captured import (
     OBSERVED,
     PAGE,
+    WINDOW,
     captured_layers,
     entries,
     pages_are_whole,
@@ -18,19 +19,12 @@ from tests.policies.captured import (
 )
 from tests.tiny_models import tiny_gates
 
-WINDOW, KEPT = 9, 18
+KEPT = 18
 
 
 @pytest.fixture(scope="module")
 def model():
     return unnormed()
-
-
-@pytest.fixture(scope="module")
-def admitted(model):
-    """Chance with its own rate for each head."""
-    rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
-    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
 
 
 @pytest.fixture(scope="module")

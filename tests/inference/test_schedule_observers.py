@@ -16,7 +16,6 @@ from kvjax.policies import (
     KNorm,
     Policy,
     Quest,
-    Random,
     Ratio,
     StreamingLLM,
     make_policy,
@@ -26,25 +25,19 @@ from tests.policies.captured import (
     LENGTHS,
     OBSERVED,
     PAGE,
+    WINDOW,
     captured_layers,
     entries,
     pages_are_whole,
     unnormed,
 )
 
-WINDOW, KEPT = 9, 18
+KEPT = 18
 
 
 @pytest.fixture(scope="module")
 def model():
     return unnormed()
-
-
-@pytest.fixture(scope="module")
-def admitted(model):
-    """Chance with its own rate for each head."""
-    rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
-    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
 
 
 def test_what_observes_is_read_and_gone(model, prompts, captured):

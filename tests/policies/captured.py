@@ -18,6 +18,8 @@ from tests.policies.published import Captured
 from tests.tiny_models import tiny_model
 
 OBSERVED, PAGE = 6, 4
+WINDOW = 9
+"""Where there is an admission."""
 LENGTHS = 60, 41
 """Tokens of the two prompts."""
 

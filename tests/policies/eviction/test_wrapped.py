@@ -8,10 +8,8 @@ from kvjax.inference.sampling import prefill
 from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
-from tests.inference.cached import LENGTH
+from tests.inference.cached import TOKENS
 from tests.tiny_models import tiny_model
-
-TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH))
 
 
 @struct
