@@ -42,18 +42,18 @@ def placed(policy, model):
 
 
 @pytest.mark.parametrize(
-    ("window", "capacity", "delay", "threshold"),
+    ("window", "capacity", "delay", "threshold", "sinks"),
     [
-        (1, 5, 0, 0),
-        pytest.param(6, 5, 0, 3, marks=pytest.mark.thorough),
-        (6, 7, 5, 2),
-        (6, TABLE, 2, 0),
-        pytest.param(6, None, 5, 3, marks=pytest.mark.thorough),
+        (1, 5, 0, 0, 0),
+        pytest.param(6, 5, 0, 3, 0, marks=pytest.mark.thorough),
+        (6, 7, 5, 2, 3),
+        (6, TABLE, 2, 0, 0),
+        pytest.param(6, None, 5, 3, 0, marks=pytest.mark.thorough),
     ],
 )
-def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold):
+def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold, sinks):
     with jax.set_mesh(make_mesh()):
-        rule = {"window": window, "capacity": capacity, "delay": delay, "threshold": threshold}
+        rule = dict(window=window, capacity=capacity, delay=delay, threshold=threshold, sinks=sinks)
         policy = placed(delayed(**rule), model)
     want, kept = dense_logits(model, policy, tokens)
     for calls in ([LENGTH], [8] * 4 + [1] * 8, [1] * 8 + [8] * 4):
@@ -62,6 +62,7 @@ def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacit
         np.testing.assert_array_equal(cache.layers.length, kept.sum(-1))
         if capacity is not None:
             assert positions(cache) == lists(kept)
+            assert all(row[:sinks] == list(range(sinks)) for row in positions(cache).values())
 
 
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):

@@ -17,6 +17,8 @@ class Delayed(Admission):
     capacity: Number | None
     delay: int = static()
     biased: bool = static(default=False)
+    sinks: int = static(default=0)
+    """First tokens, which are worth more than all others."""
 
     @property
     def planes(self):
@@ -34,13 +36,15 @@ class Delayed(Admission):
         line, t = jnp.concatenate([state, step.token], 1), step.token.shape[1]
         drawn = uniform(step.layer, step.head[:, None], line[:, None, :t], line[:, None, self.delay :])
         last = jnp.take_along_axis(line, valid[:, None] + jnp.arange(self.delay), 1)
-        return last, jnp.floor(6 * drawn), self.delay
+        of = step.position[:, None] - self.delay  # of the token that each priority belongs to
+        return last, jnp.where(of < self.sinks, jnp.inf, jnp.floor(6 * drawn)), self.delay
 
     def keep(self):
         return Keep(self.threshold, self.capacity)
 
 
-def delayed(*, window, capacity=None, delay=0, threshold=0.0, biased=False):
+def delayed(*, window, capacity=None, delay=0, threshold=0.0, biased=False, sinks=0):
     """`capacity`: a number, or a table by layer and kv head."""
     capacity = None if capacity is None else np.asarray(capacity, np.int32)
-    return Policy(Delayed(np.float32(threshold), capacity, delay, biased), name="delayed", window=window)
+    admission = Delayed(np.float32(threshold), capacity, delay, biased, sinks)
+    return Policy(admission, name="delayed", window=window)

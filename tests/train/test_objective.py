@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from kvjax.mesh import make_mesh, put, use_mesh
-from kvjax.policies import Policy
 from kvjax.policies.interfaces import Admission
 from kvjax.struct import changed, static, struct
 from kvjax.train.objective import deployed_mask, student, student_errors
 from kvjax.train.recipes.wgkv import WriteGates
 from tests.inference.cached import LENGTH, cached_logits
-from tests.inference.delayed import Delayed, delayed
+from tests.inference.delayed import delayed
 from tests.policies.steps import step
 from tests.tiny_models import filled, tiny_config, tiny_model
 
@@ -41,22 +40,12 @@ class Deployed:
         return {}
 
 
-@struct
-class WithSinks(Delayed):
-    """Its first three tokens are worth more than all others."""
-
-    def score(self, state, step, seen, valid):
-        state, priority, delay = super().score(state, step, seen, valid)
-        of = step.position[:, None] - delay  # of the token that each priority belongs to
-        return state, jnp.where(of < 3, jnp.inf, priority), delay
-
-
-@pytest.mark.parametrize(("delay", "kind"), [(0, Delayed), (3, WithSinks), (5, Delayed)])
-def test_training_sees_what_the_cache_keeps(delay, kind):
+@pytest.mark.parametrize(("delay", "sinks"), [(0, 0), (3, 3), (5, 0)])
+def test_training_sees_what_the_cache_keeps(delay, sinks):
     """Whole sequences under the mask of an admission with a capacity, and the same in chunks through pages."""
     tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
     model = tiny_model()
-    made = Policy(kind(np.float32(2), np.int32(7), delay), name="delayed", window=6)
+    made = delayed(window=6, capacity=7, delay=delay, threshold=2, sinks=sinks)
     expected, cache = cached_logits(model, made.for_model(model), tokens, [17, 1, 1, 21])
     with use_mesh(model):
         admission = made.for_model(model).admission

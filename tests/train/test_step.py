@@ -1,10 +1,15 @@
 """The update, of write gates: the same numbers on every mesh, and where its state lies."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from kvjax.mesh import make_mesh
+from kvjax.mesh import P, make_mesh
+from kvjax.train.recipe import Recipe
 from kvjax.train.step import initial_state, make_update
 from tests.tiny_models import tiny_model
 from tests.train.write_gates import CONFIG, batch
@@ -65,3 +70,38 @@ def test_the_logged_loss_is_that_of_the_first_parameters(runs):
     assert first["loss"] == pytest.approx(
         first["distillation"] + CONFIG.lambda_ * first["sparsity"], rel=1e-6
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoGroups(Recipe):
+    """Steep slopes down which one group takes steps of length 1 and another of length 1/100, on every mesh."""
+
+    def init(self, model):
+        spread = jnp.arange(1.0, 17).reshape(4, 4)
+        return {"fast": jax.sharding.reshard(spread, P("fsdp", "tensor")), "slow": -spread[:, 0]}
+
+    def loss(self, params, frozen, batch, key, step):
+        return 1e3 * jnp.sum(params["fast"] ** 2) + 1e5 * jnp.sum(params["slow"] ** 2), {}
+
+    def optimizer(self):
+        groups = {
+            name: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate))
+            for name, rate in {"fast": 1.0, "slow": 0.01}.items()
+        }
+        return optax.multi_transform(groups, {"fast": "fast", "slow": "slow"})
+
+    def deploy(self, params, model):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("name", ["1", "4x2"])
+def test_groups_have_their_own_rates_and_are_clipped_apart(name):
+    recipe, mesh = TwoGroups(), make_mesh(**MESHES[name])
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        before = jax.device_get(state.params)
+        state, _ = make_update(recipe)(state, model, batch(mesh), np.int32(0))
+    for group, rate in {"fast": 1.0, "slow": 0.01}.items():
+        down = before[group] / np.linalg.norm(before[group])
+        np.testing.assert_allclose(before[group] - state.params[group], rate * down, rtol=1e-3)
