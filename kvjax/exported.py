@@ -1,5 +1,6 @@
 """What training leaves for use: a folder with `gates.safetensors`, the parameters by name, and a `config.json` that
-says which method they are of and how they were made."""
+says which method they are of and how they were made. Messages call it all gates, as the option is called that reads
+it."""
 
 import hashlib
 import json
@@ -45,7 +46,7 @@ def describe(folder: str | Path) -> dict[str, Any]:
 
 
 def digest(folder: str | Path) -> str:
-    """What is exported is known by, weights and description: others in the same folder have another one."""
+    """A name for the folder's contents: other weights or another description give another one."""
     return hashlib.sha256(b"".join(file.read_bytes() for file in exported_files(folder))).hexdigest()[:16]
 
 

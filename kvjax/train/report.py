@@ -69,7 +69,7 @@ def same_size(
     of which `rates` of each head's beyond the window.
 
     Sink + window and the head pattern: the best on calibration contexts (`Rivals`), with what was chosen in words. The
-    evictions once a context was read. Random: as many tokens, evenly; and by the gates' own rate of each head.
+    evictions once a context was read. Random: as many tokens, evenly; and by the trained one's own rate of each head.
     """
     entries = kv_ratio * static.context
     choices = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
@@ -79,7 +79,7 @@ def same_size(
     others = {method: make_policy(name, model=model, ratio=kv_ratio) for method, name in evictions.items()}
     others |= {
         "random": make_policy("random", ratio=evenly, **random),
-        "random, the gates' rates": make_policy("random", rates=np.clip(rates, 0, 1), **random),
+        "random, the trained rates": make_policy("random", rates=np.clip(rates, 0, 1), **random),
     }
     return best | {method: (policy, "") for method, policy in others.items()}
 
@@ -112,7 +112,7 @@ def compare(
         own = add_row(task, samples, method, policy)
         first_rates = own.rates if first_rates is None else first_rates
         run, shape = TeacherForcing(model, calibration), own.rates.shape
-        known = orders(run, shape, policy.window) | {"the gates' rates": own.rates}
+        known = orders(run, shape, policy.window) | {"the trained rates": own.rates}
         static = Rivals(run, known, len(samples[0].context), policy.window, shape)
         sizes = {"kv_ratio": own.kv_ratio, "rates": own.rates, "window": policy.window}
         for rival, (other, choice) in same_size(model, static, evictions, seed=seed, **sizes).items():
