@@ -11,8 +11,18 @@ from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
-from kvjax.cache.room import Layout, empty, grown, trimmed
-from kvjax.cache.sizes import MARGIN, CapacityError, largest_shard, pages_for, parse_capacity, rounded_up
+from kvjax.cache.room import Layout, empty, grown, trimmed, widened
+from kvjax.cache.sizes import (
+    MARGIN,
+    CapacityError,
+    device_bytes,
+    largest_shard,
+    pages_for,
+    parse_capacity,
+    pool_size,
+    shared_size,
+    table_tokens,
+)
 from kvjax.cache.stats import Stats, check, stats
 
 __all__ = [
@@ -28,6 +38,7 @@ __all__ = [
     "Stats",
     "Turnover",
     "check",
+    "device_bytes",
     "empty",
     "ends",
     "grown",
@@ -36,13 +47,16 @@ __all__ = [
     "leaving",
     "pages_for",
     "parse_capacity",
+    "pool_size",
     "push",
     "ring_entries",
     "ring_pages",
     "ring_priority",
-    "rounded_up",
+    "shared_size",
     "standings",
     "stats",
     "swap_worst",
+    "table_tokens",
     "trimmed",
+    "widened",
 ]

@@ -1,4 +1,4 @@
-"""A cache that has seen nothing, and copies of a cache with more pages or fewer."""
+"""A cache that has seen nothing, and copies of a cache with more pages, fewer, or larger rings."""
 
 import dataclasses
 import math
@@ -40,6 +40,8 @@ class Layout:
     """The methods' own numbers of entries, and a capacity's: names and dtypes."""
     bounded: bool = False
     """Whether the user stated the capacity."""
+    shared: bool = False
+    """Whether the user stated the longest sequence."""
 
 
 def empty(layout: Layout, state: Any) -> Cache:
@@ -85,7 +87,9 @@ def empty(layout: Layout, state: Any) -> Cache:
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
-    return Cache(pages_, layer_cache, seen, window=layout.window, bounded=layout.bounded)
+    return Cache(
+        pages_, layer_cache, seen, window=layout.window, bounded=layout.bounded, shared=layout.shared
+    )
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:
@@ -133,3 +137,30 @@ def trimmed(cache: Cache, pages: int) -> Cache:
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)
     return dataclasses.replace(cache, pages=new_pages, layers=new_layers)
+
+
+def widened(cache: Cache, window: int) -> Cache:
+    """A copy with rings for a larger window, of a cache whose tokens are all in its rings. Its pool must have the pages
+    free that the larger rings take."""
+    had, ring = (ring_pages(w, cache.page_size) for w in (cache.window, window))
+    more, slots = ring - had, window - cache.window
+
+    def wide(pages, layers):
+        # a token's slot is its position, in the larger ring as in the smaller
+        rows = layers.page_table.shape[:-1]
+        taken = math.prod(rows) * more
+        place = pages.free_count[0] - 1 - jnp.arange(taken, dtype=jnp.int32)
+        ids = pages.free.at[place].get(mode="clip").reshape(*rows, more)
+        table = jnp.concatenate([layers.page_table[..., :had], ids, layers.page_table[..., had:]], -1)
+        after = ((0, 0), (0, 0), (0, 0), (0, slots))
+        layers = dataclasses.replace(
+            layers,
+            page_table=table,
+            priority=jnp.pad(layers.priority, after, constant_values=jnp.nan),
+            numbers={name: jnp.pad(x, after) for name, x in layers.numbers.items()},
+        )
+        return dataclasses.replace(pages, free_count=pages.free_count - taken), layers
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    pages, layers = jax.shard_map(wide, out_specs=specs)(cache.pages, cache.layers)
+    return dataclasses.replace(cache, pages=pages, layers=layers, window=window)

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Float
 
 from kvjax.cache.ring import ring_pages
 from kvjax.errors import UserError, whole_number
-from kvjax.mesh import SHARDS, axis_size
+from kvjax.mesh import SHARDS, axis_size, batch_shards
 
 MARGIN = 1.25
 """How much larger than the policy's expected need the default pool is (never larger than the full cache)."""
@@ -20,19 +21,40 @@ class CapacityError(UserError):
     """The pool is too small for what the policy keeps of these tokens."""
 
 
-def _device_bytes() -> int:
-    """Memory of one device; of the host, divided among its virtual devices, where the device does not say."""
+def device_bytes(*, free: bool = False) -> int:
+    """Memory of one device, or what of it is free; of the host, divided among its virtual devices, where the device
+    does not say."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
+        return stats["bytes_limit"] - (stats.get("bytes_in_use", 0) if free else 0)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-def rounded_up(number: int) -> int:
-    """The number, or up to a sixteenth more: contexts of about one length get tables and pools of one size, and run
-    the programs that were compiled for the first of them."""
-    step = 1 << max(0, number.bit_length() - 5)
-    return -(-number // step) * step
+SMALL_POOL = 1 << 23
+"""Bytes of a shard's pool up to which its size is a power of two: there programs cost more than memory."""
+LEAST_TOKENS = 64
+"""The fewest tokens that tables are made for."""
+
+
+def table_tokens(tokens: int) -> int:
+    """For how many tokens a table is made that has to serve `tokens`: a power of two, so that contexts of about one
+    length run the same programs. A table costs 4 bytes for each page of tokens."""
+    return max(LEAST_TOKENS, 1 << (tokens - 1).bit_length())
+
+
+def pool_size(pages: int, page_bytes: int) -> int:
+    """Pages of a pool that has to hold `pages`: a power of two up to `SMALL_POOL`, above it up to an eighth more, so
+    that contexts of about one size run the same programs."""
+    if pages * page_bytes <= SMALL_POOL:
+        return 1 << (max(1, pages) - 1).bit_length()
+    step = 1 << (pages.bit_length() - 4)
+    return -(-pages // step) * step
+
+
+def shared_size(pages: int, most: int) -> int:
+    """The same where one pool size is to serve all contexts up to some length, of which a full cache takes `most`
+    pages: that, or the half, a quarter or an eighth of it."""
+    return next((size for shift in (3, 2, 1) if (size := most >> shift) >= pages), max(pages, most))
 
 
 def parse_capacity(text: str) -> int | str:
@@ -43,39 +65,44 @@ def parse_capacity(text: str) -> int | str:
 def pages_for(
     capacity: int | str | None,
     *,
-    expected: Float[np.ndarray, "#l #k"],
+    expected: Callable[[int], Float[np.ndarray, "#l #k"]],
     window: int,
-    tokens: int,
-    rows: tuple[int, int, int],
+    tokens: Sequence[int],
+    layers: int,
+    kv_heads: int,
     page_size: int,
     page_bytes: int,
 ) -> int:
-    """Pages of one shard's pool.
+    """Pages that one shard's pool has to have.
 
     Args:
         capacity: entries per kv head on average (an int), bytes of all shards together ("2GiB", "500MB"), a share of
             each device's memory ("30%"), or None: what is expected with a margin.
-        expected: the most entries at one time, ring included, by layer and kv head.
-        tokens: the longest sequence, prompt and new tokens.
-        rows: layers, sequences of one shard, kv heads of the whole model.
+        expected: of so many tokens the most entries at one time, ring included, by layer and kv head.
+        tokens: of each sequence, prompt and new tokens.
         page_bytes: of a page with what stands beside its entries.
     """
-    layers, batch, heads = rows
-    tensor = axis_size("tensor")
-    local_rows = layers * batch * heads // tensor
+    tensor, shards = axis_size("tensor"), batch_shards()
+    local_rows = layers * len(tokens) // shards * kv_heads // tensor
     ring = ring_pages(window, page_size)
     if capacity is None:
-        need = np.minimum(expected * MARGIN, tokens)
-        held = np.maximum(need - min(tokens, window - 1), 0)
-        # a mean says little of one row: each may have a page more, as long as there are tokens for it
-        most = -(-max(tokens - window + 1, 0) // page_size)
-        pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
-        return max(1, batch * largest_shard(np.broadcast_to(pages, (layers, heads)), tensor))
+
+        def pages_of(count: int) -> int:
+            need = np.minimum(expected(count) * MARGIN, count)
+            held = np.maximum(need - min(count, window - 1), 0)
+            # a mean says little of one row: each may have a page more, as long as there are tokens for it
+            most = -(-max(count - window + 1, 0) // page_size)
+            pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
+            return largest_shard(np.broadcast_to(pages, (layers, kv_heads)), tensor)
+
+        pages = {count: pages_of(count) for count in set(tokens)}
+        by_shard = np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1)
+        return max(1, int(by_shard.max()))
     if not isinstance(capacity, str):
         what = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
         pages = -(-whole_number("cache", what, capacity, most=2**62) * local_rows // page_size)
     elif capacity.endswith("%"):
-        pages = int(_number(capacity[:-1], capacity) / 100 * _device_bytes()) // page_bytes
+        pages = int(_number(capacity[:-1], capacity) / 100 * device_bytes()) // page_bytes
     else:
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
         unit = next((u for u in units if capacity.endswith(u)), None)
@@ -91,7 +118,7 @@ def pages_for(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the "
             f"{local_rows * max(ring, 1)} that the windows of {local_rows} (layer, sequence, kv head) rows take"
         )
-    return min(pages, local_rows * (ring + -(-tokens // page_size)))
+    return min(pages, local_rows * (ring + -(-max(tokens) // page_size)))
 
 
 def largest_shard(pages: Float[np.ndarray, "l k"], shards: int) -> int:

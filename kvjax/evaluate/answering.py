@@ -71,7 +71,7 @@ def answer(
         ]
         if any(read):
             first = [q.prompt[:count] for q, count in zip(questions, read, strict=True)]
-            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, calls=calls)
+            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, calls=calls, grow=False)
             questions = [
                 dataclasses.replace(q, prompt=q.prompt[count:])
                 for q, count in zip(questions, read, strict=True)

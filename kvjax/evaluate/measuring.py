@@ -21,6 +21,7 @@ from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.joint_eviction import JointEviction, planes_of
 from kvjax.inference.forward import feed
 from kvjax.inference.record import Calls
+from kvjax.inference.room import within
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
@@ -119,6 +120,7 @@ def compact(
     watch.lap()
     calls, observers = _join(reading.calls, Calls()), _observers(policy, group)
     with use_mesh(model):
+        policy = within(policy, reading.cache)
         run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
         cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(sample.context) for sample in group]
         cache = at_prompt_end(model, policy, cache, tokens, observers, run, calls)
@@ -207,7 +209,7 @@ def _for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     )
     layers = dataclasses.replace(cache.layers, state=states, numbers=numbers)
     pages = dataclasses.replace(cache.pages, planes=planes)
-    return later, dataclasses.replace(cache, pages=pages, layers=layers)
+    return within(later, cache), dataclasses.replace(cache, pages=pages, layers=layers)
 
 
 def _join(first: Calls, second: Calls) -> Calls:

@@ -115,7 +115,9 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
     wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
     if made_for != wanted:
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
-    if cache.window != policy.window:
+    # of a cache that is all in its rings they grow
+    in_rings = cache.window < policy.window and int(np.asarray(cache.seen).max()) < cache.window
+    if cache.window != policy.window and not in_rings:
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
+from kvjax.cache.rollback import marked, taken_back
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.record import Calls
+from kvjax.inference.room import free_pages, more_pages, pool_pages, with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.policy import Policy, States
@@ -44,6 +46,8 @@ def forward(
         the cache, the hidden states after the final norm, and what was captured, with a leading layer axis. Those of
         padding mean nothing.
     """
+    if policy.window != cache.window:
+        raise ValueError(f"the policy's window is {policy.window}, the cache's {cache.window}")
     tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
     position = positions(cache.seen, valid, tokens.shape[1])
     attend = attending(cache, valid, write, capture, implementation)
@@ -150,10 +154,28 @@ def memories(
     return dataclasses.replace(cache.layers.state, eviction=found.eviction)
 
 
+SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384
+"""Tokens that calls are compiled for: a longer prompt is read in several, a shorter one is padded."""
+LITTLE = 32
+"""Tokens of padding that cost less than another call."""
+
+
+def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """How calls of at most `chunk` tokens read so many: of each its tokens, and the size that they are padded to: one
+    of `SIZES`, or the chunk. At most a quarter is padding, or `LITTLE`."""
+    sizes = [*(size for size in SIZES if size < chunk), max(chunk, SIZES[0])]
+    left = tokens
+    while left:
+        size = next((size for size in sizes if size >= left), None)
+        if size is None or size - left > max(tokens // 4, LITTLE):
+            size = max(size for size in sizes if size <= left)
+        count = min(size, left, chunk)
+        yield count, size
+        left -= count
+
+
 def bucket(tokens: int) -> int:
-    """The padded length that a call of `tokens` tokens is compiled for: 16 · 2ⁿ or 24 · 2ⁿ, below 16 as it is."""
-    if tokens <= 16:
-        return tokens
+    """The padded length that so many tokens are compiled for where they cannot be cut: 16 · 2ⁿ or 24 · 2ⁿ."""
     size = 16
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -180,26 +202,60 @@ def feed(
     implementation: str | None = None,
     logits: Float[Array, "b v"] | None = None,
     room: int = 0,
+    grow: bool = True,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """All of `rows` through the model, `chunk` tokens a call.
+    """All of `rows` through the model, at most `chunk` tokens a call.
 
     Args:
         cache: it is donated.
-        calls: a record to add to.
+        calls: a record to add to, a call a chunk.
         logits: of rows that are empty.
-        room: tokens that will follow, for the error of a pool that runs out.
+        room: tokens that will follow.
+        grow: whether the pool may grow where it runs out, unless its size was stated.
 
     Returns:
         the cache, and the logits after each row's last token.
+
+    Raises:
+        CapacityError: the pool ran out.
     """
-    longest = max(row.size for row in rows)
+    longest, grow = max(row.size for row in rows), grow and not cache.bounded
     for start in range(0, longest, chunk):
-        part = [row[start : start + chunk] for row in rows]
+        end = min(start + chunk, longest)
         if calls is not None:
-            calls.feed(cache, np.array([row.size for row in part]))
-        tokens, valid = padded(part, bucket(min(chunk, longest - start)))
-        cache, new = last_logits(model, policy.reading, cache, tokens, valid, implementation=implementation)
-        logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
-    caches.check(cache, policy.name, room)
+            calls.feed(cache, np.array([row[start:end].size for row in rows]))
+        for count, size in pieces(end - start, chunk):
+            tokens, valid = padded([row[start : start + count] for row in rows], size)
+            start += count
+            arguments = model, policy.reading, tokens, valid, implementation
+            cache, new = _read_call(*arguments, cache, policy, longest - start + room, grow)
+            logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
     assert logits is not None
     return cache, logits
+
+
+def _read_call(
+    model: Decoder,
+    reading: Policy,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    implementation: str | None,
+    cache: Cache,
+    policy: Policy,
+    to_come: int,
+    grow: bool,
+) -> tuple[Cache, Float[Array, "b v"]]:
+    """`last_logits`; where the pool may run out and does, once more with a larger one. What a call admits does not
+    depend on the pages that there are for it, so the second time it is enough."""
+    count = int(np.asarray(valid).max())
+    if more_pages(cache, count, policy.most_stored) <= free_pages(cache):
+        return last_logits(model, reading, cache, tokens, valid, implementation=implementation)
+    mark = marked(cache) if grow else None
+    cache, new = last_logits(model, reading, cache, tokens, valid, implementation=implementation)
+    if (lacking := -free_pages(cache)) > 0 and mark is not None:
+        read = int(np.asarray(cache.seen).max())
+        used = pool_pages(cache) + lacking
+        cache = with_more_pages(policy, taken_back(cache, mark), used, read, to_come)
+        cache, new = last_logits(model, reading, cache, tokens, valid, implementation=implementation)
+    caches.check(cache, policy.name, to_come)
+    return cache, new

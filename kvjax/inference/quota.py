@@ -29,7 +29,7 @@ def quota(
     """
     plan = policy.plan
     assert plan is not None
-    layers, slots = len(cache.layers.length), policy.window - 1
+    layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     kept = plan.kept(tokens, entry_bytes(cache))
@@ -52,7 +52,7 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     plan = policy.plan
     assert plan is not None
     length = np.asarray(cache.layers.length)[:, : len(over)]
-    seen, slots = np.asarray(cache.seen)[: len(over)], policy.window - 1
+    seen, slots = np.asarray(cache.seen)[: len(over)], cache.window - 1
     last = _beyond([plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))], slots)
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():

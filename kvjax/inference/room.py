@@ -1,6 +1,7 @@
 """Room for what is to come: a new cache for prompts, and pools that grow for questions and answers."""
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +10,21 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import cache as caches
-from kvjax.cache import Cache, Layout
+from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.step import Shape
+from kvjax.struct import changed
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
+widened = jax.jit(caches.widened, static_argnums=1)
+
+QUESTION = 64
+"""Tokens of a question with its answer that there is room for at least."""
 
 
 def empty_cache(
@@ -28,18 +34,33 @@ def empty_cache(
     layers: int,
     kv_heads: int,
     head_dim: int,
-    tokens: int,
+    tokens: int | Sequence[int],
     dtype: Any,
     group: int = 1,
     page_size: int = caches.PAGE_SIZE,
     capacity: int | str | None = None,
+    max_tokens: int | None = None,
 ) -> Cache:
-    """A cache that has seen nothing, for `batch` sequences (a multiple of the mesh's batch shards) of at most `tokens`
-    tokens each (`rounded_up`), on the current mesh. `group`: query heads of a kv head, for methods that remember
-    queries. `capacity` as in `kvjax.cache.pages_for`."""
+    """A cache that has seen nothing, on the current mesh.
+
+    Args:
+        batch: sequences, a multiple of the mesh's batch shards.
+        tokens: at most, of each sequence or of all.
+        group: query heads of a kv head, for methods that remember queries.
+        capacity: as in `kvjax.cache.pages_for`.
+        max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
+
+    Raises:
+        UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
+        CapacityError: a capacity below what the windows take.
+    """
     page_size = whole_number("cache", "page_size", page_size)
     most = policy.most_stored
-    tokens = caches.rounded_up(tokens if most is None else min(tokens, most + policy.window - 1))
+    each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
+    table = caches.table_tokens(max(each)) if max_tokens is None else max_tokens
+    if most is not None:
+        table = min(table, most + policy.window - 1)
+    each = [table if max_tokens is not None else min(count, table) for count in each]
     dtype = jnp.dtype(dtype)
     stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
     own = {} if most is None else caches.CAPACITY_PLANES
@@ -48,22 +69,50 @@ def empty_cache(
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
     page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
-    pages = caches.pages_for(
-        capacity,
-        expected=policy.expected_entries(tokens, layers * kv_heads * page_bytes // page_size),
-        window=policy.window,
-        tokens=tokens,
-        rows=(layers, batch // batch_shards(), kv_heads),
-        page_size=page_size,
-        page_bytes=page_bytes,
-    )
+    entry_bytes = layers * kv_heads * page_bytes // page_size
+    ring = caches.ring_pages(policy.window, page_size)
+    rows = layers * batch // batch_shards() * kv_heads // axis_size("tensor")
+
+    def shard_pages(each: Sequence[int]) -> int:
+        """Of a pool for sequences of so many tokens."""
+        pages = caches.pages_for(
+            capacity, expected=lambda count: policy.expected_entries(count, entry_bytes), window=policy.window,
+            tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes,
+        )  # fmt: skip
+        if capacity is not None:
+            return pages
+        if max_tokens is not None:
+            beyond = max(max_tokens - policy.window + 1, 0)
+            return caches.shared_size(pages, rows * (ring + -(-beyond // page_size)))
+        return caches.pool_size(pages, page_bytes)
+
+    pages = shard_pages(each)
+    _check_memory(policy.name, shard_pages, each, pages * page_bytes, page_bytes)
     layout = Layout(
-        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=tokens,
+        batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=pages, dtype=dtype, stored=jnp.dtype(stored),
         bounds=None if policy.selection is None else jnp.dtype(bounds), planes=planes,
-        bounded=capacity is not None,
+        bounded=capacity is not None, shared=max_tokens is not None,
     )  # fmt: skip
     return laid_out(policy.traced, layout, group)
+
+
+def _check_memory(
+    name: str, shard_pages: Callable[[Sequence[int]], int], each: Sequence[int], need: int, page_bytes: int
+) -> None:
+    """UserError where a device has less memory free than its pool needs, with what would fit."""
+    free = caches.device_bytes(free=True)
+    if need <= free:
+        return
+    low, high = 0, max(each)
+    while low < high:
+        fewer = -(-(low + high) // 2)
+        fits = shard_pages([min(count, fewer) for count in each]) * page_bytes <= free
+        low, high = (fewer, high) if fits else (low, fewer - 1)
+    raise UserError(
+        f"policy {name}: sequences of up to {max(each)} tokens, prompt and answer, take {need / 2**30:.2f} GiB of "
+        f"cache on a device that has {free / 2**30:.2f} GiB free; {low} tokens would fit"
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -90,30 +139,72 @@ def _split_like_heads(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P
 def new_cache(
     model: Decoder,
     policy: Policy,
-    rows: list[np.ndarray],
+    rows: Sequence[np.ndarray],
     room: int,
     page_size: int,
     capacity: int | str | None,
+    max_tokens: int | None = None,
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
-    tokens = max(row.size for row in rows) + room
-    if plan is not None:
-        tokens += plan.read_behind
     if plan is not None and plan.schedule.while_decoding and capacity is None:
-        tokens -= room  # which is made when the prompt was compacted
+        room = 0  # which is made when the prompt was compacted
+    more = room + (0 if plan is None else plan.read_behind)
     return empty_cache(
         policy,
         batch=-(-len(rows) // shards) * shards,
         layers=config.num_layers,
         kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        tokens=tokens,
+        tokens=[row.size + more for row in rows],
         dtype=model.embed.dtype,
         group=config.num_heads // config.num_kv_heads,
         page_size=page_size,
         capacity=capacity,
+        max_tokens=max_tokens,
     )
+
+
+def begin(
+    model: Decoder,
+    policy: Policy,
+    rows: list[np.ndarray],
+    room: int,
+    page_size: int,
+    capacity: int | str | None,
+    max_tokens: int | None,
+) -> tuple[Policy, Cache]:
+    """An empty cache for prompts and `room` more tokens, and the policy with its window.
+
+    max_tokens: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget below what
+    always stays.
+    """
+    if policy.plan is not None:
+        # at once, and not when a prompt or an answer has grown to it
+        shape = model.config
+        entry_bytes = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * model.embed.dtype.itemsize
+        policy.plan.check_bound(policy.name, policy.window - 1, entry_bytes)
+    longest = max(row.size for row in rows) + room
+    if max_tokens is not None and longest > max_tokens:
+        raise UserError(
+            f"prompts of up to {longest - room} tokens with {room} more are longer than max_tokens={max_tokens}, the "
+            "longest sequence that programs are shared by; max_new_tokens limits an answer"
+        )
+    policy = narrowed(
+        policy, (max_tokens or longest) + (0 if policy.plan is None else policy.plan.read_behind)
+    )
+    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
+
+
+def narrowed(policy: Policy, tokens: int) -> Policy:
+    """The policy with a window as large as sequences of so many tokens need: in a larger one no token would leave the
+    ring, either."""
+    return changed(policy, window=min(policy.window, caches.table_tokens(tokens) + 1))
+
+
+def within(policy: Policy, cache: Cache) -> Policy:
+    """The policy with the window of the cache, which may be `narrowed`."""
+    return changed(policy, window=cache.window)
 
 
 def pool_pages(cache: Cache) -> int:
@@ -137,12 +228,44 @@ def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
     return int(_shard_sums(cache, -(-longer // cache.page_size) - -(-length // cache.page_size)).max())
 
 
+def free_pages(cache: Cache) -> int:
+    """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
+    return int(np.asarray(cache.pages.free_count).min())
+
+
+def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come: int) -> Cache:
+    """A copy with a larger pool.
+
+    Args:
+        used: pages of a shard that will be in use once `read` tokens of the longest sequence are stored.
+        to_come: tokens that follow them.
+
+    Raises:
+        CapacityError: the devices have no memory for `used` pages.
+    """
+    have, page_bytes = pool_pages(cache), cache.pages.nbytes // cache.pages.pool.shape[0]
+    # what follows as what was read, or all of it
+    likely = int(used * (1 + to_come / max(read, 1)) * caches.MARGIN)
+    need = min(likely, used + more_pages(cache, to_come, policy.most_stored))
+    # while they are copied both pools are held
+    most = caches.device_bytes(free=True) // page_bytes
+    size = min(max(caches.pool_size(need, page_bytes), used), most)
+    if size < used:
+        raise CapacityError(
+            f"policy {policy.name}: {read} tokens take {used} pages of {cache.page_size} tokens on a device, "
+            f"{used * page_bytes / 2**20:.1f} MiB, and it has memory for {most}: give shorter prompts, a smaller batch "
+            "or more devices"
+        )
+    return grown(cache, size - have, 0)
+
+
 def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
     """Pages of a shard for what is stored and, in each sequence, a question and an answer of so many tokens."""
-    free, pool = int(np.asarray(cache.pages.free_count).min()), pool_pages(cache)
-    used, tokens, plan = pool - free, asked + answered, policy.plan
+    used, tokens, plan = pool_pages(cache) - free_pages(cache), asked + answered, policy.plan
     if tokens == 0:
         return max(used, 1)
+    # questions and answers of about one length run the same programs
+    tokens = max(QUESTION, 1 << (tokens - 1).bit_length())
     layers, batch, heads = cache.layers.length.shape
     # every row may start a page, and then takes what the policy admits of the new tokens
     kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads))
@@ -164,19 +287,27 @@ def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
 def _lacking(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
     """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more, 0 if its size was stated."""
     need, have = _wanted(policy, cache, asked, answered), pool_pages(cache)
-    rounded = caches.rounded_up(need)
-    return 0 if cache.bounded or need <= have <= rounded else rounded - have
+    if cache.bounded or (cache.shared and need <= have):
+        return 0
+    rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
+    return 0 if need <= have <= rounded else rounded - have
 
 
 def _columns(policy: Policy, cache: Cache, tokens: int) -> int:
     """Columns that the page table lacks for `tokens` more tokens; where it lacks any, of a number rounded up."""
     seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
-    most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
-    if policy.most_stored is not None:
-        most = min(most, max(policy.most_stored, longest))
     ring = caches.ring_pages(cache.window, cache.page_size)
-    have, need = cache.layers.page_table.shape[-1], ring + -(-most // cache.page_size)
-    return caches.rounded_up(need) - have if need > have else 0
+    have = cache.layers.page_table.shape[-1]
+
+    def columns(tokens: int) -> int:
+        most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
+        if policy.most_stored is not None:
+            most = min(most, max(policy.most_stored, longest))
+        return ring + -(-most // cache.page_size)
+
+    if columns(tokens) <= have:
+        return 0
+    return columns(caches.table_tokens(seen + tokens) - seen) - have
 
 
 def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
@@ -189,8 +320,23 @@ def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
     return cache
 
 
-def with_room(cache: Cache, policy: Policy, asked: int, answered: int) -> Cache:
-    """A copy of `cache` that can take a question and an answer of so many tokens a sequence; its pool grows unless
-    its size was stated."""
+def with_room(cache: Cache, policy: Policy, asked: int, answered: int) -> tuple[Policy, Cache]:
+    """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
+    copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's
+    window (`narrowed`)."""
+    tokens = int(np.asarray(cache.seen).max()) + asked + answered
+    narrow = narrowed(policy, max(tokens, cache.window - 1))
+    if cache.window < narrow.window and tokens >= cache.window:
+        layers, batch, heads = cache.layers.length.shape
+        rows = layers * batch * heads // len(np.asarray(cache.pages.free_count))
+        more = (caches.ring_pages(w, cache.page_size) for w in (narrow.window, cache.window))
+        lacking = max(0, rows * (next(more) - next(more)) - free_pages(cache))
+        if lacking and cache.bounded:
+            raise CapacityError(
+                f"policy {policy.name}: {tokens} tokens do not fit into the capacity that was stated, all of which are "
+                f"in its window of {policy.window}"
+            )
+        cache = widened(grown(cache, lacking, 0), narrow.window)
+    policy = within(policy, cache)
     lacking = _lacking(policy, cache, asked, answered)
-    return grown(cache, max(0, lacking), _columns(policy, cache, asked + answered))
+    return policy, grown(cache, max(0, lacking), _columns(policy, cache, asked + answered))

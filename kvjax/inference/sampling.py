@@ -29,7 +29,7 @@ from kvjax.inference.checks import (
 )
 from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
-from kvjax.inference.room import new_cache, with_room
+from kvjax.inference.room import begin, with_room
 from kvjax.mesh import BATCH, P, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -68,9 +68,11 @@ def decode_block(
     *,
     count: int,
     greedy: bool,
+    limit: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> tuple[Cache, Int[Array, "count b"], Int[Array, " b"], Bool[Array, " b"], Before]:
-    """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing.
+    """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing, and after
+    `limit` tokens (None: `count`) none does.
 
     `made` is how many were drawn before: what is drawn does not depend on the blocks.
 
@@ -78,16 +80,21 @@ def decode_block(
     each token.
     """
 
+    limit = jnp.int32(count) if limit is None else limit
+
+    def fed(carry, index):
+        token, running = carry
+        return token, running & (index < limit)
+
     def said(carry, index, logits):
         token, running = carry
         new = _draw(logits, draw, jax.random.fold_in(key, made + index), greedy)
-        new = jnp.where(running, new, token)
+        new = jnp.where(running & (index < limit), new, token)
         return (new, running & ~_is_stop(new, draw)), new
 
     cache, (token, running), drawn, before = decode(
-        model, policy, cache, (token, running), jnp.arange(count), lambda carry, _: carry, said,
-        implementation=implementation,
-    )  # fmt: skip
+        model, policy, cache, (token, running), jnp.arange(count), fed, said, implementation=implementation
+    )
     return cache, drawn, token, running, before
 
 
@@ -148,6 +155,7 @@ def prefill(
     policy: Policy | None = None,
     max_new_tokens: int = 0,
     capacity: int | str | None = None,
+    max_tokens: int | None = None,
     page_size: int = caches.PAGE_SIZE,
     chunk: int = CHUNK,
     observers: Prompts | None = None,
@@ -161,7 +169,11 @@ def prefill(
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: room for what will follow. With no stated capacity `sample` makes room itself.
         capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
-            device's memory ("30%"). None: the policy's expected need with a margin.
+            device's memory ("30%"). It is a bound. None: the policy's expected need with a margin, and what more turns
+            out to be needed, up to the devices' memory.
+        max_tokens: the longest prompt with its answer that is to share compiled programs: pool and tables are made for
+            it and keep their size, so that every shorter context and question runs the programs of the first. None:
+            pools follow each prompt, and programs are shared by those of about one length.
         page_size: tokens per page.
         chunk: prompt tokens in one call; the result does not depend on it.
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
@@ -178,6 +190,7 @@ def prefill(
     """
     check_made("prefill", model, policy, calls, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
+    max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
     page_size, chunk = (
         whole_number("prefill", "page_size", page_size),
         whole_number("prefill", "chunk", chunk),
@@ -190,7 +203,7 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
-        cache = new_cache(model, policy, rows, room, page_size, capacity)
+        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         arguments = max_new_tokens, chunk, calls, implementation, behind
         return schedule.read(model, policy, cache, rows, *arguments)[0]
 
@@ -226,6 +239,7 @@ def stream(
     eos: Sequence[int] | None = None,
     cache: Cache | None = None,
     capacity: int | str | None = None,
+    max_tokens: int | None = None,
     page_size: int = caches.PAGE_SIZE,
     chunk: int = CHUNK,
     block: int = BLOCK,
@@ -239,6 +253,7 @@ def stream(
     """
     check_made("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
+    max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
     temperature = real_number("sample", "temperature", temperature, 0.0)
@@ -257,18 +272,19 @@ def stream(
         policy = _on_mesh(policy, model)
         rows = token_rows(model, prompts)
         if cache is None:
-            held = new_cache(model, policy, rows, max_new_tokens, page_size, capacity)
+            policy, held = begin(model, policy, rows, max_new_tokens, page_size, capacity, max_tokens)
             held, after = schedule.read(
                 model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )
         else:
-            if capacity is not None:
-                raise UserError(
-                    "capacity is stated where the cache is made (prefill), not where it is continued"
-                )
+            for name, stated in (("capacity", capacity), ("max_tokens", max_tokens)):
+                if stated is not None:
+                    raise UserError(
+                        f"{name} is stated where the cache is made (prefill), not where it is continued"
+                    )
             check_continues(cache, model, policy, rows)
             longest = max(row.size for row in rows)
-            held = with_room(cache, policy, longest, max_new_tokens)
+            policy, held = with_room(cache, policy, longest, max_new_tokens)
             held, after = feed(
                 model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
             )
@@ -280,20 +296,20 @@ def stream(
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
-            left = min(block, max_new_tokens - made)
-            count, held = schedule.next_block(policy, held, before, made - 1, left)
+            left = max_new_tokens - made
+            count, size, held = schedule.next_block(policy, held, before, made - 1, left, block)
             held, drawn, token, running, fed = decode_block(
                 model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
-                count=count, greedy=greedy, implementation=implementation,
+                limit=np.int32(count), count=size, greedy=greedy, implementation=implementation,
             )  # fmt: skip
         caches.check(held, policy.name, max_new_tokens - made - count)
         if calls is not None:
-            lengths, seen, ran = map(np.asarray, fed)
+            lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
         with use_mesh(model):
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
-        yield _tokens(np.asarray(drawn), before, draw, len(rows)), held
+        yield _tokens(np.asarray(drawn)[:count], before, draw, len(rows)), held
 
 
 def _tokens(drawn, running, draw, sequences):
@@ -319,8 +335,8 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
         eos: stop tokens; by default every eos id of the model's generation_config.json.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
-        capacity, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and page
-            size.
+        capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
+            page size.
         block: tokens between two looks of the host.
 
     Returns:

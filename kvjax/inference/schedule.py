@@ -18,7 +18,7 @@ from kvjax.inference.eviction import compacted
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
-from kvjax.inference.room import fitted, grown, more_pages, pool_pages
+from kvjax.inference.room import fitted, free_pages, more_pages, pool_pages, with_more_pages
 from kvjax.models.decoder import Decoder
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
@@ -52,12 +52,12 @@ def read(
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
     """
-    run = functools.partial(feed, model, policy, chunk=chunk, calls=calls, implementation=implementation)
+    run = functools.partial(
+        feed, model, policy, chunk=chunk, calls=calls, implementation=implementation, room=room
+    )
     plan = policy.plan
     if plan is None:
-        return run(cache, rows, room=room)
-    # at once, and not when a prompt or an answer has grown to it
-    plan.check_bound(policy.name, cache.window - 1, entry_bytes(cache))
+        return run(cache, rows)
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.schedule.in_chunks:
@@ -176,28 +176,40 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
     )
 
 
+FEW = 4
+"""Tokens of a smaller block, which serves what is left of an answer."""
+
+
+def block_size(tokens: int, block: int) -> int:
+    """Tokens of the compiled block that decodes so many, or their first part: the block, `FEW` or one, so that answers
+    of all lengths run the same programs. At most half of it is more than was asked for, which is computed and dropped.
+    """
+    return block if 2 * tokens > block else min(FEW, block) if tokens > 1 else 1
+
+
 def next_block(
-    policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, block: int
-) -> tuple[int, Cache]:
-    """(count, cache): after `count` tokens, at most `block`, the next compaction may be due, and the cache has room for
-    them. A power of two where a plan decides, so that few programs are compiled.
+    policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int, left: int, block: int
+) -> tuple[int, int, Cache]:
+    """(count, size, cache): how many tokens may be decoded before a compaction may be due, at most those that are
+    `left`; the `block_size` for them; and the cache with room for them.
 
     running: the sequences that go on. fed: tokens decoded so far.
     """
-    plan = policy.plan
-    if plan is None or not plan.schedule.while_decoding:
-        return block, cache
-    if plan.schedule.when == "every":
-        left = plan.schedule.every - fed % plan.schedule.every
-    else:
+    plan, due = policy.plan, left
+    if plan is not None and plan.schedule.when == "every":
+        due = plan.schedule.every - fed % plan.schedule.every
+    elif plan is not None and plan.schedule.when == "overflow":
         layers, _, heads = cache.layers.length.shape
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
-        left = max(1, int(-over.max()) // (layers * heads))
-    count = 1 << (min(left, block).bit_length() - 1)
-    short = 0 if cache.bounded else more_pages(cache, count) - int(np.asarray(cache.pages.free_count).min())
-    # what was planned for may not have come: a prompt too short to be compacted, a budget that is not met yet
-    return count, cache if short <= 0 else grown(cache, max(short, pool_pages(cache) // 4), 0)
+        due = max(1, int(-over.max()) // (layers * heads))
+    size = block_size(min(due, left), block)
+    count = min(due, left, size)
+    if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
+        read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
+        to_come = left - count if plan is None or not plan.schedule.while_decoding else due
+        cache = with_more_pages(policy, cache, used, read, to_come)
+    return count, size, cache
 
 
 def after_block(

@@ -6,11 +6,13 @@ import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference.room import new_cache
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from tests.inference.counting import START, admitted, counting
 from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_gates, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -18,14 +20,19 @@ def model():
     return unnormed()
 
 
-def test_the_default_pool_follows_the_policy_not_the_context(model):
+def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
+    """But for pools of a few MiB, which are powers of two."""
+    full = caches.stats(sampling.prefill(model, [np.zeros(600, np.int64)]))
+    assert full.kv_ratio == 1
+    assert full.pool_pages == 512
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     prompt = [np.zeros(600, np.int64)]
     policy = make_policy("random", model=model, ratio=0.1, window=8)
     sizes = caches.stats(sampling.prefill(model, prompt, policy=policy))
     assert sizes.bytes < 0.25 * sizes.full_bytes
     full = caches.stats(sampling.prefill(model, prompt))
     assert full.kv_ratio == 1
-    assert full.full_bytes <= full.bytes <= 1.05 * full.full_bytes
+    assert full.full_bytes <= full.bytes <= 1.125 * full.full_bytes
 
 
 def test_the_default_pool_holds_what_chance_admits(model):
@@ -38,12 +45,13 @@ def test_the_default_pool_holds_what_chance_admits(model):
     assert caches.stats(sampling.prefill(model, prompt, policy=nothing)).entries.sum() == 0
 
 
-def test_the_pool_shrinks_to_what_stayed(model, prompts):
+def test_the_pool_shrinks_to_what_stayed(model, prompts, monkeypatch):
     """With room for what was announced, and none of it lost: the answer is that of a cache of stated size."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     options = {"policy": make_policy("keydiff", model=model, ratio=0.25), "page_size": PAGE}
     small = sampling.prefill(model, prompts, **options)
     pages_are_whole(small)
-    assert small.pages.pool.shape[0] == caches.rounded_up(caches.stats(small).pages)
+    assert caches.stats(small).pages <= small.pages.pool.shape[0] <= 1.125 * caches.stats(small).pages
     assert (
         caches.stats(small).bytes
         < 0.35 * caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes
@@ -52,7 +60,6 @@ def test_the_pool_shrinks_to_what_stayed(model, prompts):
     fixed = sampling.sample(model, prompts, capacity=max(LENGTHS) + 12, **options, **more)
     grown = sampling.sample(model, prompts, **options, **more)
     np.testing.assert_array_equal(grown.tokens, fixed.tokens)
-    assert grown.stats.bytes < fixed.stats.bytes
 
 
 def test_freed_pages_are_used_again(model, prompts):
@@ -84,3 +91,85 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
     lines = [np.concatenate([prompt, question]) for prompt in prompts]
     alone = sampling.sample(unnormed(), lines, policy=counting(window=window), max_new_tokens=4, eos=())
     np.testing.assert_array_equal(out.tokens, alone.tokens)
+
+
+def admitting(model, rate):
+    """Write gates whose pool is sized for another rate than theirs, which is about a half."""
+    return make_policy(
+        "wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=8, rate=np.full((3, 4), rate)
+    )
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
+    """In a prompt's chunks, a question and an answer: what is said, and what is held, is that of a pool with room."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    with jax.set_mesh(make_mesh(**shape)):
+        split = tiny_model()
+        options = {"page_size": PAGE, "chunk": 16}
+        more = {"max_new_tokens": 40, "eos": ()}
+        small, large = (admitting(split, rate) for rate in (0.01, 1.0))
+        grown = sampling.prefill(split, prompts, policy=small, **options)
+        first = caches.stats(new_cache(split, small, prompts, 0, PAGE, None)).pool_pages
+        held, room = caches.stats(grown), sampling.prefill(split, prompts, policy=large, **options)
+        assert held.pool_pages > first
+        np.testing.assert_array_equal(held.entries, caches.stats(room).entries)
+        if not shape:
+            pages_are_whole(grown)
+        questions = [prompt[:30] for prompt in prompts]
+        told = [
+            sampling.sample(split, questions, policy=policy, cache=cache, **more)
+            for policy, cache in ((small, grown), (large, room))
+        ]
+    np.testing.assert_array_equal(told[0].tokens, told[1].tokens)
+    np.testing.assert_array_equal(told[0].stats.entries, told[1].stats.entries)
+
+
+def test_a_pool_follows_each_sequence(model, monkeypatch):
+    """And not the longest one, however often."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    lengths = [400, *[40] * 7]
+    sizes = caches.stats(sampling.prefill(model, [np.arange(length) % 61 for length in lengths]))
+    assert sizes.full_bytes <= sizes.bytes <= 1.2 * sizes.full_bytes
+
+
+def test_a_window_is_no_larger_than_the_sequences(model):
+    """Until they grow: then the answer is that of the whole window, and of one that the sequences leave."""
+    prompt, question = np.arange(100) % 61, np.arange(30)
+    wide, narrow = (make_policy("streaming_llm", sink=2, window=window) for window in (10**9, 150))
+    more = {"max_new_tokens": 60, "eos": ()}
+    cache = sampling.prefill(model, [prompt], policy=wide)
+    assert cache.pages.nbytes < 3 * caches.stats(cache).full_bytes
+    found = sampling.sample(model, [question], policy=wide, cache=cache, **more)
+    whole = sampling.sample(model, [np.concatenate([prompt, question])], **more)
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
+    cache = sampling.prefill(model, [prompt], policy=narrow)
+    assert cache.window == 129, "of a table for 128 tokens"
+    found = sampling.sample(model, [question], policy=narrow, cache=cache, **more)
+    whole = sampling.sample(model, [np.concatenate([prompt, question])], policy=narrow, **more)
+    np.testing.assert_array_equal(found.tokens, whole.tokens)
+    assert found.stats.entries.max() == 151
+
+
+def test_what_no_device_could_hold_is_refused(model):
+    with pytest.raises(UserError, match=r"of up to 2000000002 tokens, .* GiB free; \d+ tokens would fit"):
+        sampling.sample(model, [[1, 2]], max_new_tokens=2_000_000_000)
+
+
+def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: 10**6)
+    policy = make_policy("full")
+    with pytest.raises(UserError) as error:
+        sampling.sample(model, [np.arange(50)] * 2, policy=policy, max_new_tokens=10**5)
+    named = int(str(error.value).split()[-4])
+    sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
+    with pytest.raises(UserError, match=f"{named} tokens would fit"):
+        sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "expected_attention"])
+def test_short_prompts_are_kept_whole(model, name):
+    """Beside a long one that is not."""
+    policy = make_policy(name, ratio=0.5)
+    sizes = caches.stats(sampling.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
+    assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5 if name != "expected_attention" else 2], abs=3)
