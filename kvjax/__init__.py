@@ -19,6 +19,7 @@ _HOME = {
     "sample": "kvjax.inference.sampling",
     "stream": "kvjax.inference.sampling",
     "logits": "kvjax.inference.sampling",
+    "warm_up": "kvjax.inference.warm_up",
     "stats": "kvjax.cache",
     "make_mesh": "kvjax.mesh",
     "CapacityError": "kvjax.cache",
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.inference.sampling import logits, prefill, sample, stream
+    from kvjax.inference.warm_up import warm_up
     from kvjax.mesh import make_mesh
     from kvjax.models import load_model, load_tokenizer, save_model
     from kvjax.policies import make_policy

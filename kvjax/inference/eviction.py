@@ -80,8 +80,8 @@ def scores(
 
 
 def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cache:
-    """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
-    observed at least."""
+    """The cache (donated) after a compaction by a quota, compiled for its longest row, or where programs are shared for
+    the longest that it may have, and for as many entries as are observed at least."""
     assert policy.plan is not None
     eviction = policy.traced.eviction
     assert eviction is not None
@@ -89,5 +89,8 @@ def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cach
     if longest == 0:
         return cache
     plan = policy.plan
+    if cache.shared:
+        columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
+        longest = columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
     return compact(model, eviction, cache, kept, entries=entries, over=plan.shares.over)

@@ -285,10 +285,11 @@ def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
 
 
 def _lacking(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
-    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more, 0 if its size was stated."""
-    need, have = _wanted(policy, cache, asked, answered), pool_pages(cache)
-    if cache.bounded or (cache.shared and need <= have):
+    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated, or is
+    for all sequences up to some length: then it grows where it runs out."""
+    if cache.bounded or cache.shared:
         return 0
+    need, have = _wanted(policy, cache, asked, answered), pool_pages(cache)
     rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
     return 0 if need <= have <= rounded else rounded - have
 

@@ -181,10 +181,10 @@ FEW = 4
 
 
 def block_size(tokens: int, block: int) -> int:
-    """Tokens of the compiled block that decodes so many, or their first part: the block, `FEW` or one, so that answers
-    of all lengths run the same programs. At most half of it is more than was asked for, which is computed and dropped.
+    """Tokens of the compiled block that decodes so many, or their first part: the block or `FEW`, so that answers of
+    all lengths run the same programs. What it computes beyond what was asked for, less than half a block, is dropped.
     """
-    return block if 2 * tokens > block else min(FEW, block) if tokens > 1 else 1
+    return block if 2 * tokens > block else min(FEW, block)
 
 
 def next_block(
@@ -203,7 +203,8 @@ def next_block(
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
         due = max(1, int(-over.max()) // (layers * heads))
-    size = block_size(min(due, left), block)
+    # where every token may bring a compaction, one
+    size = 1 if due == 1 else block_size(min(due, left), block)
     count = min(due, left, size)
     if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
         read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
