@@ -157,7 +157,7 @@ def eviction(
     from kvjax.inference import sampling
     from kvjax.inference.schedule import at_prompt_end
 
-    if policy.plan is None or policy.plan.schedule.when != "prompt":
+    if policy.plan is None or policy.plan.moment.when != "prompt":
         return None
     cache = sampling.prefill(model, [tokens], policy=policy.uncompacted, page_size=config.page_size)
     return cache, lambda cache: at_prompt_end(model, policy, cache, [config.context])

@@ -48,7 +48,7 @@ class Step:
 
 
 @struct
-class Attended:
+class Readout:
     """What one layer's attention found, for methods that write numbers beside entries."""
 
     lse: Float[Array, "b n t"]

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
-from kvjax.inference.eviction import compact
+from kvjax.inference.compaction import compact
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import laid_out
 from kvjax.inference.sampling import Draw, decode_block
@@ -31,7 +31,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.step import initial_state, make_update
+from kvjax.train.update import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
 from tests.pallas_kernels.compile_cases import copies
 

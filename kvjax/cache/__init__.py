@@ -11,7 +11,7 @@ from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
-from kvjax.cache.room import Layout, empty, grown, trimmed, widened
+from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,

@@ -22,10 +22,10 @@ PLANES = {PRIORITY: "float32", POSITION: "int32"}
 class Turnover(NamedTuple):
     """What a call's tokens change in a layer's rows."""
 
-    kept: Bool[Array, "b k t"]
+    stays: Bool[Array, "b k t"]
     """Of as many of the oldest tokens of the ring and the call, in order, those that stay if they leave the ring."""
     gone: Bool[Array, "b k s"] | None = None
-    """The stored entries whose places they take, by place; never more than are kept. None: there is no capacity."""
+    """The stored entries whose places they take, by place; never more than stay. None: there is no capacity."""
 
 
 class Standing(NamedTuple):
@@ -60,8 +60,8 @@ def swap_worst(
     newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)
     worst = lowest_ones & (stored.position == newest[..., None])
     full = length >= capacity
-    kept = wanted & (~full | (priority > lowest))
-    return Turnover(kept[..., None], worst & (kept & full)[..., None])
+    stays = wanted & (~full | (priority > lowest))
+    return Turnover(stays[..., None], worst & (stays & full)[..., None])
 
 
 def ends(

@@ -62,7 +62,7 @@ def forced_entries(length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s
     return eligible & (newest | (place < quota.first[:, None, None]))
 
 
-def kept(
+def choose(
     scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str
 ) -> Bool[Array, "l b k s"]:
     place = places(length, scores.shape[-1])
@@ -78,25 +78,25 @@ def kept(
 
 
 def moved(
-    pages: Pages, layers: LayerCache, kept: Bool[Array, "l b k s"], ring: int
+    pages: Pages, layers: LayerCache, chosen: Bool[Array, "l b k s"], ring: int
 ) -> tuple[Pages, LayerCache]:
-    entries, (capacity, page_size, _) = kept.shape[-1], pages.pool.shape
+    entries, (capacity, page_size, _) = chosen.shape[-1], pages.pool.shape
 
     def move(carry, xs):
-        (stored, bounds), (layer, kept) = carry, xs
+        (stored, bounds), (layer, chosen) = carry, xs
         place = places(layer.length, entries)
-        target = jnp.cumsum(kept, -1, dtype=jnp.int32) - 1
+        target = jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1
         page, offset = addresses(layer, target, page_size, ring)
         source = addresses(layer, place, page_size, ring)
         moved = as_floats(stored[0][source], pages.dtype)
-        bounds = with_keys(bounds, jnp.where(kept, page, capacity), moved)
-        page = jnp.where(kept & (target != place), page, capacity)
+        bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
+        page = jnp.where(chosen & (target != place), page, capacity)
         stored = jax.tree.map(lambda x: x.at[page, offset].set(x[source], mode="drop"), stored)
-        return (stored, bounds), kept.sum(-1, dtype=jnp.int32)
+        return (stored, bounds), chosen.sum(-1, dtype=jnp.int32)
 
     unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
     stored = pages.pool, pages.planes
-    ((pool, planes), bounds), length = lax.scan(move, (stored, unbounded), (layers, kept))
+    ((pool, planes), bounds), length = lax.scan(move, (stored, unbounded), (layers, chosen))
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     freed = (column >= begin) & (column < stop)

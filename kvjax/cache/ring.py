@@ -91,7 +91,7 @@ def push(
     leaving_from_ring = min(tokens, slots)
     old, _ = ring_entries(pages, layer, seen, leaving_from_ring, window)
     outgoing = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
-    stays = turnover.kept & leaving(seen, valid, tokens, window)[:, None]
+    stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
     had = layer.length
     pages, layer, place = _allocate(pages, layer, stays, turnover.gone, ring_pages(window, page_size))
     numbers = {

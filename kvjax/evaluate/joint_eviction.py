@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.policies.interfaces import Eviction, Numbers, Planes, State
-from kvjax.step import Attended, Shape, Step, Stored
+from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import struct
 
 
@@ -35,16 +35,16 @@ class JointEviction(Eviction):
             for method, own in zip(self.methods, state, strict=True)
         )
 
-    def numbers(self, state: tuple[State, ...], step: Step, attended: Attended) -> Numbers:
+    def numbers(self, state: tuple[State, ...], step: Step, readout: Readout) -> Numbers:
         return {
             _own(i, name): x
             for i, method in self._some
-            for name, x in method.numbers(state[i], step, attended).items()
+            for name, x in method.numbers(state[i], step, readout).items()
         }
 
-    def update(self, state: tuple[State, ...], planes: Planes, step: Step, attended: Attended) -> Planes:
+    def update(self, state: tuple[State, ...], planes: Planes, step: Step, readout: Readout) -> Planes:
         for i, method in self._some:
-            new = method.update(state[i], planes_of(planes, i), step, attended)
+            new = method.update(state[i], planes_of(planes, i), step, readout)
             planes = planes | {_own(i, name): x for name, x in new.items()}
         return planes
 

@@ -26,7 +26,7 @@ FOREVER = jnp.iinfo(jnp.int32).max
 
 
 @struct
-class Lines:
+class AnswerRows:
     """Contexts, each with its questions and their expected answers side by side behind it."""
 
     token: Int[Array, "b t"]
@@ -71,7 +71,7 @@ class TeacherForcing:
             size = -(-size // batch_shards()) * batch_shards()
             rows, self._answers = _rows(samples, -(-len(samples) // size), size)
             self._lines = [
-                Lines(**{name: put(x, BATCH, None) for name, x in part.items()}, context=start)
+                AnswerRows(**{name: put(x, BATCH, None) for name, x in part.items()}, context=start)
                 for part in rows
             ]
         if any(question.given for _, _, question in self._answers):
@@ -124,7 +124,7 @@ def _rows(
 
 @partial(jax.jit, static_argnames="as_integers")
 def _outcome(
-    model: Decoder, lines: Lines, pattern: Pattern, as_integers: bool
+    model: Decoder, lines: AnswerRows, pattern: Pattern, as_integers: bool
 ) -> tuple[Int[Array, "b q"], Float[Array, ""], Int[Array, ""]]:
     """The most likely token after each one behind the context, and the loss of the targets with their number."""
 

@@ -14,7 +14,7 @@ from kvjax import cache as caches
 from kvjax.mesh import BATCH, P, gather
 from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
-from kvjax.step import Attended, Step
+from kvjax.step import Readout, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
@@ -40,9 +40,9 @@ def masked_attention(
 
     def local(method, step):
         state, masks = method.masks(step)
-        attended = []
+        outputs = []
         for mask in masks:
-            attended.append(
+            outputs.append(
                 vertical_slash(
                     *(step.q, step.k, step.v, mask.end),
                     window=window,
@@ -51,18 +51,18 @@ def masked_attention(
                 )
             )
         group = step.q.shape[1] // step.k.shape[1]
-        outputs = [
+        weighted = [
             o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None].astype(o.dtype)
-            for mask, (o, _) in zip(masks, attended, strict=True)
+            for mask, (o, _) in zip(masks, outputs, strict=True)
         ]
-        figures = method.figures(state, step, attended)
+        figures = method.figures(state, step, outputs)
         for name, figure in figures.items():
             if figure.shape != step.k.shape[:2]:
                 raise ValueError(
                     f"{type(method).__name__}.figures: {name} is {figure.shape}, expected one number for each sequence "
                     f"and kv head, {step.k.shape[:2]}"
                 )
-        return sum(outputs[1:], outputs[0]), figures
+        return sum(weighted[1:], weighted[0]), figures
 
     return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
 
@@ -111,15 +111,15 @@ def cached_attention(
             return o, lse, pages, layer
         kv = jnp.concatenate([step.k, step.v], -1)
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
-        attended = Attended(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
-        numbers = policy.numbers(states, step, attended) | ({} if bias is None else {BIAS: bias})
+        readout = Readout(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
+        numbers = policy.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(
             pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window
         )
         # of the pool as it is now: the one before would have to be kept beside it
-        attended = dataclasses.replace(attended, pool=pages.pool)
-        planes = policy.update(states, pages.planes, step, attended)
+        readout = dataclasses.replace(readout, pool=pages.pool)
+        planes = policy.update(states, pages.planes, step, readout)
         return o, lse, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))

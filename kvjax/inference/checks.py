@@ -54,7 +54,7 @@ def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     return rows
 
 
-def check_made(where, model, policy=None, calls=None, cache=None, implementation=None):
+def check_arguments(where, model, policy=None, calls=None, cache=None, implementation=None):
     """Refuse what was not made for its place, and a policy for another model."""
     for name, given, kind, source in (
         ("model", model, Decoder, "kvjax.load_model"),
@@ -97,7 +97,7 @@ def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
 def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
     if len(observers) != len(rows):
         raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
-    if policy.plan is not None and policy.plan.schedule.while_decoding:
+    if policy.plan is not None and policy.plan.moment.while_decoding:
         raise UserError(
             f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
         )

@@ -32,9 +32,9 @@ def quota(
     layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
-    kept = plan.kept(tokens, entry_bytes(cache))
+    kept = plan.allowance(tokens, entry_bytes(cache))
     newest = [max(0, plan.newest(share) - gone) for share, gone in zip(kept, dropped, strict=True)]
-    if plan.schedule.in_chunks:
+    if plan.moment.in_chunks:
         counts = plan.chunk_counts(tokens, kept, newest, layers)
     else:
         counts = plan.counts(tokens, kept, slots, layers)
@@ -53,11 +53,11 @@ def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) ->
     assert plan is not None
     length = np.asarray(cache.layers.length)[:, : len(over)]
     seen, slots = np.asarray(cache.seen)[: len(over)], cache.window - 1
-    last = _beyond([plan.newest(share) for share in plan.kept(seen.tolist(), entry_bytes(cache))], slots)
+    last = _beyond([plan.newest(share) for share in plan.allowance(seen.tolist(), entry_bytes(cache))], slots)
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():
         free = np.maximum(counts - (last + plan.first)[:, None], 0)
-        gone = np.floor(plan.schedule.drop * (1 + 1e-12) * counts).astype(np.int32)
+        gone = np.floor(plan.moment.drop * (1 + 1e-12) * counts).astype(np.int32)
         gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
         if not gone.any():
             break

@@ -147,7 +147,7 @@ def new_cache(
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
-    if plan is not None and plan.schedule.while_decoding and capacity is None:
+    if plan is not None and plan.moment.while_decoding and capacity is None:
         room = 0  # which is made when the prompt was compacted
     more = room + (0 if plan is None else plan.read_behind)
     return empty_cache(
@@ -259,37 +259,37 @@ def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come:
     return grown(cache, size - have, 0)
 
 
-def _wanted(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
+def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Pages of a shard for what is stored and, in each sequence, a question and an answer of so many tokens."""
-    used, tokens, plan = pool_pages(cache) - free_pages(cache), asked + answered, policy.plan
+    used, tokens, plan = pool_pages(cache) - free_pages(cache), question + answer, policy.plan
     if tokens == 0:
         return max(used, 1)
     # questions and answers of about one length run the same programs
     tokens = max(QUESTION, 1 << (tokens - 1).bit_length())
     layers, batch, heads = cache.layers.length.shape
     # every row may start a page, and then takes what the policy admits of the new tokens
-    kept = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads))
-    each = np.ceil(np.minimum(kept, tokens) / cache.page_size) + 1
+    expected = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads))
+    each = np.ceil(np.minimum(expected, tokens) / cache.page_size) + 1
     tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
     need = used + batch // batch_shards() * caches.largest_shard(each, tensor)
     need = min(need, used + more_pages(cache, tokens, policy.most_stored))
-    if plan is None or not plan.schedule.while_decoding:
+    if plan is None or not plan.moment.while_decoding:
         return need
     # or what the budget lets stand, and what comes between two compactions
-    between = asked + max(plan.schedule.every, 1)
-    share = plan.kept([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
+    between = question + max(plan.moment.every, 1)
+    share = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
     budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
     ring = caches.ring_pages(cache.window, cache.page_size)
     planned = int(_shard_sums(cache, budget + ring).max())
     return min(need, max(planned, used + more_pages(cache, between)))
 
 
-def _lacking(policy: Policy, cache: Cache, asked: int, answered: int) -> int:
+def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated, or is
     for all sequences up to some length: then it grows where it runs out."""
     if cache.bounded or cache.shared:
         return 0
-    need, have = _wanted(policy, cache, asked, answered), pool_pages(cache)
+    need, have = _wanted(policy, cache, question, answer), pool_pages(cache)
     rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
     return 0 if need <= have <= rounded else rounded - have
 
@@ -321,11 +321,11 @@ def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
     return cache
 
 
-def with_room(cache: Cache, policy: Policy, asked: int, answered: int) -> tuple[Policy, Cache]:
+def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple[Policy, Cache]:
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
     copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's
     window (`narrowed`)."""
-    tokens = int(np.asarray(cache.seen).max()) + asked + answered
+    tokens = int(np.asarray(cache.seen).max()) + question + answer
     narrow = narrowed(policy, max(tokens, cache.window - 1))
     if cache.window < narrow.window and tokens >= cache.window:
         layers, batch, heads = cache.layers.length.shape
@@ -339,5 +339,5 @@ def with_room(cache: Cache, policy: Policy, asked: int, answered: int) -> tuple[
             )
         cache = widened(grown(cache, lacking, 0), narrow.window)
     policy = within(policy, cache)
-    lacking = _lacking(policy, cache, asked, answered)
-    return policy, grown(cache, max(0, lacking), _columns(policy, cache, asked + answered))
+    lacking = _lacking(policy, cache, question, answer)
+    return policy, grown(cache, max(0, lacking), _columns(policy, cache, question + answer))

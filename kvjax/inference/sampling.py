@@ -22,7 +22,7 @@ from kvjax.inference.checks import (
     Prompts,
     check_continues,
     check_key,
-    check_made,
+    check_arguments,
     check_observers,
     stop_tokens,
     token_rows,
@@ -188,7 +188,7 @@ def prefill(
             that compacts while it decodes, or that looks at no tokens.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
-    check_made("prefill", model, policy, calls, implementation=implementation)
+    check_arguments("prefill", model, policy, calls, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
     page_size, chunk = (
@@ -210,7 +210,7 @@ def prefill(
 
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
-    check_made("logits", model)
+    check_arguments("logits", model)
     with use_mesh(model):
         rows = token_rows(model, tokens)
         if len({row.size for row in rows}) > 1:
@@ -251,7 +251,7 @@ def stream(
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
     Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
     """
-    check_made("sample", model, policy, calls, cache, implementation)
+    check_arguments("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)

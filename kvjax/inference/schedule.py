@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache
-from kvjax.inference.eviction import compacted
+from kvjax.inference.compaction import compact_to
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
@@ -23,9 +23,9 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 
-Rows = Sequence[Int[np.ndarray, " _"]]
+TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, a row a sequence."""
-Run = Callable[[Cache, Rows], tuple[Cache, Any]]
+Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 """`feed` for a model and a policy."""
 
 
@@ -33,12 +33,12 @@ def read(
     model: Decoder,
     policy: Policy,
     cache: Cache,
-    rows: Rows,
+    rows: TokenRows,
     room: int,
     chunk: int,
     calls: Calls | None = None,
     implementation: str | None = None,
-    observers: Rows | None = None,
+    observers: TokenRows | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Read `rows` into an empty cache and compact it as the policy plans.
 
@@ -60,14 +60,14 @@ def read(
         return run(cache, rows)
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
-    if plan.schedule.in_chunks:
-        for start in range(0, max(row.size for row in rows), plan.schedule.chunk):
+    if plan.moment.in_chunks:
+        for start in range(0, max(row.size for row in rows), plan.moment.chunk):
             before = jnp.copy(cache.layers.length) if plan.by_chunk else None
             cache, logits = run(
-                cache, [row[start : start + plan.schedule.chunk] for row in rows], logits=logits
+                cache, [row[start : start + plan.moment.chunk] for row in rows], logits=logits
             )
             cache = _after_chunk(model, policy, cache, rows, observers, start, before, run, calls)
-    elif plan.schedule.while_decoding:
+    elif plan.moment.while_decoding:
         cache, logits = run(cache, rows)
         cache = at_end(model, policy, cache, len(rows))
     else:
@@ -82,8 +82,8 @@ def at_prompt_end(
     policy: Policy,
     cache: Cache,
     tokens: Sequence[int],
-    observers: Rows | None = None,
-    run: Run | None = None,
+    observers: TokenRows | None = None,
+    run: Feed | None = None,
     calls: Calls | None = None,
 ) -> Cache:
     """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. observers: as in `read`;
@@ -94,16 +94,16 @@ def at_prompt_end(
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run, calls)
-    return compacted(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
+    return compact_to(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
 
 
-def _guided(plan: Plan, sequences: int) -> Rows:
+def _guided(plan: Plan, sequences: int) -> TokenRows:
     """The tokens that look at the end of each sequence, if there are some of their own."""
-    return [np.asarray(plan.schedule.guidance, np.int32)] * sequences
+    return [np.asarray(plan.moment.guidance, np.int32)] * sequences
 
 
 def _observed(
-    model: Decoder, policy: Policy, cache: Cache, observers: Rows, run: Run, calls: Calls | None
+    model: Decoder, policy: Policy, cache: Cache, observers: TokenRows, run: Feed, calls: Calls | None
 ) -> tuple[Cache, list[int]]:
     """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
     theirs: none where an admission decides, which may not let them in, and whose ring they would push its oldest tokens
@@ -127,7 +127,7 @@ def _observed(
 
 def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cache:
     """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
-    if policy.plan is None or not policy.plan.schedule.while_decoding:
+    if policy.plan is None or not policy.plan.moment.while_decoding:
         return cache
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
 
@@ -136,25 +136,25 @@ def _evict_to_budget(model: Decoder, policy: Policy, cache: Cache, asked: Bool[n
     """The cache with those of the sequences asked for brought down to their budgets that have more."""
     plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
     assert plan is not None
-    kept = plan.kept(seen.tolist(), entry_bytes(cache))
+    kept = plan.allowance(seen.tolist(), entry_bytes(cache))
     due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
-    if plan.schedule.when == "overflow":
+    if plan.moment.when == "overflow":
         over = np.maximum(_entries_over(policy, cache, len(asked)), 0) * due
-        return compacted(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
+        return compact_to(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
     if not due.any():
         return cache
-    return compacted(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
+    return compact_to(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
 
 
 def _after_chunk(model, policy, cache, rows, observers, start, before, run, calls):
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
     plan = policy.plan
-    stop = start + plan.schedule.chunk
+    stop = start + plan.moment.chunk
 
     def looking(row, behind):
-        if start < row.size <= stop or (plan.schedule.guidance and row.size > stop):
+        if start < row.size <= stop or (plan.moment.guidance and row.size > stop):
             return behind
-        patched = plan.schedule.patched and row.size > stop
+        patched = plan.moment.patched and row.size > stop
         return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]
 
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
@@ -170,7 +170,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
         since=before,
         dropped=dropped,
     )
-    cache = compacted(model, policy, cache, kept)
+    cache = compact_to(model, policy, cache, kept)
     return (
         dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
     )
@@ -196,9 +196,9 @@ def next_block(
     running: the sequences that go on. fed: tokens decoded so far.
     """
     plan, due = policy.plan, left
-    if plan is not None and plan.schedule.when == "every":
-        due = plan.schedule.every - fed % plan.schedule.every
-    elif plan is not None and plan.schedule.when == "overflow":
+    if plan is not None and plan.moment.when == "every":
+        due = plan.moment.every - fed % plan.moment.every
+    elif plan is not None and plan.moment.when == "overflow":
         layers, _, heads = cache.layers.length.shape
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
@@ -208,7 +208,7 @@ def next_block(
     count = min(due, left, size)
     if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
         read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
-        to_come = left - count if plan is None or not plan.schedule.while_decoding else due
+        to_come = left - count if plan is None or not plan.moment.while_decoding else due
         cache = with_more_pages(policy, cache, used, read, to_come)
     return count, size, cache
 
@@ -218,9 +218,9 @@ def after_block(
 ) -> Cache:
     """The cache, compacted if that is due for any of the sequences that are still `running`."""
     plan = policy.plan
-    if plan is None or not plan.schedule.while_decoding or not running.any():
+    if plan is None or not plan.moment.while_decoding or not running.any():
         return cache
-    if plan.schedule.when == "every" and fed % plan.schedule.every:
+    if plan.moment.when == "every" and fed % plan.moment.every:
         return cache
     return _evict_to_budget(model, policy, cache, running)
 
@@ -230,6 +230,6 @@ def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarra
     layers, _, heads = cache.layers.length.shape
     assert policy.plan is not None
     seen = np.asarray(cache.seen)[:sequences]
-    allowed = policy.plan.kept(seen.tolist(), entry_bytes(cache)) - np.minimum(seen, cache.window - 1)
+    allowed = policy.plan.allowance(seen.tolist(), entry_bytes(cache)) - np.minimum(seen, cache.window - 1)
     stored = np.asarray(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)

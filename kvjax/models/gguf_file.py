@@ -16,7 +16,7 @@ import numpy as np
 from kvjax.errors import UserError
 from kvjax.models.json_file import JsonObject
 from kvjax.models.names import LAYER, TOP, layer_name
-from kvjax.models.tensor_files import Stored
+from kvjax.models.tensor_files import TensorInFile
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 FLOATS = ("F32", "F16", "BF16")
@@ -33,7 +33,7 @@ def is_gguf(path: Path) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class GgufTensor(Stored):
+class GgufTensor(TensorInFile):
     """One tensor of a GGUF file; `kind` is what its rows are read as."""
 
     quantisation: Any
@@ -44,7 +44,7 @@ class GgufTensor(Stored):
     """Of the rows, where the file permutes them."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
-        """As `Stored.fill`, dequantised by the package `gguf`."""
+        """As `TensorInFile.fill`, dequantised by the package `gguf`."""
         from gguf.quants import dequantize
 
         stop = min(start + out.shape[0], self.shape[0])
@@ -112,7 +112,7 @@ class GgufFile:
         """The architecture's own value of that name, such as `llama.block_count`."""
         return self.metadata.get(f"{self.architecture}.{name}", kind, *default)
 
-    def hugging_face_tensors(self) -> dict[str, Stored]:
+    def hugging_face_tensors(self) -> dict[str, TensorInFile]:
         """The tensors by Hugging Face's names, laid out as there; what has no such name keeps its own."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -125,7 +125,7 @@ class GgufFile:
         kv_heads = self.get("attention.head_count_kv", int, heads)
         # only llama's pairs of a rotation are neighbours there
         permuted = {"attn_q": heads, "attn_k": kv_heads} if self.architecture == "llama" else {}
-        found: dict[str, Stored] = {}
+        found: dict[str, TensorInFile] = {}
         for tensor in self.tensors.values():
             part = tensor.name.split(".")[-2] if "." in tensor.name else ""
             order = _halves(tensor.shape[0], permuted[part]) if part in permuted else None

@@ -20,7 +20,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.names import TOP, by_path, from_hf, harmless, hf_shape, layer_name, split
-from kvjax.models.tensor_files import DTYPES, Stored, stored_tensors
+from kvjax.models.tensor_files import DTYPES, TensorInFile, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -73,7 +73,7 @@ def load_model(
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
-def _stored_dtype(embed: Stored | None) -> np.dtype:
+def _stored_dtype(embed: TensorInFile | None) -> np.dtype:
     """The dtype of the embedding table (float32 where it has none: the checks then say so)."""
     return DTYPES.get(embed.kind, DTYPES["F32"]) if embed else DTYPES["F32"]
 
@@ -87,7 +87,7 @@ def parameter_dtype(wanted: Any) -> np.dtype:
     return names[name]
 
 
-def _check(model: Path, config: ModelConfig, stored: dict[str, Stored], wanted: dict[str, Any]) -> None:
+def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wanted: dict[str, Any]) -> None:
     """Raise one UserError that names every tensor that is not as the config says."""
     shapes = {}
     for path, leaf in wanted.items():
@@ -115,7 +115,7 @@ def _zeros(leaves: tuple[tuple[str, jax.ShapeDtypeStruct], ...]) -> Arrays:
 
 
 def _read(
-    tensor: Stored, mesh: Mesh, axes: Axes, rows: int | None = None, most: int | None = None
+    tensor: TensorInFile, mesh: Mesh, axes: Axes, rows: int | None = None, most: int | None = None
 ) -> list[Array]:
     """A stored tensor in equal pieces that `_join` puts together: [parts, rows of a part, ...].
 

@@ -16,7 +16,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class TensorInFile:
     """One tensor in a file. kind: its dtype as safetensors spells it."""
 
     name: str
@@ -36,7 +36,7 @@ class Stored:
                 out[: stop - start] = file.get_slice(self.name)[start:stop]
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
+def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
     """Every tensor of a model folder, by name, from the headers alone.
 
     Raises:
@@ -47,7 +47,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  (the handle is no mapping)
                 header = file.get_slice(name)
-                tensors[name] = Stored(name, path, tuple(header.get_shape()), header.get_dtype())
+                tensors[name] = TensorInFile(name, path, tuple(header.get_shape()), header.get_dtype())
     return tensors
 
 

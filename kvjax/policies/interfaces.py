@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.policies.budget import Shares
-from kvjax.step import Attended, Shape, Step, Stored
+from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
 Number = Any
@@ -96,11 +96,11 @@ class Role(Method):
         ring, in float32, whoever reads them. −inf hides a token. Known before the call's attention, `numbers` after."""
         return jnp.zeros(step.k.shape[:3], jnp.float32)
 
-    def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
+    def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
         """The planes' numbers of a call's own tokens, whichever are stored then or later."""
         return {}
 
-    def update(self, state: State, planes: Planes, step: Step, attended: Attended) -> Planes:
+    def update(self, state: State, planes: Planes, step: Step, readout: Readout) -> Planes:
         """The planes once a call's queries have read the entries that were stored before it."""
         return planes
 
@@ -163,17 +163,17 @@ class Eviction(Role, abc.ABC):
         return Shares()
 
     @property
-    def places(self) -> str:
+    def refuses_threshold(self) -> str:
         """Why it needs to know how many entries stay, which a threshold does not say; empty: it does not."""
         return ""
 
     @property
-    def unweighed(self) -> Eviction:
+    def without_values(self) -> Eviction:
         """Its form without values in the score, for a method that weighs by values itself."""
         return self
 
     @property
-    def alone(self) -> str:
+    def refuses_admission(self) -> str:
         """Why it cannot score what an admission let in; empty: it can."""
         return ""
 
@@ -242,8 +242,8 @@ class Trainable(Protocol):
         self,
         state: Any,
         step: Step,
-        attended: Sequence[tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]],
+        outputs: Sequence[tuple[Float[Array, "b n t h"], Float[Array, "b n t"]]],
     ) -> dict[str, Float[Array, "b k"]]:
-        """Numbers of this layer's sequences and kv heads for the loss and the log (sparsity, score losses). `attended`:
+        """Numbers of this layer's sequences and kv heads for the loss and the log (sparsity, score losses). `outputs`:
         of each mask the output before its weight and the log-sum-exp."""
         ...

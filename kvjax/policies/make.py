@@ -12,7 +12,7 @@ from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.protected import Protected
-from kvjax.policies.eviction.shared import Adaptive, Pyramid
+from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.interfaces import Admission, Eviction, Selection
 from kvjax.policies.moment import NOTHING, moment
 from kvjax.policies.policy import Policy

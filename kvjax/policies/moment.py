@@ -15,11 +15,11 @@ prompt."""
 def observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
     """One of these words, or token ids. Raises UserError for anything else."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        one_of("schedule", "observers", given, words)
+        one_of("eviction", "observers", given, words)
         return str(given)
-    tokens = tuple(whole_number("schedule", "a token id of observers", token, 0) for token in given)
+    tokens = tuple(whole_number("eviction", "a token id of observers", token, 0) for token in given)
     if not tokens:
-        raise UserError("schedule: observers are token ids, at least one, got none")
+        raise UserError("eviction: observers are token ids, at least one, got none")
     return tokens
 
 
@@ -82,7 +82,7 @@ class EveryChunk(Moment):
 
     def __post_init__(self):
         looking = observers(self.observers, OBSERVERS)
-        assign(self, observers=looking, chunk=whole_number("schedule", "chunk", self.chunk, 0))
+        assign(self, observers=looking, chunk=whole_number("eviction", "chunk", self.chunk, 0))
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ class Every(Moment):
     every: int = 0
 
     def __post_init__(self):
-        assign(self, every=whole_number("schedule", "every", self.every))
+        assign(self, every=whole_number("eviction", "every", self.every))
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,7 +105,7 @@ class Overflow(Moment):
     drop: float = 0.1
 
     def __post_init__(self):
-        assign(self, drop=real_number("schedule", "drop", self.drop, above=0.0, most=1.0))
+        assign(self, drop=real_number("eviction", "drop", self.drop, above=0.0, most=1.0))
 
 
 MOMENTS: dict[str, type[Moment]] = {kind.when: kind for kind in (AtPrompt, EveryChunk, Every, Overflow)}
@@ -124,7 +124,7 @@ def _says_nothing(name: str, value: Any) -> bool:
 
 def moment(when: str = "prompt", **words: Any) -> Moment:
     """The one of `MOMENTS` called `when`, of the words of `NOTHING`. Raises UserError for a word of another."""
-    one_of("schedule", "when", when, tuple(MOMENTS))
+    one_of("eviction", "when", when, tuple(MOMENTS))
     given = {name: value for name, value in words.items() if not _says_nothing(name, value)}
     for name, value in given.items():
         owners = [kind.when for kind in MOMENTS.values() if name in names(kind)]

@@ -27,7 +27,7 @@ class Plan:
     """What stays."""
     shares: Shares
     """Who shares it."""
-    schedule: Moment
+    moment: Moment
     last: int = 0
     """As in `Needs`, like the next three."""
     first: int = 0
@@ -35,13 +35,13 @@ class Plan:
     observed: int = 0
 
     def __post_init__(self):
-        when, chunk = self.schedule.when, self.schedule.chunk
-        if self.schedule.in_chunks and chunk <= self.observed:
+        when, chunk = self.moment.when, self.moment.chunk
+        if self.moment.in_chunks and chunk <= self.observed:
             raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
-        if (self.schedule.patched or self.schedule.guidance) and not self.observed:
-            given = self.schedule.observers
+        if (self.moment.patched or self.moment.guidance) and not self.observed:
+            given = self.moment.observers
             raise UserError(f"observers={given!r} is for methods that look back at the last tokens")
-        if self.schedule.in_chunks and not isinstance(self.budget, Size):
+        if self.moment.in_chunks and not isinstance(self.budget, Size):
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)
             if kept < stay:
@@ -62,12 +62,12 @@ class Plan:
     @property
     def by_chunk(self) -> bool:
         """Whether a chunk's survivors are chosen among themselves."""
-        return self.schedule.in_chunks and self.budget.proportional
+        return self.moment.in_chunks and self.budget.proportional
 
     @property
     def read_behind(self) -> int:
         """The most tokens that are read behind what is scored to look at it, and dropped again."""
-        return max(self.observed if self.schedule.patched else 0, len(self.schedule.guidance))
+        return max(self.observed if self.moment.patched else 0, len(self.moment.guidance))
 
     def newest(self, kept: int | float) -> int:
         """How many of the newest of `kept` entries always stay."""
@@ -77,7 +77,7 @@ class Plan:
         """How many of `kept` entries always stay, the last `ring` of them in the ring."""
         return max(self.newest(kept), ring) + self.first
 
-    def kept(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
+    def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
         needed = max(self.observed, self.last + self.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
@@ -86,7 +86,7 @@ class Plan:
         self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
-        `ring` are in the ring. `kept`: from `kept`."""
+        `ring` are in the ring. `kept`: from `allowance`."""
         return self.shares.counts(kept, tokens, layers, [self.stay(share, ring) for share in kept])
 
     def chunk_counts(
@@ -105,7 +105,7 @@ class Plan:
         the ring. Once at a prompt's end only the ring does: of less than the others the newest are kept."""
         if not self.budget.proportional:
             kept = whole(self.budget.of(2**62, entry_bytes))
-            stay = ring if self.schedule.when == "prompt" else self.stay(kept, ring)
+            stay = ring if self.moment.when == "prompt" else self.stay(kept, ring)
             if kept < stay:
                 raise UserError(
                     f"{policy}: the budget of {kept} entries per kv head is below the {stay} that always stay"
@@ -119,8 +119,8 @@ class Plan:
 
     def most(self, tokens: int, entry_bytes: int) -> float:
         """Entries of a kv head that are held at most at one time while `tokens` tokens are read."""
-        chunk = self.schedule.chunk
-        if not self.schedule.in_chunks:
+        chunk = self.moment.chunk
+        if not self.moment.in_chunks:
             return float(tokens)
         if self.by_chunk:
             # a chunk keeps whole entries, in each layer

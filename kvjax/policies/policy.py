@@ -17,7 +17,7 @@ from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes
 from kvjax.policies.moment import AtPrompt, Moment
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
-from kvjax.step import Attended, Shape, Step
+from kvjax.step import Readout, Shape, Step
 from kvjax.struct import assign, changed, short, static, struct
 
 EXAMPLES = {
@@ -118,9 +118,9 @@ class Policy:
             budget()  # which says what one is
         plan, name = self.plan, self.name
         assert plan is not None
-        schedule = plan.schedule
-        if eviction.places and isinstance(self.budget, Threshold):
-            raise UserError(f"{name}: {eviction.places}")
+        schedule = plan.moment
+        if eviction.refuses_threshold and isinstance(self.budget, Threshold):
+            raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
             if schedule.when != "prompt" and plan.last < plan.observed:
                 raise UserError(
@@ -144,8 +144,8 @@ class Policy:
                 f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
                 "state entries or size"
             )
-        if eviction.alone:
-            raise UserError(f"{name} {eviction.alone}")
+        if eviction.refuses_admission:
+            raise UserError(f"{name} {eviction.refuses_admission}")
         if twice := set(self.admission.planes) & set(eviction.planes):
             raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
 
@@ -283,18 +283,18 @@ class Policy:
                 return method.bias(state, step)
         return jnp.zeros(step.k.shape[:3], jnp.float32)
 
-    def numbers(self, states: States, step: Step, attended: Attended) -> Numbers:
+    def numbers(self, states: States, step: Step, readout: Readout) -> Numbers:
         """The planes' numbers of a call's own tokens."""
-        found = self.admission.numbers(states.admission, step, attended)
+        found = self.admission.numbers(states.admission, step, readout)
         return (
-            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, attended)
+            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, readout)
         )
 
-    def update(self, states: States, planes: Planes, step: Step, attended: Attended) -> Planes:
+    def update(self, states: States, planes: Planes, step: Step, readout: Readout) -> Planes:
         """The planes once a call's queries have read the entries that were stored before it."""
-        planes = self.admission.update(states.admission, planes, step, attended)
+        planes = self.admission.update(states.admission, planes, step, readout)
         return (
-            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, attended)
+            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, readout)
         )
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:

@@ -18,7 +18,7 @@ from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
-from kvjax.policies.eviction.shared import Adaptive, Pyramid
+from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.interfaces import Admission, Eviction, Method, Selection

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.tasks.documents import Count, Document, passages
+from kvjax.tasks.passages import Count, Document, passages
 from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, prompt_size
 from kvjax.tasks.ruler.haystack import split_sentences
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.tasks.haystack import text_slice
+from kvjax.tasks.hide import text_slice
 from kvjax.tasks.recall import QUESTION_TOKENS, TYPES, mark_record, question
 from kvjax.tasks.sample import Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary

@@ -15,7 +15,7 @@ from kvjax.models.folder import load_tokenizer, speaks_builtin
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.document_questions import QUESTIONS, document_questions
-from kvjax.tasks.documents import (
+from kvjax.tasks.passages import (
     CALIBRATION_SHARE,
     Document,
     draw,

@@ -26,7 +26,7 @@ from kvjax.train.config import prepare_folder
 from kvjax.train.data import Rows, draw_step_lengths, open_data, to_mesh
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
+from kvjax.train.update import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
 from kvjax.train.validation import make_validate
 
 

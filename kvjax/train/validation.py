@@ -12,7 +12,7 @@ from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, round_parameters
+from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
 

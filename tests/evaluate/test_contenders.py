@@ -46,7 +46,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     if small.plan is not None:
         assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
         way = name.rpartition("_")[2]
-        schedule = small.plan.schedule
+        schedule = small.plan.moment
         assert schedule.when == ("chunk" if way in ("chunked", "patched") else "prompt")
         assert schedule.patched == (way == "patched")
         assert schedule.chunk == (32 if schedule.in_chunks else 0)
@@ -109,7 +109,7 @@ def test_each_is_the_method_of_its_name(name, model, gates):
     if policy.plan is not None and method in ("snapkv", "pyramidkv", "adakv", "critical_kv"):
         assert policy.plan.observed == 4
     if contender(name).reads:  # read once, compacted at the end
-        assert policy.plan is None or policy.plan.schedule.when == "prompt"
+        assert policy.plan is None or policy.plan.moment.when == "prompt"
     if name == "random_eviction":
         assert set(np.asarray(policy.eviction.seed).tolist()) == {7}
     if name == "wgkv+snapkv":
@@ -131,8 +131,8 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     assert policy.plan.budget.ratio == 0.25
     chunked = budget_policy("snapkv:when=chunk,chunk=16", sizing)
     assert (
-        chunked.plan.schedule
-        == budget_policy("snapkv_chunked", dataclasses.replace(sizing, chunk=16)).plan.schedule
+        chunked.plan.moment
+        == budget_policy("snapkv_chunked", dataclasses.replace(sizing, chunk=16)).plan.moment
     )
     assert not contender("snapkv:when=chunk,chunk=16").reads, (
         "it is read with others, and compacted at the end"

@@ -46,7 +46,7 @@ class SoftNorm:
         gate = jax.nn.sigmoid(self.sharpness * over)
         return gate, [Mask(log_gate=jnp.log(jnp.maximum(gate, 1e-3)))]
 
-    def figures(self, state, step, attended):
+    def figures(self, state, step, outputs):
         return {"gate": state.mean(-1)}  # of each sequence and kv head
 
 

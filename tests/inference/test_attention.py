@@ -58,9 +58,9 @@ class TwoMasks:
         nothing = ends(jnp.zeros(step.k.shape[:3], bool), 3)
         return "state", [Mask(self.share), Mask(1 - self.share, nothing)]
 
-    def figures(self, state, step, attended):
+    def figures(self, state, step, outputs):
         assert state == "state"
-        (_, full), (_, near) = attended
+        (_, full), (_, near) = outputs
         return {"apart": (full - near).reshape(*step.k.shape[:2], -1).max(-1)}
 
 
@@ -89,8 +89,8 @@ def test_weighted_masks_are_added_and_each_has_its_own_log_sum_exp(shape):
 
 def test_a_figure_that_is_not_one_of_each_head_is_refused():
     class OneNumber(TwoMasks):
-        def figures(self, state, step, attended):
-            return {"mean": attended[0][1].mean()}
+        def figures(self, state, step, outputs):
+            return {"mean": outputs[0][1].mean()}
 
     with (
         jax.set_mesh(make_mesh()),

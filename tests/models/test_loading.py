@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model
-from kvjax.models.tensor_files import Stored
+from kvjax.models.tensor_files import TensorInFile
 from tests.models.cases import CASES, LLAMA, hf_shapes, weights, write_folder
 from tests.models.files import WIDE, assert_equal
 from tests.models.refusals import error
@@ -86,14 +86,14 @@ def test_any_mesh_loads_the_same_model_its_weights_split(shape, wide_folder):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_every_row_is_read_once(shape, wide_folder, monkeypatch):
     read: dict[str, np.ndarray] = {}
-    fill = Stored.fill
+    fill = TensorInFile.fill
 
     def counted(self, out, start):
         rows = read.setdefault(self.name, np.zeros(self.shape[0], int))
         rows[start : start + out.shape[0]] += 1
         fill(self, out, start)
 
-    monkeypatch.setattr(Stored, "fill", counted)
+    monkeypatch.setattr(TensorInFile, "fill", counted)
     with jax.set_mesh(make_mesh(**shape)):
         load_model(wide_folder)
     assert read.keys() == hf_shapes(WIDE).keys()
@@ -113,9 +113,9 @@ def test_the_host_holds_about_a_layer(tmp_path, monkeypatch):
     load_model(folder)  # compiles
 
     reads = []
-    fill = Stored.fill
+    fill = TensorInFile.fill
     monkeypatch.setattr(
-        Stored, "fill", lambda self, out, start: (reads.append(out.nbytes), fill(self, out, start))
+        TensorInFile, "fill", lambda self, out, start: (reads.append(out.nbytes), fill(self, out, start))
     )
     tracemalloc.start()
     model = load_model(folder)
@@ -132,14 +132,14 @@ jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv
 import numpy as np
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model, save_model
-from kvjax.models.tensor_files import Stored
+from kvjax.models.tensor_files import TensorInFile
 read = 0
-fill = Stored.fill
+fill = TensorInFile.fill
 def counted(self, out, start):
     global read
     read += max(min(out.shape[0], self.shape[0] - start), 0) * out[0].nbytes
     fill(self, out, start)
-Stored.fill = counted
+TensorInFile.fill = counted
 with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
     model = load_model(sys.argv[3])
     save_model(model, sys.argv[4])

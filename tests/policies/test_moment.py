@@ -11,7 +11,7 @@ ENTRIES = 24
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"when": "every"}, "schedule: every must be a whole number of at least 1, got 0"),
+        ({"when": "every"}, "eviction: every must be a whole number of at least 1, got 0"),
         ({"every": 8}, "every=8 needs when='every'"),
         ({"drop": 0.5}, "drop=0.5 needs when='overflow'"),
         (
@@ -48,8 +48,8 @@ def test_bad_schedules_are_one_line(model, options, says):
     ("given", "says"),
     [
         ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
-        ({"observers": []}, "schedule: observers are token ids, at least one, got none"),
-        ({"observers": [0.5]}, "schedule: a token id of observers must be a whole number of at least 0"),
+        ({"observers": []}, "eviction: observers are token ids, at least one, got none"),
+        ({"observers": [0.5]}, "eviction: a token id of observers must be a whole number of at least 0"),
         ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),
         (
             {"observers": [1], "name": "knorm"},

@@ -30,11 +30,11 @@ CHUNK = 20
         ),
         (
             {"when": "sometimes"},
-            "schedule: when is one of prompt, chunk, every, overflow, got 'sometimes'",
+            "eviction: when is one of prompt, chunk, every, overflow, got 'sometimes'",
         ),
         ({"when": "prompt", "chunk": 9}, "chunk=9 needs when='chunk'"),
         ({"when": "prompt", "chunk": 0, "observers": "prompt"}, "observers='prompt' needs when='chunk'"),
-        ({"when": "chunk", "observers": "end"}, "schedule: observers is one of own, prompt, got 'end'"),
+        ({"when": "chunk", "observers": "end"}, "eviction: observers is one of own, prompt, got 'end'"),
         ({"chunk": 6}, "when='chunk' needs a chunk of more than 6 tokens, got 6"),
         (
             {"name": "knorm", "when": "chunk", "observers": "prompt"},

@@ -42,8 +42,8 @@ class Scorer(Admission):
         score, mask = deployed_mask(self, step, self.window)
         return score, [mask]
 
-    def figures(self, state, step, attended):
-        counted = {"over": "logsumexp", "group": "max", "offset": self.window, "lse": attended[0][1]}
+    def figures(self, state, step, outputs):
+        counted = {"over": "logsumexp", "group": "max", "offset": self.window, "lse": outputs[0][1]}
         target = jnp.maximum(attention_mass(step.q, step.k, **counted), FLOOR)
         return {"score_error": jnp.square(jnp.where(target > FLOOR, state - target, 0)).mean(-1)}
 

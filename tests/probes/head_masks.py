@@ -30,7 +30,7 @@ class Blend:
         end = jnp.where(place < self.sink, jnp.iinfo(jnp.int32).max, place + self.window)
         return None, [Mask(self.z), Mask(1 - self.z, jnp.broadcast_to(end, step.k.shape[:3]))]
 
-    def figures(self, state, step, attended):
+    def figures(self, state, step, outputs):
         return {}
 
 

@@ -33,7 +33,7 @@ class HiddenGate(Eviction):
     def shares(self):
         return Shares(over="model")
 
-    def numbers(self, state, step, attended):
+    def numbers(self, state, step, readout):
         return {"score": jnp.einsum("btd,kd->bkt", step.hidden.astype(jnp.float32), self.weight)}
 
     def score(self, state, stored):

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.errors import UserError
-from kvjax.tasks.documents import read_documents
+from kvjax.tasks.passages import read_documents
 from kvjax.tasks.prompt import prompt_size
 from kvjax.tasks.ruler import Files, published_drafts
 from kvjax.tasks.sources import DocumentQuestions, DocumentText, PublishedSamples, source

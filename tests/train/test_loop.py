@@ -30,7 +30,7 @@ from kvjax.train.config import parse
 from kvjax.train.loop import Run, plan, train
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.step import TrainState
+from kvjax.train.update import TrainState
 from tests.tiny_models import tiny_model
 
 ROOT = Path(__file__).parents[2]

@@ -36,7 +36,7 @@ class Deployed:
     def masks(self, step):
         return None, [deployed_mask(self.admission, step, self.window)[1]]
 
-    def figures(self, state, step, attended):
+    def figures(self, state, step, outputs):
         return {}
 
 

@@ -8,7 +8,7 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
-from kvjax.policies.eviction.wrapped import Wrapped
+from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import State
 from kvjax.step import Stored
 from kvjax.struct import assign, changed, static, struct
@@ -16,9 +16,9 @@ from kvjax.top import top
 
 
 @struct
-class CriticalKV(Wrapped):
+class CriticalKV(Wrapper):
     """Another method's best `first_stage` of the places stay; the rest by (score + ε) · mean over the group of
-    ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`unweighed`)."""
+    ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`without_values`)."""
 
     first_stage: float = static(default=0.5)
     epsilon: float = static(default=1e-4)
@@ -28,14 +28,14 @@ class CriticalKV(Wrapped):
         super().__post_init__()
         first = real_number(self.name, "first_stage", self.first_stage, 0.0, 1.0)
         epsilon = real_number(self.name, "epsilon", self.epsilon, 0.0)
-        assign(self, eviction=self.eviction.unweighed, first_stage=first, epsilon=epsilon)
+        assign(self, eviction=self.eviction.without_values, first_stage=first, epsilon=epsilon)
 
     @property
     def traced(self) -> Any:
         return changed(self, eviction=self.eviction.traced)
 
     @property
-    def places(self) -> str:
+    def refuses_threshold(self) -> str:
         return "critical_kv shares out the places of a budget, and a threshold has none"
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:

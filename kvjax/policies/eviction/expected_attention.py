@@ -15,7 +15,7 @@ from kvjax.step import Shape, Step, Stored
 from kvjax.struct import assign, static, struct
 
 
-class Moments(NamedTuple):
+class QuerySums(NamedTuple):
     """Of the queries before RoPE, by query head: how many, their sum, and that of their products."""
 
     number: Float[Array, " b"]
@@ -57,25 +57,25 @@ class ExpectedAttention(Eviction):
         return Needs(first=self.sink)
 
     @property
-    def unweighed(self) -> Eviction:
+    def without_values(self) -> Eviction:
         return replace(self, values=False)
 
-    def init(self, shape: Shape) -> Moments:
+    def init(self, shape: Shape) -> QuerySums:
         b, n, h = shape.batch, shape.kv_heads * shape.group, shape.head_dim
-        return Moments(jnp.zeros(b), jnp.zeros((b, n, h)), jnp.zeros((b, n, h, h)))
+        return QuerySums(jnp.zeros(b), jnp.zeros((b, n, h)), jnp.zeros((b, n, h, h)))
 
     @jax.default_matmul_precision("highest")
-    def observe(self, state: Moments, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Moments:
+    def observe(self, state: QuerySums, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> QuerySums:
         counted = step.position >= self.sink
         q = jnp.where(counted[:, None, :, None], step.q_pre.astype(jnp.float32), 0)
-        return Moments(
+        return QuerySums(
             state.number + counted.sum(1),
             state.total + q.sum(2),
             state.products + jnp.einsum("bnti,bntj->bnij", q, q),
         )
 
     @jax.default_matmul_precision("highest")
-    def score(self, state: Moments, stored: Stored) -> Float[Array, "b k s"]:
+    def score(self, state: QuerySums, stored: Stored) -> Float[Array, "b k s"]:
         _, heads, _, h = stored.k.shape
         count = jnp.maximum(state.number, 1)[:, None, None]
         mean = state.total / count

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes
-from kvjax.step import Attended, Step, Stored
+from kvjax.step import Readout, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 
@@ -38,43 +38,43 @@ class H2O(Eviction):
         return {"attention": "float32"}
 
     @property
-    def alone(self) -> str:
+    def refuses_admission(self) -> str:
         return (
             "counts the attention that an entry gets from its first query on, which nobody counts while it is in an "
             "admission's window"
         )
 
-    def numbers(self, state: tuple[()], step: Step, attended: Attended) -> Numbers:
+    def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
         """What a call's tokens pay to each other."""
-        q, paid = _paying(step, attended)
-        real = jnp.arange(q.shape[2]) < attended.valid[:, None]
+        q, paid = _paying(step, readout)
+        real = jnp.arange(q.shape[2]) < readout.valid[:, None]
         known = jnp.broadcast_to(real[:, None], step.k.shape[:3])
         return {"attention": attention_mass(q, step.k.astype(q.dtype), valid=known, **paid)}
 
-    def update(self, state: tuple[()], planes: Planes, step: Step, attended: Attended) -> Planes:
+    def update(self, state: tuple[()], planes: Planes, step: Step, readout: Readout) -> Planes:
         """What they pay to the entries that were stored before, a block of pages at a time."""
-        q, paid = _paying(step, attended)
-        capacity, page_size, _ = attended.pool.shape
-        table, columns = attended.page_table, attended.page_table.shape[-1]
+        q, paid = _paying(step, readout)
+        capacity, page_size, _ = readout.pool.shape
+        table, columns = readout.page_table, readout.page_table.shape[-1]
         width = min(columns, -(-ENTRIES // page_size))
-        table = table if attended.chosen is None else jnp.where(attended.chosen, table, capacity)
+        table = table if readout.chosen is None else jnp.where(readout.chosen, table, capacity)
         table = jnp.pad(table, ((0, 0), (0, 0), (0, -columns % width)), constant_values=capacity)
 
         def block(i, sums):
             pages = lax.dynamic_slice_in_dim(table, i * width, width, 2)
-            held = attended.length - i * width * page_size
-            mass = paged_attention_mass(q, attended.pool, pages, held, **paid)
+            held = readout.length - i * width * page_size
+            mass = paged_attention_mass(q, readout.pool, pages, held, **paid)
             return sums.at[pages].add(mass.reshape(*pages.shape, page_size), mode="drop")
 
-        blocks = -(-attended.length.max() // (width * page_size))
+        blocks = -(-readout.length.max() // (width * page_size))
         return planes | {"attention": lax.fori_loop(0, blocks, block, planes["attention"])}
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         return stored.planes["attention"]
 
 
-def _paying(step: Step, attended: Attended) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
+def _paying(step: Step, readout: Readout) -> tuple[Float[Array, "b n t h"], dict[str, Any]]:
     """The queries, and what their attention is counted by; padding pays nothing."""
-    real = jnp.arange(step.q.shape[2]) < attended.valid[:, None]
-    lse = jnp.where(real[:, None], attended.lse, -jnp.inf)
-    return step.q.astype(attended.dtype), {"over": "sum", "group": "mean", "lse": lse}
+    real = jnp.arange(step.q.shape[2]) < readout.valid[:, None]
+    lse = jnp.where(real[:, None], readout.lse, -jnp.inf)
+    return step.q.astype(readout.dtype), {"over": "sum", "group": "mean", "lse": lse}

@@ -1,13 +1,13 @@
 """What always stays, as a person says it."""
 
 from kvjax.errors import whole_number
-from kvjax.policies.eviction.wrapped import Wrapped
+from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Needs
 from kvjax.struct import assign, host, struct
 
 
 @struct
-class Protected(Wrapped):
+class Protected(Wrapper):
     """Another eviction whose very `first` and newest `last` entries of each kv head always stay, in place of the
     method's own numbers; None: they are the method's."""
 

@@ -16,7 +16,7 @@ Queries = Float[Array, "b n w h"]
 """The query of position i is in slot i mod w."""
 
 
-class Observing(Eviction):
+class LastQueries(Eviction):
     """A method whose memory is the last `observed` queries, of the tokens that always stay."""
 
     observed: int

@@ -18,7 +18,7 @@ ROWS = 128
 
 
 @struct
-class RKV(queries.Observing):
+class RKV(queries.LastQueries):
     """λ · importance − (1 − λ) · redundancy  (Sec. 3.4, eq. 5).
 
     importance (eq. 2 and 3): the largest logit of a group's query heads, its softmax over the keys before the last

@@ -14,7 +14,7 @@ GROUP = "mean", "max"
 
 
 @struct
-class SnapKV(queries.Observing):
+class SnapKV(queries.LastQueries):
     """Attention of the last queries, averaged over them, over a group's query heads and over `pool` neighbouring keys
     (Sec. 4.1, Listing 1; zeros beyond the edges and for the queries' own keys). WG-KV's composition takes the largest
     of a group for each query, and of the neighbours. The last `observed` entries stay."""

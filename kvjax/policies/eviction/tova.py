@@ -11,7 +11,7 @@ from kvjax.struct import struct
 
 
 @struct
-class TOVA(queries.Observing):
+class TOVA(queries.LastQueries):
     """The last query's attention, averaged over all heads of the layer (Sec. 3.2). The last entry stays."""
 
     observed = 1

@@ -26,11 +26,11 @@ from kvjax.tasks.ruler.needles import Needles
 from kvjax.tasks.ruler.published import published_draft
 from kvjax.tasks.ruler.published_files import published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
-from kvjax.tasks.ruler.recipe import Recipe
+from kvjax.tasks.ruler.writer import DraftWriter
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
 
-RecipeOf = Callable[[int, int], Recipe]
+RecipeOf = Callable[[int, int], DraftWriter]
 """For a length, and the tokens of the chat template."""
 
 
@@ -81,7 +81,7 @@ def _hotpotqa(name: str, files: Files) -> RecipeOf:
     return _any_length(read_hotpotqa(files.hotpotqa, name))
 
 
-def _any_length(recipe: Recipe) -> RecipeOf:
+def _any_length(recipe: DraftWriter) -> RecipeOf:
     return lambda length, template: recipe
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, single_words
-from kvjax.tasks.ruler.recipe import Supply, generator
+from kvjax.tasks.ruler.writer import Supply, generator
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
 
 LIST_RESERVED = 120

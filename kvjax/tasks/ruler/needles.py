@@ -6,7 +6,7 @@ from typing import Literal
 from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import WORD_PAIRS, distinct, number, random_uuid, word_pairs
 from kvjax.tasks.ruler.haystack import Haystack
-from kvjax.tasks.ruler.recipe import Supply, generator
+from kvjax.tasks.ruler.writer import Supply, generator
 
 RESERVED = 128
 NEEDLE = "A secret {kind} of {key} is {value}."

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.tasks.prompt import Draft, DraftQuestion
-from kvjax.tasks.ruler.recipe import generator
+from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 32
 OPENING = "Below are numbered documents. You will be asked a question that some of them answer.\n\n"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from kvjax.errors import UserError
 from kvjax.tasks.prompt import Draft, PromptEncoder, prompt_size
-from kvjax.tasks.ruler.recipe import Recipe
+from kvjax.tasks.ruler.writer import DraftWriter
 from kvjax.tasks.sample import Sample
 
 
@@ -17,12 +17,12 @@ class RulerTask:
         recipe: the task's recipe for a length and the tokens of the chat template.
     """
 
-    def __init__(self, name: str, recipe: Callable[[int, int], Recipe], encode: PromptEncoder):
+    def __init__(self, name: str, recipe: Callable[[int, int], DraftWriter], encode: PromptEncoder):
         self.name = name
         self._recipe, self._encode = recipe, encode
         self._usual: dict[int, int] = {}
 
-    def recipe(self, length: int) -> Recipe:
+    def recipe(self, length: int) -> DraftWriter:
         """What samples of a length are written by."""
         return self._recipe(length, self._encode.template_size)
 
@@ -45,7 +45,7 @@ class RulerTask:
         # the draft of seed 0 is a good guess; where the search begins depends on nothing but the length
         return self._usual[length] if seed == 0 else self._most(recipe, seed, length, self._usual[length])
 
-    def _most(self, recipe: Recipe, seed: int, length: int, guess: int) -> int:
+    def _most(self, recipe: DraftWriter, seed: int, length: int, guess: int) -> int:
         """A number of units that fits while the next one does not, searched from a guess in growing steps."""
 
         def fits(units: int) -> bool:
@@ -69,7 +69,7 @@ class RulerTask:
             f"{self.name}: {length} tokens are too few, the shortest prompt and its reserved answer take {least}"
         )
 
-    def _next(self, recipe: Recipe, length: int, units: int, step: int) -> int:
+    def _next(self, recipe: DraftWriter, length: int, units: int, step: int) -> int:
         """`step` units more, or as many as there are."""
         if recipe.supply is None:
             return units + step

@@ -8,7 +8,7 @@ import numpy as np
 from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, number
 from kvjax.tasks.ruler.haystack import PASSAGE, Lines
-from kvjax.tasks.ruler.recipe import generator
+from kvjax.tasks.ruler.writer import generator
 
 RESERVED = 30
 EXAMPLE_LINES = 14

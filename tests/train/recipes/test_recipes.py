@@ -19,7 +19,7 @@ from kvjax.train import loop
 from kvjax.train.config import parse
 from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes import find_recipe
-from kvjax.train.step import enter, initial_state, make_update, param_dtypes
+from kvjax.train.update import enter, initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
 from tests.train.recipes.whole_model import WholeModel

@@ -18,7 +18,7 @@ from kvjax.policies.admission.wgkv import GATE_FLOOR
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates, warmup_cosine
-from kvjax.train.step import initial_state
+from kvjax.train.update import initial_state
 from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.write_gates import CONFIG, TAU, WINDOW, batch, held_out, validated
 

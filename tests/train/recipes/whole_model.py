@@ -26,7 +26,7 @@ class Streaming:
         end = jnp.where(place < 2, jnp.iinfo(jnp.int32).max, place + self.window)
         return None, [Mask(end=jnp.broadcast_to(end, step.k.shape[:3]))]
 
-    def figures(self, state, step, attended):
+    def figures(self, state, step, outputs):
         return {}
 
 

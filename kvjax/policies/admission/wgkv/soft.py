@@ -37,7 +37,7 @@ class WriteGateTraining:
         return gate, [Mask(log_gate=jnp.log(jnp.maximum(gate, GATE_FLOOR)))]
 
     def figures(
-        self, state: Float[Array, "b k t"], step: Step, attended: Any
+        self, state: Float[Array, "b k t"], step: Step, outputs: Any
     ) -> dict[str, Float[Array, "b k"]]:
         """The sparsity term, the mean gate, the share of tokens that the hard gate admits, and the share of the
         sequence's entries that it would leave in the cache at the end, ring included."""

@@ -30,8 +30,8 @@ def compact(
 
     def local(eviction, output, pages, layers, seen, head, quota):
         found = scores(eviction, output, pages, layers, seen, head, quota, rotation, entries, cache.window)
-        kept = compaction.kept(found, layers.length, quota, over)
-        return compaction.moved(pages, layers, kept, ring)
+        chosen = compaction.choose(found, layers.length, quota, over)
+        return compaction.moved(pages, layers, chosen, ring)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
@@ -79,7 +79,7 @@ def scores(
     return lax.scan(one, jnp.int32(0), (eviction, layers, output, quota.count, quota.since))[1]
 
 
-def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cache:
+def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Cache:
     """The cache (donated) after a compaction by a quota, compiled for its longest row, or where programs are shared for
     the longest that it may have, and for as many entries as are observed at least."""
     assert policy.plan is not None
@@ -93,4 +93,4 @@ def compacted(model: Decoder, policy: Policy, cache: Cache, kept: Quota) -> Cach
         columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
         longest = columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
-    return compact(model, eviction, cache, kept, entries=entries, over=plan.shares.over)
+    return compact(model, eviction, cache, quota, entries=entries, over=plan.shares.over)

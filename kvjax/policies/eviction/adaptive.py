@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 from kvjax.policies.budget import Shares
-from kvjax.policies.eviction.wrapped import Wrapped
+from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.struct import assign, host, struct
 
 
 @struct
-class Adaptive(Wrapped):
+class Adaptive(Wrapper):
     """Heads compete for the budget (AdaKV, Feng et al., 2024, arXiv:2407.11550).
 
     `over`: those of a "layer" among themselves, or of the whole "model" (KVzip); "head" leaves each its own. `pinned`:
@@ -33,7 +33,7 @@ class Adaptive(Wrapped):
 
 
 @struct
-class Pyramid(Wrapped):
+class Pyramid(Wrapper):
     """Budgets fall linearly with depth (PyramidKV, Cai et al., 2024, arXiv:2406.02069): the last layer gets 1/`beta` of
     the average. All layers get the average if that is below what must stay."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax.mesh import P, make_mesh
 from kvjax.train.recipe import Recipe
-from kvjax.train.step import initial_state, make_update
+from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 from tests.train.write_gates import CONFIG, batch
 

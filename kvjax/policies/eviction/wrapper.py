@@ -8,12 +8,12 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes, State
-from kvjax.step import Attended, Shape, Step, Stored
+from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
 
 
 @struct
-class Wrapped(Eviction):
+class Wrapper(Eviction):
     """Another eviction, which is asked for everything; compiled programs see that one alone."""
 
     eviction: Eviction
@@ -36,8 +36,8 @@ class Wrapped(Eviction):
         return self.eviction.traced
 
     @property
-    def unweighed(self) -> Eviction:
-        return changed(self, eviction=self.eviction.unweighed)
+    def without_values(self) -> Eviction:
+        return changed(self, eviction=self.eviction.without_values)
 
     @property
     def needs(self) -> Needs:
@@ -48,12 +48,12 @@ class Wrapped(Eviction):
         return self.eviction.shares
 
     @property
-    def places(self) -> str:
-        return self.eviction.places
+    def refuses_threshold(self) -> str:
+        return self.eviction.refuses_threshold
 
     @property
-    def alone(self) -> str:
-        return self.eviction.alone
+    def refuses_admission(self) -> str:
+        return self.eviction.refuses_admission
 
     @property
     def looks(self) -> bool:
@@ -69,11 +69,11 @@ class Wrapped(Eviction):
     def bias(self, state: State, step: Step) -> Float[Array, "b k t"]:
         return self.eviction.bias(state, step)
 
-    def numbers(self, state: State, step: Step, attended: Attended) -> Numbers:
-        return self.eviction.numbers(state, step, attended)
+    def numbers(self, state: State, step: Step, readout: Readout) -> Numbers:
+        return self.eviction.numbers(state, step, readout)
 
-    def update(self, state: State, planes: Planes, step: Step, attended: Attended) -> Planes:
-        return self.eviction.update(state, planes, step, attended)
+    def update(self, state: State, planes: Planes, step: Step, readout: Readout) -> Planes:
+        return self.eviction.update(state, planes, step, readout)
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         return self.eviction.observe(state, step, seen, valid)

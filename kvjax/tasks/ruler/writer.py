@@ -18,7 +18,7 @@ class Supply:
 
 
 @runtime_checkable
-class Recipe(Protocol):
+class DraftWriter(Protocol):
     """A task's text, deterministic from a seed and a number of haystack units (lines, sentences, words, documents)."""
 
     @property
@@ -37,6 +37,6 @@ class Recipe(Protocol):
     def write(self, seed: int, units: int) -> Draft: ...
 
 
-def generator(recipe: Recipe, seed: int) -> np.random.Generator:
+def generator(recipe: DraftWriter, seed: int) -> np.random.Generator:
     """A task's randomness of a seed; two tasks share none."""
     return np.random.default_rng((seed, zlib.crc32(recipe.name.encode())))

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from kvjax.tasks.documents import LEAST, Paragraph, paragraphs, passages, split_documents
+from kvjax.tasks.passages import LEAST, Paragraph, paragraphs, passages, split_documents
 
 
 def words(texts):
