@@ -1,6 +1,7 @@
 """The error that a user's mistake raises: one line saying what was given, what was expected, and where."""
 
 import math
+import re
 import reprlib
 from collections.abc import Sequence
 from typing import Any
@@ -58,3 +59,12 @@ def _plain(value: Any) -> int | float | None:
     """The number, which an array may hold; None if it is none. True is none."""
     value = value.item() if getattr(value, "shape", None) == () else value
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def byte_size(text: str) -> int | None:
+    """The bytes that a text such as 2GiB or 1.5 GB names; None: it names none."""
+    said = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text)
+    return None if said is None else int(float(said[1]) * UNITS[said[2]])

@@ -15,7 +15,7 @@ from kvjax.builtin import BUILTIN, builtin_gates
 from kvjax.errors import UserError
 from kvjax.files import write_tensors, write_text
 from kvjax.mesh import AXES, gather, put, use_mesh
-from kvjax.orbax_export import named
+from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
 
@@ -32,7 +32,7 @@ def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> Non
     """Write a pytree of arrays, wherever they are. Called in every process, of which the first writes."""
     whole = gather(tree, *AXES)
     if jax.process_index() == 0:
-        arrays = {name: np.asarray(leaf) for name, leaf in named(whole).items()}
+        arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(whole).items()}
         save_exported(folder, arrays, description)
 
 
@@ -69,7 +69,7 @@ def load_tree(folder: str | Path, like: Any) -> Any:
     Raises:
         UserError: the folder holds other arrays than `like`.
     """
-    arrays, wanted = load_arrays(folder), named(like)
+    arrays, wanted = load_arrays(folder), leaves_by_path(like)
     for name in sorted(arrays.keys() | wanted.keys()):
         found, needed = (x[name].shape if name in x else "nothing" for x in (arrays, wanted))
         if found != needed:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax.errors import UserError
 from kvjax.mesh import P
+from kvjax.struct import leaves_by_path
 
 
 def export(folder: Path, tree: Any) -> None:
@@ -21,7 +22,7 @@ def export(folder: Path, tree: Any) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     check_room(folder.parent, tree)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.absolute(), named(tree), force=True)
+        checkpointer.save(folder.absolute(), leaves_by_path(tree), force=True)
 
 
 def restore_export(folder: Path, like: Any) -> Any:
@@ -33,7 +34,7 @@ def restore_export(folder: Path, like: Any) -> Any:
     Raises:
         UserError: no such export, or one that holds other arrays than `like`.
     """
-    names = named(like)
+    names = leaves_by_path(like)
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.metadata(folder.absolute()).item_metadata
         if saved is None:
@@ -77,9 +78,3 @@ def wrong_shape(saved: dict[str, Any], wanted: dict[str, Any]) -> str | None:
         if found.get(name) != needed.get(name):
             return f"{name} has shape {found.get(name)}, this run needs {needed.get(name)}"
     return None
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by their path in it: what is on disk does not depend on the classes that hold it."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

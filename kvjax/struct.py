@@ -113,3 +113,9 @@ def _shown(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return repr(value) if dataclasses.is_dataclass(value) else shown(value)
+
+
+def leaves_by_path(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by their path in it: what is on disk does not depend on the classes that hold it."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

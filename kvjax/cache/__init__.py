@@ -1,7 +1,7 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-room: an empty cache, and pools that grow and shrink. sizes: capacities in pages. compaction: what an eviction leaves,
+resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. compaction: what an eviction leaves,
 moved to the front. planes: the methods' own numbers of entries. capacity: rows that keep their best. rollback: a
 cache as it was. stats: what a cache holds.
 """
@@ -10,8 +10,8 @@ from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
-from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
+from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,

@@ -54,7 +54,9 @@ def addresses(
     return jnp.take_along_axis(layer.page_table, column, 2), place % page_size
 
 
-def forced_entries(length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota):
+def forced_entries(
+    length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota
+) -> Bool[Array, "*l b k s"]:
     """Which of the eligible entries stay whatever their score."""
     place = places(length, eligible.shape[-1])
     age = length[..., None] - place - quota.dropped[:, None, None]

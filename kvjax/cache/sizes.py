@@ -10,7 +10,7 @@ from einops import rearrange
 from jaxtyping import Float
 
 from kvjax.cache.ring import ring_pages
-from kvjax.errors import UserError, whole_number
+from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import SHARDS, axis_size, batch_shards
 
 MARGIN = 1.25
@@ -104,15 +104,12 @@ def pages_for(
     elif capacity.endswith("%"):
         pages = int(_number(capacity[:-1], capacity) / 100 * device_bytes()) // page_bytes
     else:
-        units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-        unit = next((u for u in units if capacity.endswith(u)), None)
-        if unit is None:
+        size = byte_size(capacity)
+        if size is None:
             raise UserError(
                 f"capacity {capacity!r}: expected entries per kv head (4096), bytes (2GiB) or a share (30%)"
             )
-        pages = int(_number(capacity[: -len(unit)], capacity) * units[unit]) // (
-            page_bytes * axis_size(*SHARDS)
-        )
+        pages = size // (page_bytes * axis_size(*SHARDS))
     if pages < local_rows * max(ring, 1):
         raise CapacityError(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the "

@@ -54,7 +54,14 @@ def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     return rows
 
 
-def check_arguments(where, model, policy=None, calls=None, cache=None, implementation=None):
+def check_arguments(
+    where: str,
+    model: Any,
+    policy: Any = None,
+    calls: Any = None,
+    cache: Any = None,
+    implementation: str | None = None,
+) -> None:
     """Refuse what was not made for its place, and a policy for another model."""
     for name, given, kind, source in (
         ("model", model, Decoder, "kvjax.load_model"),
@@ -95,6 +102,7 @@ def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
+    """Refuse tokens to look with of a policy that does not look, or not at a prompt's end."""
     if len(observers) != len(rows):
         raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
     if policy.plan is not None and policy.plan.moment.while_decoding:
@@ -110,6 +118,7 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
 
 
 def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
+    """Refuse a cache that was not made for this model, policy and batch."""
     c, (layers, _, heads) = model.config, cache.layers.length.shape
     made_for = (layers, heads, cache.pages.pool.shape[-1] // 2)
     wanted = (c.num_layers, c.num_kv_heads, c.head_dim)

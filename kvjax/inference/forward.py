@@ -101,8 +101,8 @@ def decode(
     cache: Cache,
     carry: Any,
     xs: Any,
-    fed: Callable[[Any, Any], tuple[Int[Array, " b"], Bool[Array, " b"]]],
-    said: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
+    feed: Callable[[Any, Any], tuple[Int[Array, " b"], Bool[Array, " b"]]],
+    advance: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
     *,
     implementation: str | None = None,
 ) -> tuple[Cache, Any, Any, Before]:
@@ -110,8 +110,8 @@ def decode(
 
     Args:
         carry, xs: as of `jax.lax.scan`, a step for each of `xs`.
-        fed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
-        said: from these and the logits after the tokens the next carry, and what is returned of the step.
+        feed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
+        advance: from these and the logits after the tokens the next carry, and what is returned of the step.
 
     Returns:
         the cache, the last carry, what was returned of every step, and what the cache was before each.
@@ -119,11 +119,11 @@ def decode(
 
     def step(carried, x):
         cache, carry = carried
-        token, running = fed(carry, x)
+        token, running = feed(carry, x)
         before = cache.layers.length, cache.seen, running
         valid = running.astype(jnp.int32)
         cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
-        carry, y = said(carry, x, model.logits(hidden)[:, 0])
+        carry, y = advance(carry, x, model.logits(hidden)[:, 0])
         return (cache, carry), (y, before)
 
     (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)

@@ -32,12 +32,12 @@ def quota(
     layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
-    kept = plan.allowance(tokens, entry_bytes(cache))
-    newest = [max(0, plan.newest(share) - gone) for share, gone in zip(kept, dropped, strict=True)]
+    allowed = plan.allowance(tokens, entry_bytes(cache))
+    newest = [max(0, plan.newest(share) - gone) for share, gone in zip(allowed, dropped, strict=True)]
     if plan.moment.in_chunks:
-        counts = plan.chunk_counts(tokens, kept, newest, layers)
+        counts = plan.chunk_counts(tokens, allowed, newest, layers)
     else:
-        counts = plan.counts(tokens, kept, slots, layers)
+        counts = plan.counts(tokens, allowed, slots, layers)
     counts = np.maximum(counts - np.minimum(slots, tokens), 0)
     # a budget below what always stays: the newest
     least = counts.min(0)

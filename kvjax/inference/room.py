@@ -268,7 +268,9 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     tokens = max(QUESTION, 1 << (tokens - 1).bit_length())
     layers, batch, heads = cache.layers.length.shape
     # every row may start a page, and then takes what the policy admits of the new tokens
-    expected = np.broadcast_to(policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads))
+    expected = np.broadcast_to(
+        policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads)
+    )
     each = np.ceil(np.minimum(expected, tokens) / cache.page_size) + 1
     tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
     need = used + batch // batch_shards() * caches.largest_shard(each, tensor)

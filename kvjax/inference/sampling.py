@@ -20,9 +20,9 @@ from kvjax.errors import UserError, real_number, whole_number
 from kvjax.inference import schedule
 from kvjax.inference.checks import (
     Prompts,
+    check_arguments,
     check_continues,
     check_key,
-    check_arguments,
     check_observers,
     stop_tokens,
     token_rows,
@@ -64,7 +64,7 @@ def decode_block(
     running: Bool[Array, " b"],
     draw: dict[str, Any],
     key: jax.Array,
-    made: Int[Array, ""],
+    drawn_before: Int[Array, ""],
     *,
     count: int,
     greedy: bool,
@@ -74,7 +74,7 @@ def decode_block(
     """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing, and after
     `limit` tokens (None: `count`) none does.
 
-    `made` is how many were drawn before: what is drawn does not depend on the blocks.
+    What is drawn does not depend on the blocks, but on how many were `drawn_before`.
 
     Returns the cache, the drawn tokens, the last of them, which rows are still running, and what the cache was before
     each token.
@@ -82,18 +82,25 @@ def decode_block(
 
     limit = jnp.int32(count) if limit is None else limit
 
-    def fed(carry, index):
+    def feed_last(carry, index):
         token, running = carry
         return token, running & (index < limit)
 
-    def said(carry, index, logits):
+    def draw_next(carry, index, logits):
         token, running = carry
-        new = _draw(logits, draw, jax.random.fold_in(key, made + index), greedy)
+        new = _draw(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
         new = jnp.where(running & (index < limit), new, token)
         return (new, running & ~_is_stop(new, draw)), new
 
     cache, (token, running), drawn, before = decode(
-        model, policy, cache, (token, running), jnp.arange(count), fed, said, implementation=implementation
+        model,
+        policy,
+        cache,
+        (token, running),
+        jnp.arange(count),
+        feed_last,
+        draw_next,
+        implementation=implementation,
     )
     return cache, drawn, token, running, before
 

@@ -132,23 +132,36 @@ def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cach
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
 
 
-def _evict_to_budget(model: Decoder, policy: Policy, cache: Cache, asked: Bool[np.ndarray, " b"]) -> Cache:
-    """The cache with those of the sequences asked for brought down to their budgets that have more."""
-    plan, seen = policy.plan, np.asarray(cache.seen)[: len(asked)]
+def _evict_to_budget(model: Decoder, policy: Policy, cache: Cache, rows: Bool[np.ndarray, " b"]) -> Cache:
+    """The cache with those of the `rows` brought down to their budgets that have more."""
+    plan, seen = policy.plan, np.asarray(cache.seen)[: len(rows)]
     assert plan is not None
-    kept = plan.allowance(seen.tolist(), entry_bytes(cache))
-    due = asked & [plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), kept, strict=True)]
+    allowed = plan.allowance(seen.tolist(), entry_bytes(cache))
+    due = rows & [
+        plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), allowed, strict=True)
+    ]
     if plan.moment.when == "overflow":
-        over = np.maximum(_entries_over(policy, cache, len(asked)), 0) * due
+        over = np.maximum(_entries_over(policy, cache, len(rows)), 0) * due
         return compact_to(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
     if not due.any():
         return cache
     return compact_to(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
 
 
-def _after_chunk(model, policy, cache, rows, observers, start, before, run, calls):
+def _after_chunk(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    rows: TokenRows,
+    observers: TokenRows,
+    start: int,
+    before: Int[Array, "l b k"] | None,
+    run: Feed,
+    calls: Calls | None,
+) -> Cache:
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
     plan = policy.plan
+    assert plan is not None
     stop = start + plan.moment.chunk
 
     def looking(row, behind):
@@ -162,7 +175,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
     state = jax.tree.map(jnp.copy, cache.layers.state) if looked else ()
     cache, dropped = _observed(model, policy, cache, patch, run, calls)
     seen = [min(row.size, stop) for row in rows]
-    kept = quota(
+    stays = quota(
         policy,
         cache,
         [max(0, count - start) if plan.by_chunk else count for count in seen],
@@ -170,7 +183,7 @@ def _after_chunk(model, policy, cache, rows, observers, start, before, run, call
         since=before,
         dropped=dropped,
     )
-    cache = compact_to(model, policy, cache, kept)
+    cache = compact_to(model, policy, cache, stays)
     return (
         dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
     )

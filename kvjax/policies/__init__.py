@@ -11,6 +11,7 @@ from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.budget import Entries, Ratio, Size, Threshold
+from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
@@ -19,7 +20,6 @@ from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
-from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.make import make_policy

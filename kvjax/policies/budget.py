@@ -6,7 +6,6 @@ compiled program serves all budgets.
 
 import abc
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,15 +13,12 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.errors import UserError, byte_size, one_of, real_number, shown, whole_number
 from kvjax.struct import assign, short
 from kvjax.top import OVER
 
 MOST = 2**62
 """No context has so many entries or bytes."""
-
-
-UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Budget(abc.ABC):
@@ -82,8 +78,8 @@ class Size(Budget):
 
     def __post_init__(self):
         size = self.size
-        if isinstance(size, str) and (said := re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", size)):
-            size = int(float(said[1]) * UNITS[said[2]])
+        if isinstance(size, str) and (named := byte_size(size)) is not None:
+            size = named
         assign(self, size=whole_number("budget", "size", size, most=MOST))
 
     def of(self, tokens: int, entry_bytes: int) -> float:

@@ -10,9 +10,9 @@ from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.mesh import use_mesh
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
+from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.protected import Protected
-from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.interfaces import Admission, Eviction, Selection
 from kvjax.policies.moment import NOTHING, moment
 from kvjax.policies.policy import Policy
@@ -81,7 +81,7 @@ def make_policy(
         known = ["window", *known]
         if "window" in arguments:
             window = whole_number(label, "window", arguments.pop("window"))
-    parts[own.role] = own.told(arguments, known)
+    parts[own.role] = own.with_more(arguments, known)
     with use_mesh(model):
         policy = _composed(label, parts, words, window, model)
         return policy if model is None else policy.for_model(model)
@@ -109,7 +109,7 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
 def _composed(
     label: str, parts: dict[str, "_Part"], words: dict[str, Any], window: int | None, model: Any
 ) -> Policy:
-    made = {part: one.made(model) for part, one in parts.items()}
+    made = {part: one.build(model) for part, one in parts.items()}
     fields: dict[str, Any] = {} if window is None else {"window": window}
     if "eviction" in made:
         measures = {x: words[x] for x in BUDGETS if x in words}
@@ -174,9 +174,9 @@ class _Part:
             return []
         return [field.name for field in dataclasses.fields(self.method) if field.init]
 
-    def told(self, arguments: dict[str, Any], more: Sequence[str] = ()) -> "_Part":
-        """With more arguments of its own. Raises UserError for what it does not have; `more` is what else it might have
-        been told."""
+    def with_more(self, arguments: dict[str, Any], more: Sequence[str] = ()) -> "_Part":
+        """With these arguments of its own, too. Raises UserError for what it does not have; `more` is what else it
+        might have been told."""
         open_ended = self.makes_policies and any(
             x.kind is x.VAR_KEYWORD for x in inspect.signature(self.method).parameters.values()
         )
@@ -188,7 +188,7 @@ class _Part:
                 raise UserError(f"{self.name} has no argument {argument!r}; it has {known}")
         return dataclasses.replace(self, arguments=self.arguments | arguments)
 
-    def made(self, model: Any) -> Any:
+    def build(self, model: Any) -> Any:
         """The method, or another package's policy."""
         if not callable(self.method):
             return self.method
@@ -231,4 +231,4 @@ def _part(what: str, given: Any) -> _Part:
             near = difflib.get_close_matches(name, candidates) or list(candidates)
             raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
         part = _Part(role(method), name, method, {})
-    return part if told is None else part.told(told)
+    return part if told is None else part.with_more(told)

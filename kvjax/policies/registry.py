@@ -12,13 +12,13 @@ from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
+from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
-from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.interfaces import Admission, Eviction, Method, Selection

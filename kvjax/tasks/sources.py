@@ -15,6 +15,7 @@ from kvjax.models.folder import load_tokenizer, speaks_builtin
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.document_questions import QUESTIONS, document_questions
+from kvjax.tasks.needle import Needle
 from kvjax.tasks.passages import (
     CALIBRATION_SHARE,
     Document,
@@ -24,7 +25,6 @@ from kvjax.tasks.passages import (
     read_documents,
     split_documents,
 )
-from kvjax.tasks.needle import Needle
 from kvjax.tasks.prompt import Draft, PromptEncoder
 from kvjax.tasks.recall import Recall
 from kvjax.tasks.ruler import RULER_TASKS, Files, make_needle_task, make_ruler_task, published_drafts

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvjax.tasks.passages import CALIBRATION_SHARE
 from kvjax.tasks.hide import text_slice
+from kvjax.tasks.passages import CALIBRATION_SHARE
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.vocabulary import Vocabulary
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from kvjax.errors import UserError
-from kvjax.orbax_export import check_room, named, wrong_shape
+from kvjax.orbax_export import check_room, wrong_shape
+from kvjax.struct import leaves_by_path
 
 STATE, NOTES = "state", "notes"
 
@@ -40,7 +41,7 @@ class Checkpoints:
             UserError: the disk has not enough room for it.
         """
         check_room(self._folder, state)
-        items = {STATE: ocp.args.StandardSave(named(state)), NOTES: ocp.args.JsonSave(notes)}
+        items = {STATE: ocp.args.StandardSave(leaves_by_path(state)), NOTES: ocp.args.JsonSave(notes)}
         self._manager.save(step, args=ocp.args.Composite(**items))
 
     def latest(self) -> int | None:
@@ -57,7 +58,7 @@ class Checkpoints:
         Raises:
             UserError: the checkpoint holds other arrays than `like`.
         """
-        names = named(like)
+        names = leaves_by_path(like)
         wrong = wrong_shape(self._manager.item_metadata(step)[STATE].tree, names)
         if wrong:
             raise UserError(f"{self._folder}: the checkpoint of step {step} is another run's: {wrong}")

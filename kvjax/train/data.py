@@ -8,19 +8,18 @@ length, which is the largest that it fills. Some are held out for validation.
 import dataclasses
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import grain
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import BATCH, P
 from kvjax.train.documents import Documents
+from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
+from kvjax.train.rows import Rows
 
 TokenRows = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
@@ -29,54 +28,6 @@ FIRST_HELD_OUT = 2**31
 """Index of the first held-out sequence of built-in tasks."""
 TURN = 256
 """Tokens that the instruction and a chat template's own may take."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
-
-    start: int
-    stop: int
-    total: int
-
-    @classmethod
-    def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
-        """The rows on this process's devices. Processes that share their rows over `tensor` read the same ones."""
-        parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
-        bounds = [part[0].indices(total) for part in parts if part is not None]
-        return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
-
-    @property
-    def count(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def group(self) -> int:
-        """Which of the `groups` equal parts of a step this is."""
-        return self.start // self.count
-
-    @property
-    def groups(self) -> int:
-        return self.total // self.count
-
-
-def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
-    """A step's arrays on the mesh, their rows split over (data, fsdp), from each process's own rows; what is on devices
-    already stays as it is."""
-
-    def place(own):
-        if isinstance(own, jax.Array):
-            return own
-
-        def part(index):
-            start, stop, _ = index[0].indices(rows.total)
-            return own[start - rows.start : stop - rows.start]
-
-        spec = P(BATCH, *[None] * (own.ndim - 1))
-        shape = (rows.total, *own.shape[1:])
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=own.dtype)
-
-    return jax.tree.map(place, batch)
 
 
 def draw_step_lengths(
@@ -117,80 +68,6 @@ def builtin_sequences(
 
     dataset = grain.MapDataset.range(len(step_lengths)).map(step)
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-
-
-@runtime_checkable
-class Reader(Protocol):
-    """One pass after another over documents; `next` gives None between two passes."""
-
-    def next(self) -> str | None: ...
-
-    def get_state(self) -> Any: ...
-
-    def set_state(self, state: Any) -> None: ...
-
-
-class FileReader:
-    """Documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
-
-    def __init__(self, documents: Documents, first: int, stride: int):
-        self._documents, self._first, self._stride = documents, first % len(documents), stride
-        self._next = self._first
-
-    def next(self) -> str | None:
-        if self._next >= len(self._documents):
-            self._next = self._first
-            return None
-        self._next += self._stride
-        return self._documents[self._next - self._stride]
-
-    def get_state(self) -> int:
-        return self._next
-
-    def set_state(self, state: int) -> None:
-        self._next = state
-
-
-class HubReader:
-    """A streamed hub data set's `text` column, every `groups`-th document."""
-
-    def __init__(self, dataset: Any, group: int, groups: int):
-        from datasets.distributed import split_dataset_by_node
-
-        self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
-        self._start = self._dataset.state_dict()
-        self._rows: Iterator[Any] = iter(self._dataset)
-
-    def next(self) -> str | None:
-        row = next(self._rows, None)
-        if row is None:
-            self.set_state(self._start)
-            return None
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
-        return row["text"]
-
-    def get_state(self) -> Any:
-        return self._dataset.state_dict()
-
-    def set_state(self, state: Any) -> None:
-        self._dataset.load_state_dict(state)
-        self._rows = iter(self._dataset)
-
-
-def open_hub(name: str) -> Any:
-    """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
-    import datasets
-
-    path, _, config = name.partition(":")
-    try:
-        return datasets.load_dataset(path, config or None, split="train", streaming=True)
-    except Exception as error:  # the hub's client raises dozens of kinds
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"--data {name}: no such file or folder, and as a hub data set it cannot be had ({type(error).__name__}: "
-            f"{reason})"
-        ) from None
 
 
 @dataclasses.dataclass(frozen=True)

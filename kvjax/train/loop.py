@@ -23,9 +23,10 @@ from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
 from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
-from kvjax.train.data import Rows, draw_step_lengths, open_data, to_mesh
+from kvjax.train.data import draw_step_lengths, open_data
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
+from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
 from kvjax.train.validation import make_validate
 

@@ -181,8 +181,8 @@ class Recipe(abc.ABC):
         teacher), which no update changes."""
         return params, None
 
-    def frozen(self, model: Decoder | None, held: Any) -> Any:
-        """What the loss reads and nobody trains: by default the loaded model. `held` is what `enter` gave."""
+    def frozen(self, model: Decoder | None, constants: Any) -> Any:
+        """What the loss reads and nobody trains: by default the loaded model. `constants` are what `enter` gave."""
         return model
 
     def split(self, params: Any) -> tuple[Any, Decoder | None]:
@@ -221,11 +221,11 @@ class Recipe(abc.ABC):
         value, numbers = self.loss(params, frozen, batch, key, step)
         return {name: x[None] for name, x in ({"loss": value} | numbers).items()}
 
-    def remark(self, found: Validation) -> str:
+    def remark(self, validation: Validation) -> str:
         """What a person should know of the last validation besides its means."""
         return ""
 
-    def export(self, folder: Path, params: Any, model: Decoder, found: Validation) -> None:
+    def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """Write what `policy` reads into `folder`: by default the method's own parameters by name, and the recipe's own
         options. The loop adds an Orbax checkpoint of all parameters (`orbax`) and, if the run trained it, the model
         (`model`). Called in every process.
@@ -236,7 +236,7 @@ class Recipe(abc.ABC):
         from kvjax.exported import save_tree
 
         origin = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
-        description = {"method": self.method, "options": self.own_options(), "validation": found.numbers}
+        description = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
         save_tree(folder, params, description | origin)
 
     def own_options(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ CONTEXT = 1024
 SAMPLES = {"default": {Recall: 16}, "full": {Recall: 32, Needle: 176, Copy: 256}}
 """Samples of each task, by --report: at least 192 answers by default, at least 500 in full. Their seeds do not depend
 on the run's: every run is asked the same."""
-CALIBRATION_SAMPLES = {Recall: 8, Needle: 16, Copy: 16}
+RIVAL_SAMPLES = {Recall: 8, Needle: 16, Copy: 16}
 """Samples of each task that static rivals are chosen on."""
 
 
@@ -129,7 +129,7 @@ def report(
     tasks = {}
     for kind, count in SAMPLES[config.report].items():
         task = builtin_task(kind)
-        source, others = FromSeeds(lambda _, task=task: task, RIGHT), CALIBRATION_SAMPLES[kind]
+        source, others = FromSeeds(lambda _, task=task: task, RIGHT), RIVAL_SAMPLES[kind]
         compared = source.samples(Split(0, count), count, CONTEXT)
         tasks[task.name] = compared, source.samples(Split(0, count, calibration=True), others, CONTEXT)
     policy = config.deploy(params, model)

@@ -26,7 +26,7 @@ class TrainState:
     """The recipe's; with master weights in float32."""
     opt: Any
     """optax's."""
-    held: Any = None
+    constants: Any = None
     """What a later phase holds of the one before; no update changes it."""
 
 
@@ -40,8 +40,8 @@ def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
     """The first state of a later phase, from the parameters of the one before and, where these are master weights,
     their `dtypes`: what is trained goes on from them, what is held is rounded. To be jitted under a mesh."""
     params = _masters(recipe, recipe.enter(before)[0])
-    held = recipe.enter(round_parameters(before, dtypes))[1]
-    return TrainState(params, recipe.optimizer().init(params), held)
+    constants = recipe.enter(round_parameters(before, dtypes))[1]
+    return TrainState(params, recipe.optimizer().init(params), constants)
 
 
 def _masters(recipe: Recipe, params: Any) -> Any:
@@ -87,7 +87,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
 
     def gradient(state: TrainState, model: Decoder | None, batch: Any, key: jax.Array, step: Any):
         def loss(params):
-            frozen = recipe.frozen(model, state.held)
+            frozen = recipe.frozen(model, state.constants)
             value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
             if taken := {"loss", *LINE} & numbers.keys():
                 raise ValueError(
@@ -107,7 +107,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
             # moments have the parameters' dtypes, and keep them
             found = jax.tree.map(lambda x, param: x.astype(param.dtype), found, state.params)
         change, opt = tx.update(found, state.opt, state.params)
-        return TrainState(optax.apply_updates(state.params, change), opt, state.held), numbers
+        return TrainState(optax.apply_updates(state.params, change), opt, state.constants), numbers
 
     return jax.jit(update, donate_argnums=0)
 

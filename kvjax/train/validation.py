@@ -10,8 +10,8 @@ from jaxtyping import Array, Int
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
-from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipe import Recipe, Validation
+from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
@@ -29,7 +29,7 @@ def make_validate(
 
     @jax.jit
     def measure(state: TrainState, model: Decoder | None, batch: Any) -> dict[str, Array]:
-        params, frozen = round_parameters(state.params, dtypes), recipe.frozen(model, state.held)
+        params, frozen = round_parameters(state.params, dtypes), recipe.frozen(model, state.constants)
         return reshard(recipe.measure(params, frozen, batch), P())
 
     def batches(model: Decoder | None):

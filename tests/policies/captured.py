@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
-from kvjax.inference import eviction, sampling
+from kvjax.inference import compaction, sampling
 from kvjax.inference import quota as quotas
 from kvjax.inference.forward import feed
 from kvjax.inference.room import new_cache
@@ -73,7 +73,7 @@ def scored(model, policy, prompts):
         output = gather(model.layers.o[...], "fsdp")
 
         def local(*arguments):
-            return eviction.scores(*arguments, model.config.rotation(), max(LENGTHS), policy.window)
+            return compaction.scores(*arguments, model.config.rotation(), max(LENGTHS), policy.window)
 
         arguments = policy.eviction, output, cache.pages, cache.layers, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))

@@ -3,13 +3,10 @@
 import json
 from collections import Counter
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError
-from kvjax.mesh import make_mesh
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train import data as module
 from kvjax.train.data import (
@@ -17,15 +14,12 @@ from kvjax.train.data import (
     Bins,
     DocumentSequences,
     Encoder,
-    FileReader,
-    HubReader,
-    Rows,
     draw_step_lengths,
     open_data,
-    open_hub,
-    to_mesh,
 )
-from kvjax.train.documents import Documents
+from kvjax.train.readers import HubReader
+from kvjax.train.rows import Rows
+from tests.train.texts import hub, texts
 
 ALL = Rows(0, 4, 4)
 
@@ -47,12 +41,6 @@ class Chat(Letters):
         assert not return_dict
         ((_, role), (_, content)) = turn[0].items()
         return [ord(c) for c in f"<{role}>{content}<model>"]
-
-
-def texts(tmp_path, documents):
-    file = tmp_path / "texts.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
-    return str(file)
 
 
 def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
@@ -226,19 +214,6 @@ def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, doc
     assert all(part in str(error.value) for part in [source, *parts]), error.value
 
 
-def test_an_unknown_source_is_taken_for_a_hub_data_set():
-    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
-        open_hub("no/such-set")
-
-
-def hub(tmp_path, count):
-    datasets = pytest.importorskip("datasets")
-    file = texts(tmp_path, [f"{i:02}" * 4 for i in range(count)])
-    return datasets.load_dataset(
-        "json", data_files=file, split="train", streaming=True, cache_dir=str(tmp_path / "cache")
-    )
-
-
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
@@ -260,40 +235,6 @@ def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
     held, trained = held_out_of("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
     assert held == ["01" * 4, "03" * 4]
     assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}
-
-
-def test_readers_tell_when_a_pass_is_over(tmp_path):
-    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
-    reader = FileReader(documents, 0, 1)
-    pass_ = [reader.next() for _ in range(4)]
-    assert pass_[3] is None
-    assert pass_[:3] == [reader.next() for _ in range(3)]
-    split = HubReader(hub(tmp_path, 4), 1, 2)
-    assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
-
-
-def tmp_path_of(folder, count):
-    for i in range(count):
-        (folder / f"{i}.txt").write_text(f"text {i}")
-    return folder
-
-
-@pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
-def test_tokens_lie_on_the_mesh_row_by_row(shape):
-    mesh = make_mesh(**shape)
-    rows = Rows.of_this_process(mesh, 8)
-    assert rows == Rows(0, 8, 8)
-    assert (rows.group, rows.groups) == (0, 1)
-    tokens = np.arange(24, dtype=np.int32).reshape(8, 3)
-    placed = to_mesh(mesh, rows, tokens)
-    np.testing.assert_array_equal(np.asarray(placed), tokens)
-    assert placed.sharding.spec == P(("data", "fsdp"), None)
-    assert placed.addressable_shards[0].data.shape[0] == 8 // (mesh.shape["data"] * mesh.shape["fsdp"])
-    assert isinstance(placed, jax.Array)
-
-
-def test_a_part_of_the_rows_knows_its_group():
-    assert (Rows(4, 6, 8).group, Rows(4, 6, 8).groups, Rows(4, 6, 8).count) == (2, 4, 2)
 
 
 def test_the_largest_remainders_get_the_steps_that_are_left():

@@ -65,7 +65,9 @@ class ExpectedAttention(Eviction):
         return QuerySums(jnp.zeros(b), jnp.zeros((b, n, h)), jnp.zeros((b, n, h, h)))
 
     @jax.default_matmul_precision("highest")
-    def observe(self, state: QuerySums, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> QuerySums:
+    def observe(
+        self, state: QuerySums, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> QuerySums:
         counted = step.position >= self.sink
         q = jnp.where(counted[:, None, :, None], step.q_pre.astype(jnp.float32), 0)
         return QuerySums(

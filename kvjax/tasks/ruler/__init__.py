@@ -26,9 +26,9 @@ from kvjax.tasks.ruler.needles import Needles
 from kvjax.tasks.ruler.published import published_draft
 from kvjax.tasks.ruler.published_files import published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
-from kvjax.tasks.ruler.writer import DraftWriter
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
+from kvjax.tasks.ruler.writer import DraftWriter
 
 RecipeOf = Callable[[int, int], DraftWriter]
 """For a length, and the tokens of the chat template."""
@@ -47,7 +47,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RulerEntry:
     """Reserved answer tokens, and what makes the task's recipe of its name and its files."""
 
     reserved: int
@@ -58,15 +58,15 @@ def _lines(name: str, files: Files) -> RecipeOf:
     return _any_length(Needles(name, Lines()))
 
 
-def _essays(**arguments: Any) -> Entry:
-    return Entry(
+def _essays(**arguments: Any) -> RulerEntry:
+    return RulerEntry(
         needles.RESERVED,
         lambda name, files: _any_length(Needles(name, read_essays(files.essays), **arguments)),
     )
 
 
-def _among_needles(**arguments: Any) -> Entry:
-    return Entry(needles.RESERVED, lambda name, files: _any_length(Needles(name, None, **arguments)))
+def _among_needles(**arguments: Any) -> RulerEntry:
+    return RulerEntry(needles.RESERVED, lambda name, files: _any_length(Needles(name, None, **arguments)))
 
 
 def _squad(name: str, files: Files) -> RecipeOf:
@@ -94,7 +94,7 @@ def _coded_words(name: str, files: Files) -> RecipeOf:
 
 
 RULER_TASKS = {
-    "niah_single_1": Entry(needles.RESERVED, _lines),
+    "niah_single_1": RulerEntry(needles.RESERVED, _lines),
     "niah_single_2": _essays(),
     "niah_single_3": _essays(value_kind="UUID"),
     "niah_multikey_1": _essays(keys=4),
@@ -102,11 +102,11 @@ RULER_TASKS = {
     "niah_multikey_3": _among_needles(key_kind="UUID", value_kind="UUID"),
     "niah_multivalue": _essays(values=4),
     "niah_multiquery": _essays(keys=4, wanted=4),
-    "vt": Entry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
-    "cwe": Entry(frequent.LIST_RESERVED, _common_words),
-    "fwe": Entry(frequent.CODED_RESERVED, _coded_words),
-    "qa_1": Entry(questions.RESERVED, _squad),
-    "qa_2": Entry(questions.RESERVED, _hotpotqa),
+    "vt": RulerEntry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
+    "cwe": RulerEntry(frequent.LIST_RESERVED, _common_words),
+    "fwe": RulerEntry(frequent.CODED_RESERVED, _coded_words),
+    "qa_1": RulerEntry(questions.RESERVED, _squad),
+    "qa_2": RulerEntry(questions.RESERVED, _hotpotqa),
 }
 
 
@@ -158,7 +158,7 @@ def published_drafts(data: Path, name: str, length: int) -> list[Draft]:
     return [published_draft(row, name, reserved, at) for at, row in published_rows(data, name, length)]
 
 
-def _entry(name: str) -> Entry:
+def _entry(name: str) -> RulerEntry:
     if name not in RULER_TASKS:
         near = difflib.get_close_matches(name, RULER_TASKS) or list(RULER_TASKS)
         raise UserError(f"RULER has no task called {name!r}; did you mean {', '.join(near)}?")

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.ruler.draw import distinct, letters, single_words
-from kvjax.tasks.ruler.writer import Supply, generator
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS, invented_words
+from kvjax.tasks.ruler.writer import Supply, generator
 
 LIST_RESERVED = 120
 LIST_OPENING = "Below is a numbered list of words. Some occur more often than others: remember which.\n\n"

@@ -131,19 +131,19 @@ class WriteGates(Recipe):
             "rates": used["admitted"].transpose(1, 0, 2),
         }
 
-    def remark(self, found: Validation) -> str:
-        return f"at τ {self.tau:g} they admit {100 * found.numbers['admitted']:.1f}% of the tokens"
+    def remark(self, validation: Validation) -> str:
+        return f"at τ {self.tau:g} they admit {100 * validation.numbers['admitted']:.1f}% of the tokens"
 
-    def export(self, folder: Path, params: WriteGate, model: Decoder, found: Validation) -> None:
+    def export(self, folder: Path, params: WriteGate, model: Decoder, validation: Validation) -> None:
         """`gates.safetensors` and `config.json`, which `kvjax.make_policy("wgkv", gates=folder)` reads; the rates, of
         held-out sequences, size its pool."""
-        rates = found.by_sequence["rates"]
+        rates = validation.by_sequence["rates"]
         description = {
             "tau": self.tau,
             "window": self.window,
             "rate": _rounded(rates.mean(0)),
             "peak_rate": _rounded(rates.max(0)),
-            "validation": found.numbers | {"sequences": found.sequences},
+            "validation": validation.numbers | {"sequences": validation.sequences},
             "model": self.model,
             "data": self.data,
             "lambda": self.lambda_,

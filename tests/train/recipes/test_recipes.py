@@ -17,8 +17,8 @@ from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.config import parse
-from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes import find_recipe
+from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import enter, initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model
@@ -175,14 +175,14 @@ def test_what_is_frozen_stays(method):
         later = recipe.phases()[-1]
         if later is not recipe:
             state = jax.jit(lambda params: enter(later, params))(state.params)
-        held = jax.device_get(jax.tree.leaves(state.held))
+        held = jax.device_get(jax.tree.leaves(state.constants))
         params = jax.device_get(jax.tree.leaves(state.params))
         read = None if recipe.takes_model else model
         tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
         batch = to_mesh(make_mesh(), Rows(0, 8, 8), next(later.batches(iter([tokens]), read)))
         for step in range(2):  # the first may have a rate of 0
             state, _ = make_update(later)(state, read, batch, np.int32(step))
-    for mine, theirs in zip(jax.tree.leaves((state.held, model)), [*held, *before], strict=True):
+    for mine, theirs in zip(jax.tree.leaves((state.constants, model)), [*held, *before], strict=True):
         np.testing.assert_array_equal(mine, theirs)
     changed = [np.any(x != y) for x, y in zip(jax.tree.leaves(state.params), params, strict=True)]
     assert any(changed)
@@ -259,7 +259,7 @@ def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
         before = jax.tree.map(lambda x: x * (1 + 2**-12), before)  # less than bfloat16 can tell apart
         state = enter(second, before, dtypes[0])
     assert jax.tree.structure(dtypes[1]) == jax.tree.structure(state.params) != jax.tree.structure(before)
-    assert {x.dtype for x in jax.tree.leaves(state.held)} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(state.constants)} == {jnp.dtype(jnp.bfloat16)}
     for mine, theirs in zip(jax.tree.leaves(state.params["model"]), jax.tree.leaves(before), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

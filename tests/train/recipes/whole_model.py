@@ -51,8 +51,8 @@ class WholeModel(Recipe):
     def enter(self, params):
         return params, params["model"]
 
-    def frozen(self, model, held):
-        return held
+    def frozen(self, model, constants):
+        return constants
 
     def split(self, params):
         return {}, params["model"]

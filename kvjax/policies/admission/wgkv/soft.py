@@ -30,7 +30,7 @@ class WriteGateTraining:
     sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
     hard: bool = static(default=False)
 
-    def masks(self, step: Step):
+    def masks(self, step: Step) -> tuple[Any, list[Mask]]:
         gate = self.gates(step.k_pre, step.k)
         if self.hard:
             return gate, [Mask(end=ends(gate >= self.tau, self.window))]

@@ -1,0 +1,81 @@
+"""Where documents come from: files on this machine, or a streamed hub data set."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from kvjax.errors import UserError
+from kvjax.train.documents import Documents
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """One pass after another over documents; `next` gives None between two passes."""
+
+    def next(self) -> str | None: ...
+
+    def get_state(self) -> Any: ...
+
+    def set_state(self, state: Any) -> None: ...
+
+
+class FileReader:
+    """Documents `first`, `first + stride`, … of local files, in an order drawn from the seed."""
+
+    def __init__(self, documents: Documents, first: int, stride: int):
+        self._documents, self._first, self._stride = documents, first % len(documents), stride
+        self._next = self._first
+
+    def next(self) -> str | None:
+        if self._next >= len(self._documents):
+            self._next = self._first
+            return None
+        self._next += self._stride
+        return self._documents[self._next - self._stride]
+
+    def get_state(self) -> int:
+        return self._next
+
+    def set_state(self, state: int) -> None:
+        self._next = state
+
+
+class HubReader:
+    """A streamed hub data set's `text` column, every `groups`-th document."""
+
+    def __init__(self, dataset: Any, group: int, groups: int):
+        from datasets.distributed import split_dataset_by_node
+
+        self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
+        self._start = self._dataset.state_dict()
+        self._rows: Iterator[Any] = iter(self._dataset)
+
+    def next(self) -> str | None:
+        row = next(self._rows, None)
+        if row is None:
+            self.set_state(self._start)
+            return None
+        if not isinstance(row.get("text"), str):
+            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
+        return row["text"]
+
+    def get_state(self) -> Any:
+        return self._dataset.state_dict()
+
+    def set_state(self, state: Any) -> None:
+        self._dataset.load_state_dict(state)
+        self._rows = iter(self._dataset)
+
+
+def open_hub(name: str) -> Any:
+    """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
+    import datasets
+
+    path, _, config = name.partition(":")
+    try:
+        return datasets.load_dataset(path, config or None, split="train", streaming=True)
+    except Exception as error:  # the hub's client raises dozens of kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--data {name}: no such file or folder, and as a hub data set it cannot be had ({type(error).__name__}: "
+            f"{reason})"
+        ) from None

@@ -1,0 +1,57 @@
+"""An update's rows: which of them a process reads, and how they get onto the mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.mesh import BATCH, P
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
+
+    start: int
+    stop: int
+    total: int
+
+    @classmethod
+    def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
+        """The rows on this process's devices. Processes that share their rows over `tensor` read the same ones."""
+        parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
+        bounds = [part[0].indices(total) for part in parts if part is not None]
+        return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def group(self) -> int:
+        """Which of the `groups` equal parts of a step this is."""
+        return self.start // self.count
+
+    @property
+    def groups(self) -> int:
+        return self.total // self.count
+
+
+def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
+    """A step's arrays on the mesh, their rows split over (data, fsdp), from each process's own rows; what is on devices
+    already stays as it is."""
+
+    def place(own):
+        if isinstance(own, jax.Array):
+            return own
+
+        def part(index):
+            start, stop, _ = index[0].indices(rows.total)
+            return own[start - rows.start : stop - rows.start]
+
+        spec = P(BATCH, *[None] * (own.ndim - 1))
+        shape = (rows.total, *own.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=own.dtype)
+
+    return jax.tree.map(place, batch)

@@ -1,0 +1,29 @@
+"""Where documents come from."""
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.train.documents import Documents
+from kvjax.train.readers import FileReader, HubReader, open_hub
+from tests.train.texts import hub
+
+
+def test_an_unknown_source_is_taken_for_a_hub_data_set():
+    with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
+        open_hub("no/such-set")
+
+
+def test_readers_tell_when_a_pass_is_over(tmp_path):
+    documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
+    reader = FileReader(documents, 0, 1)
+    pass_ = [reader.next() for _ in range(4)]
+    assert pass_[3] is None
+    assert pass_[:3] == [reader.next() for _ in range(3)]
+    split = HubReader(hub(tmp_path, 4), 1, 2)
+    assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
+
+
+def tmp_path_of(folder, count):
+    for i in range(count):
+        (folder / f"{i}.txt").write_text(f"text {i}")
+    return folder
