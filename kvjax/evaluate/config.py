@@ -1,11 +1,13 @@
 """What an evaluation is told. Imports no jax: a wrong value is refused before anything starts."""
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import MeshShape, parse_command
+from kvjax.command.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
 
 FIXED_TAU = "wgkv_fixed_tau"
@@ -30,6 +32,8 @@ class EvaluateConfig:
 
     out: Path
     """Folder of results.jsonl, report.md and the pictures."""
+    config: str | None = None
+    """A YAML file of these options, under the command line."""
     model: str = BUILTIN
     """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
@@ -140,7 +144,12 @@ def default_observed(chunk: int) -> int:
 
 def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
     """The evaluation's settings from the command line, with what follows from others filled in. Raises UserError."""
-    config = parse_command(EvaluateConfig, args)
+    arguments = sys.argv[1:] if args is None else args
+    name, out = find_value(arguments, "--config"), find_value(arguments, "--out")
+    base = None if out is None else EvaluateConfig(Path(out))
+    config = parse_command(
+        EvaluateConfig, args, default=load_config(EvaluateConfig, name, base) if name else None
+    )
     config.check()
     chunk = config.chunk or default_chunk(min(config.context))
     observed = config.observed or default_observed(chunk)

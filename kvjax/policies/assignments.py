@@ -7,9 +7,12 @@ from typing import Any
 
 from kvjax.errors import UserError
 
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+"""As people write them, and JSON does not: .2 and 2."""
+
 
 def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
-    """Arguments written as NAME=VALUE: numbers, true and false as in JSON, anything else as text.
+    """Arguments written as NAME=VALUE: numbers, true, false and lists as in JSON, anything else as text.
 
     Raises UserError for one without a name or a value, and for a name given twice.
     """
@@ -20,11 +23,15 @@ def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
             raise UserError(f"{option} {text}: expected NAME=VALUE")
         if name in found:
             raise UserError(f"{option} gives {name} twice")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
+        found[name] = _value(value)
     return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return float(text) if NUMBER.fullmatch(text) else text
 
 
 def with_arguments(text: str, known: Container[str], option: str = "") -> tuple[str, dict[str, Any] | None]:

@@ -112,12 +112,13 @@ BUDGETS: dict[str, type[Budget]] = {
 }
 
 
-def budget(**measures: Any) -> Budget:
-    """The budget of the one of `BUDGETS` that is not None. Raises UserError for none or several of them."""
+def budget(**measures: Any) -> Budget | None:
+    """The budget of the one of `BUDGETS` that is not None; None: all are. Raises UserError for several of them."""
     given = {name: x for name, x in measures.items() if x is not None}
-    if len(given) != 1:
-        got = shown(given) if given else "none"
-        raise UserError(f"a budget is one of ratio, entries, size and threshold, got {got}")
+    if not given:
+        return None
+    if len(given) > 1:
+        raise UserError(f"a budget is one of {', '.join(BUDGETS)}, got {shown(given)}")
     ((name, number),) = given.items()
     return BUDGETS[name](number)  # pyright: ignore[reportCallIssue]
 

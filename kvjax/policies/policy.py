@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.full import Full
-from kvjax.policies.budget import Budget, Threshold, budget
+from kvjax.policies.budget import BUDGETS, Budget, Threshold
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
 from kvjax.policies.moment import AtPrompt, Moment
 from kvjax.policies.numbers import is_placed
@@ -82,6 +82,8 @@ class Policy:
         window = self.admission.window if self.window is None else self.window
         when = AtPrompt() if self.when is None and self.eviction is not None else self.when
         assign(self, name=name, when=when)
+        if window is None:
+            raise UserError(f"{name} needs window: how many of the last tokens are always visible")
         assign(self, window=whole_number(name, "window", window))
         if self.eviction is None and (alone := [x for x in ("budget", "when") if x in given]):
             raise UserError(
@@ -115,7 +117,7 @@ class Policy:
     def _check(self, eviction: Eviction) -> None:
         """Refuse what the eviction does not go with."""
         if self.budget is None:
-            budget()  # which says what one is
+            raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
         plan, name = self.plan, self.name
         assert plan is not None
         schedule = plan.moment

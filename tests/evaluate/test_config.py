@@ -1,8 +1,23 @@
 """Settings that follow from others."""
 
-from kvjax.evaluate.config import default_chunk, default_observed
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.evaluate.config import default_chunk, default_observed, parse
 
 
 def test_defaults_are_the_documented():
     assert (default_chunk(1024), default_chunk(10**6), default_chunk(3)) == (256, 32768, 1)
     assert (default_observed(256), default_observed(32768), default_observed(8)) == (16, 64, 1)
+
+
+def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
+    file = tmp_path / "compared.yaml"
+    file.write_text("policies: [full, 'snapkv:pool=7,group=max']\nbudgets: [0.3]\ncontext: [128]\n")
+    config = parse(["--config", str(file), "--out", str(tmp_path), "--context", "256"])
+    assert config.policies == ("full", "snapkv:pool=7,group=max")
+    assert config.budgets == (0.3,)
+    assert config.context == (256,)
+    file.write_text("policy: [full]\n")
+    with pytest.raises(UserError, match="unknown key 'policy'; the nearest known: policies"):
+        parse(["--config", str(file), "--out", str(tmp_path)])

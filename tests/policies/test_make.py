@@ -193,10 +193,10 @@ def test_mistakes_are_named_in_one_line(model, name, arguments, says):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"name": "snapkv"}, "a budget is one of ratio, entries, size and threshold, got none"),
+        ({"name": "snapkv"}, "snapkv needs a budget: one of ratio, entries, size, threshold"),
         (
             {"name": "snapkv", "ratio": 0.5, "entries": 8},
-            "a budget is one of ratio, entries, size and threshold, got",
+            "a budget is one of ratio, entries, size, threshold, got",
         ),
         (
             {"name": "snapkv", "ratio": 1.5},

@@ -107,9 +107,9 @@ def test_expected_entries(model):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Policy(eviction=SnapKV()), "a budget is one of ratio, entries, size and threshold, got none"),
+        (lambda: Policy(eviction=SnapKV()), "snapkv needs a budget: one of ratio, entries, size, threshold"),
         (lambda: Policy(budget=Ratio(0.5)), "full: budget=Ratio(0.5) is for an eviction, and there is none"),
-        (lambda: Policy(StreamingLLM()), "streaming_llm: window must be a whole number of at least 1, got None"),
+        (lambda: Policy(StreamingLLM()), "streaming_llm needs window: how many of the last tokens are always visible"),
         (
             lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
             "streaming_llm+snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
