@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax import cache as caches
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies.interfaces import BIAS
@@ -55,3 +56,34 @@ def dense_logits(model, policy, tokens):
         admission = gather(policy.admission, "data", "fsdp")
         x, _, kept = scan_layers(model, x, position, attend, xs=admission, token=tokens)
         return np.asarray(model.logits(model.norm(x))), np.asarray(kept)
+
+
+def logits_over_what_is_stored(model, cache, token):
+    """The logits after one more token [b] that sees itself and every entry of the cache, those beyond the ring with
+    their biases."""
+    ring = caches.ring_pages(cache.window, cache.page_size) * cache.page_size
+
+    def attend(step, _, layer):
+        (q, k, v), pool = gather((step.q, step.k, step.v), *AXES), cache.pages.pool
+        table, length = jnp.minimum(layer.page_table, len(pool) - 1), layer.length[..., None]
+        entries = pool[table].reshape(*table.shape[:2], -1, pool.shape[-1])
+        place = jnp.arange(entries.shape[2])
+        exists = (place < jnp.minimum(cache.seen, cache.window - 1)[:, None, None]) & (place < ring)
+        exists |= (place >= ring) & (place < ring + length)
+        s, last = (jnp.einsum("bkgh,bksh->bkgs", grouped(q, k), x) for x in (entries[..., : k.shape[-1]], k))
+        if BIAS in cache.pages.planes:
+            bias = cache.pages.planes[BIAS][table].reshape(exists.shape)
+            s += jnp.where(place < ring, 0, bias)[:, :, None] * np.sqrt(k.shape[-1])
+        s = jnp.concatenate([jnp.where(exists[:, :, None], s, -jnp.inf), last], -1) / np.sqrt(k.shape[-1])
+        values = jnp.concatenate([jnp.where(exists[..., None], entries[..., k.shape[-1] :], 0), v], 2)
+        o = jnp.einsum("bkgs,bksh->bkgh", jax.nn.softmax(s, -1), values).reshape(q.shape)
+        return jax.sharding.reshard(o, jax.typeof(step.q).sharding.spec), None, None
+
+    def grouped(q, k):
+        return q.reshape(*k.shape[:2], -1, k.shape[-1])
+
+    with use_mesh(model):
+        cache = gather(cache, *AXES)
+        x = model.embed_tokens(token[:, None])
+        x, _, _ = scan_layers(model, x, cache.seen[:, None], attend, xs=cache.layers, token=token[:, None])
+        return np.asarray(model.logits(model.norm(x)))[:, 0]

@@ -7,20 +7,8 @@ from kvjax.policies.assignments import assignments, with_arguments
 
 
 def test_values_are_numbers_words_and_lists():
-    texts = [
-        "a=.2",
-        "b=2.",
-        "c=-1e-3",
-        "d=1E3",
-        "e=4",
-        "f=true",
-        "g=null",
-        "h=max",
-        "i=1.2.3",
-        "j=[1,2]",
-        "k=e5",
-        "l=nan",
-    ]
+    texts = ["a=.2", "b=2.", "c=-1e-3", "d=1E3", "e=4", "f=true", "g=null", "h=max", "i=1.2.3", "j=[1,2]"]
+    texts += ["k=e5", "l=nan"]
     found = assignments(texts, "--set")
     assert found.pop("j") == [1, 2]
     assert found == {

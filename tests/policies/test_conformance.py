@@ -13,7 +13,9 @@ from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
+from kvjax.struct import changed
 from tests.inference.delayed import delayed
+from tests.inference.dense import logits_over_what_is_stored
 from tests.tiny_models import tiny_gates, tiny_model
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
@@ -104,6 +106,18 @@ def alike(model):
 
 def test_every_policy_is_here():
     assert set(POLICIES) == set(policies.POLICIES)
+
+
+@each
+def test_a_token_sees_exactly_what_is_stored(model, name):
+    """Attention over pages and rings against a dense one over all entries that there are, and no others."""
+    policy = changed(build(name, model), selection=None)
+    cache, token = prefill(model, ROWS, policy=policy, page_size=4), jnp.array([5, 6, 7])
+    with use_mesh(model):
+        fed = token[:, None], jnp.ones(3, jnp.int32)
+        _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
+        found = np.asarray(model.logits(hidden))[:, 0]
+    np.testing.assert_allclose(found, logits_over_what_is_stored(model, cache, token), atol=1e-4)
 
 
 @each
