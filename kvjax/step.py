@@ -14,10 +14,13 @@ class Shape:
     """What one device holds of a layer."""
 
     batch: int
+    """Sequences."""
     kv_heads: int
+    """Key and value heads."""
     group: int
     """Query heads of a kv head."""
     head_dim: int
+    """Of queries, keys and values."""
     dtype: Any
     """Of queries, keys and values."""
 
@@ -75,6 +78,7 @@ class Stored:
     k: Float[Array, "b k s h"]
     """As it was written, after RoPE; unspecified where there is no entry, as all that follows."""
     v: Float[Array, "b k s h"]
+    """As it was written."""
     place: Int[Array, "b k s"]
     """An entry's place in its row, from its first one on; negative where there is none."""
     eligible: Bool[Array, "b k s"]

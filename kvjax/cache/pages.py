@@ -91,9 +91,13 @@ class Cache:
     """Everything a model remembers of a batch of sequences. Made by `empty`, advanced by `kvjax.inference.sampling`."""
 
     pages: Pages
+    """The storage, which all layers share."""
     layers: LayerCache
+    """What each layer knows of its rows, `[l …]`."""
     seen: Int[Array, " b"]
+    """Tokens of each sequence so far."""
     window: int = static()
+    """The last tokens that are always visible; the ring has one slot fewer."""
     bounded: bool = static()
     """The user stated the capacity: the pool must not grow."""
     shared: bool = static(default=False)

@@ -20,8 +20,11 @@ class Layout:
     batch: int
     """Sequences, a multiple of the mesh's batch shards."""
     layers: int
+    """Of the model."""
     kv_heads: int
+    """Of the whole model."""
     head_dim: int
+    """Of keys and of values."""
     window: int
     """The last tokens that are always visible."""
     tokens: int

@@ -23,8 +23,11 @@ class Mark:
     """What takes a cache back to here."""
 
     layers: LayerCache
+    """As in `Cache`."""
     seen: Int[Array, " b"]
+    """As in `Cache`."""
     free: Int[Array, " p"]
+    """As in `Pages`, like the next three."""
     free_count: Int[Array, " shards"]
     bounds: Float[Array, "p kv"] | None
     planes: dict[str, Shaped[Array, "p page"]]

@@ -19,6 +19,7 @@ class Stats:
     """What a cache holds. Entries count keys with their values, ring and global region together."""
 
     entries: Int[np.ndarray, "l b k"]
+    """Of each row."""
     tokens: Int[np.ndarray, " b"]
     """Seen so far."""
     pages: int
@@ -26,6 +27,7 @@ class Stats:
     pool_pages: int
     """Allocated, on all devices."""
     page_size: int
+    """Entries of a page."""
     bytes: int
     """Of the allocated pool with what stands beside it, on all devices."""
     full_bytes: int

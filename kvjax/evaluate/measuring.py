@@ -47,6 +47,7 @@ class Manner:
     page_size: int = caches.PAGE_SIZE
     """As in `prefill`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+    """Times what is run."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ class Reading:
 
     cache: Cache
     calls: Calls
+    """What was held at each call."""
     seconds: float
+    """Of the reading, compaction included."""
     compiled: bool
+    """Whether programs were compiled in that time."""
 
 
 def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:

@@ -34,6 +34,7 @@ class Cell:
     budget: float
     task: str
     context: int
+    """Tokens."""
     metric: str
     """What the score is, in words."""
     contexts: str
@@ -55,12 +56,17 @@ class Cell:
     bytes: int
     """Of a context's pages in use."""
     prefill_tok_s: int | None
+    """Tokens read per second; None: not timed without compilation."""
     decode_tok_s: int | None
+    """Tokens decoded per second, of a batch."""
     by_kind: dict[str, float]
+    """The score by kind of question."""
     question_aware: bool
+    """Whether questions were read with their contexts."""
     published: bool
     """Whether this is RULER's own data."""
     seed: int
+    """Of the samples."""
     kept: list[list[float]]
     """kv_ratio by layer and kv head."""
     gates: str | None

@@ -111,8 +111,11 @@ class Draw:
 
     temperature: float = 0.0
     top_k: int = 0
+    """From the k most likely tokens; 0: from all."""
     top_p: float = 1.0
+    """From the fewest whose probability reaches this."""
     eos: tuple[int, ...] = ()
+    """Tokens that end a sequence."""
 
     def arrays(self) -> dict[str, Any]:
         eos = np.asarray(self.eos or (-1,), np.int32)

@@ -29,7 +29,9 @@ class Family:
     """What the code of a `model_type` fixes, and its `config.json` therefore does not say."""
 
     architecture: str
+    """Its class in Hugging Face's `config.json`."""
     qk_norm: bool = False
+    """Whether queries and keys are normed before RoPE."""
     qkv_bias: bool | None = None
     """On q, k and v, where it is fixed; None: the key `attention_bias` decides."""
     out_bias: bool | None = None
@@ -58,28 +60,41 @@ class ModelConfig:
     """
 
     vocab_size: int
+    """Rows of the embedding table."""
     num_layers: int
+    """Decoder layers."""
     width: int
     """Of the residual stream (`hidden_size`)."""
     mlp_width: int
+    """Of the hidden layer (`intermediate_size`)."""
     num_heads: int
+    """Query heads of a layer."""
     num_kv_heads: int
+    """Key and value heads of a layer."""
     head_dim: int
+    """Of queries, keys and values."""
     norm_eps: float = 1e-6
+    """Of the RMS norms."""
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    """How positions turn queries and keys."""
     qk_norm: bool = False
+    """Queries and keys are normed before RoPE."""
     attention_bias: bool = False
     """On q, k and v."""
     attention_out_bias: bool = False
     """On the output projection."""
     mlp_bias: bool = False
+    """On the MLP's projections."""
     activation: str = "silu"
+    """The MLP's: one of `ACTIVATIONS`."""
     tied: bool = False
     """The output head is the embedding table."""
     model_type: str = "llama"
+    """Hugging Face's: one of `FAMILIES`."""
     max_position: int = 4096
     """The context that the model declares."""
     bos_id: int | None = None
+    """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
 

@@ -20,22 +20,32 @@ class RopeConfig:
     """A rope type and its numbers; those that a type does not use stay at their defaults."""
 
     type: str = "default"
+    """One of `ROPE_TYPES`."""
     theta: float = 10_000.0
+    """The base of the wavelengths."""
     factor: float = 1.0
+    """By how much the context is longer than the original."""
     original_length: int = 0
     """The context that the model was first trained at."""
     length: int = 0
     """The longest sequence that will be run ("dynamic" only: its frequencies depend on it, and a cache of rotated keys
     needs them fixed)."""
     low_freq_factor: float = 1.0
+    """Of "llama3": wavelengths above original_length over this are stretched whole."""
     high_freq_factor: float = 4.0
+    """Of "llama3": those below original_length over this stay."""
     beta_fast: float = 32.0
+    """Of "yarn": turns in the original context from which a pair stays."""
     beta_slow: float = 1.0
+    """Of "yarn": turns below which a pair is stretched whole."""
     attention_factor: float | None = None
     """What cos and sin are multiplied by in "yarn"; None derives it from `factor`, `mscale` and `mscale_all_dim`."""
     mscale: float | None = None
+    """Of "yarn": what cos and sin grow by with the factor."""
     mscale_all_dim: float | None = None
+    """The same, divided out again."""
     truncate: bool = True
+    """Of "yarn": the range between the two betas is rounded to whole pairs."""
 
     def __post_init__(self):
         if self.theta <= 0 or self.factor <= 0:

@@ -28,6 +28,7 @@ class Plan:
     shares: Shares
     """Who shares it."""
     moment: Moment
+    """When."""
     last: int = 0
     """As in `Needs`, like the next three."""
     first: int = 0

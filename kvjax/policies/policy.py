@@ -34,7 +34,9 @@ class States:
     """The memories of a policy's methods."""
 
     admission: State
+    """Of the admission."""
     eviction: State
+    """Of the eviction; (): there is none, or it is done."""
 
 
 EVERYTHING = Full()

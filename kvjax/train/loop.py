@@ -36,10 +36,15 @@ class RunOutput:
     """What a run leaves: the model, loaded or trained, the method's own parameters, the folder, and the validation."""
 
     model: Decoder
+    """Loaded, or trained."""
     params: Any
+    """The method's own."""
     mesh: Mesh
+    """Of the run."""
     folder: Path
+    """Of the run."""
     validation: Validation
+    """The last one."""
 
 
 def check(config: Recipe) -> None:
@@ -173,13 +178,21 @@ class Run:
     """What stays the same from the first step to the last."""
 
     config: Recipe
+    """What the run was told."""
     phases: tuple[Recipe, ...]
+    """Its recipe's, one after another."""
     folder: Path
+    """Where it writes."""
     mesh: Mesh
+    """Where it runs."""
     rows: Rows
+    """This process's rows of an update."""
     sequences: grain.DatasetIterator
+    """The data, at the next update's."""
     held_out: list[np.ndarray]
+    """Sequences that are never trained on."""
     checkpoints: Checkpoints
+    """The run's."""
     dtypes: tuple[Any, ...]
     """Of each phase's parameters with master weights (`param_dtypes`)."""
 

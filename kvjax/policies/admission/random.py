@@ -25,6 +25,7 @@ class Random(Admission):
     rates: Any = None
     """By layer and kv head, such as another policy was measured to have."""
     seed: Number = 0
+    """Of the draws."""
     name = "random"
 
     def __post_init__(self):

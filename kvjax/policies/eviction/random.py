@@ -14,6 +14,7 @@ class RandomEviction(Eviction):
     """A hash of layer, head, place and the text so far: at each compaction everyone has the same chance."""
 
     seed: Number = 0
+    """Of the draws."""
     name = "random_eviction"
 
     def __post_init__(self):
