@@ -2,6 +2,7 @@
 
 import math
 import platform
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -164,17 +165,25 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     gated = [cell for cell in cells if cell.tau is not None]
     if not gated:
         return []
-    lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
+    heads = "with gates", "budget or λ", "gates", "τ", "entries", "score", "for `python -m kvjax.generate`"
+    lines = ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for cell in gated:
         tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
-        lines.append(
-            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
-        )
+        measured = f"{cell.kv_ratio:.3f}", _score_and_footprint(cell)
+        row = cell.policy, cell.at, cell.gates, tau, *measured, _options(cell)
+        lines.append(f"| {' | '.join(map(str, row))} |")
     swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
     if swept and full:
         found = critical_footprint(swept, full, CRITICAL_SHARE)
         lines += ["", f"{FIXED_TAU}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
+
+
+def _options(cell: Cell) -> str:
+    """What makes the cell's policy of gates alone on a command line."""
+    if cell.policy not in ("wgkv", FIXED_TAU):
+        return ""
+    return f"`--policy wgkv --gates {shlex.quote(str(cell.gates))} --set tau={cell.tau:.9g}`"
 
 
 def _score(cell: Cell) -> str:
