@@ -26,7 +26,7 @@ from kvjax.train.config import prepare_folder
 from kvjax.train.data import Rows, draw_step_lengths, open_data, to_mesh
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
+from kvjax.train.step import TrainState, enter, first_state, make_update, param_dtypes, round_parameters
 from kvjax.train.validation import make_validate
 
 
@@ -188,11 +188,8 @@ class Run:
         return np.cumsum([phase.steps for phase in self.phases]).tolist()
 
     def first_state(self, model: Decoder, phase: int) -> TrainState:
-        """A state of the structure and shardings that the phase's have; of the first, the one before any update."""
-        state = initial_state(self.phases[0], model)
-        for later, dtypes in zip(self.phases[1 : phase + 1], self.dtypes, strict=False):
-            state = enter(later, state.params, dtypes)
-        return state
+        """`kvjax.train.step.first_state` of this run."""
+        return first_state(self.phases, self.dtypes, model, phase)
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
         """The state to go on with and its step, the data moved there: the last checkpoint's, or the first ones."""
