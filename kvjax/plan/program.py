@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from kvjax.plan.hlo import count
+from kvjax.plan.hlo import exchanged
+from kvjax.plan.products import flops
 
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TEMPORARIES = "temporaries"
@@ -75,9 +76,9 @@ def figures(program: Program, platform: str) -> Figures:
     parts: dict[str, int] = {}
     for name, tree in program.parts:
         parts[name] = parts.get(name, 0) + held(tree)
-    lowered = function.trace(*program.arguments, **program.static).lower(lowering_platforms=(platform,))
+    traced = function.trace(*program.arguments, **program.static)
     try:
-        compiled = lowered.compile()
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
         needed = too_much(str(error))
         if needed is None:
@@ -96,14 +97,13 @@ def figures(program: Program, platform: str) -> Figures:
         "results": results,
         "program": memory.generated_code_size_in_bytes,
     }
-    found = count(compiled.as_text() or "")
     collectives: dict[str, dict[str, int]] = {}
-    for (kind, what), number in sorted(found.exchanged.items()):
+    for (kind, what), number in sorted(exchanged(compiled.as_text() or "").items()):
         collectives.setdefault(kind, {})[what] = round(number / program.steps)
     cost = compiled.cost_analysis() or {}
     return Figures(
         parts,
-        found.flops / program.steps,
+        flops(traced.jaxpr.jaxpr) / program.steps,
         memory.argument_size_in_bytes + results,
         collectives,
         {name: float(cost[name]) for name in ("flops", "bytes accessed") if name in cost},
