@@ -223,9 +223,19 @@ def _parts(arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-def check_mesh(config: ModelConfig) -> None:
-    """Refuse a mesh that does not divide the model's kv heads. Raises UserError."""
-    if config.num_kv_heads % axis_size("tensor"):
+def check_policy(told: ServeConfig, config: ModelConfig) -> None:
+    """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
+    if config.num_kv_heads % told.mesh.tensor:
         raise UserError(
-            f"--mesh: its tensor axis of {axis_size('tensor')} does not divide the model's {config.num_kv_heads} kv heads"
+            f"--mesh {told.mesh}: its tensor axis of {told.mesh.tensor} does not divide the model's "
+            f"{config.num_kv_heads} kv heads"
         )
+    given = told.arguments()
+    if told.policy == "wgkv":
+        if wrong := sorted(set(given) - {"window", "tau"}):
+            raise UserError(f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…")
+        return
+    policy = make_policy(told.policy, **given)
+    for method in (policy.admission, policy.eviction, policy.selection):
+        if method is not None:
+            method.check(config)
