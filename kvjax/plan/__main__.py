@@ -1,13 +1,24 @@
 """`python -m kvjax.plan train|serve|table`: the command."""
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from kvjax.command.launch import MeshShape, parse_command, run_command
 from kvjax.command.options import find_value
 from kvjax.errors import UserError
+from kvjax.models.config import ModelConfig
+from kvjax.plan import figures
+from kvjax.plan.ahead import Job, compiled
+from kvjax.plan.chips import Topology
+from kvjax.plan.program import TEMPORARIES, Figures
+from kvjax.plan.search import fits, largest, meshes
+from kvjax.plan.shapes import find_shape, known
 
+NO_SEARCH = "--no-search"
+LARGEST_BATCH = 1 << 16
 USAGE = """usage: python -m kvjax.plan train --topology v5e:2x4 [--no-search] OPTIONS-OF-kvjax.train
        python -m kvjax.plan serve --topology v5e:2x4 OPTIONS
        python -m kvjax.plan table OPTIONS
@@ -24,8 +35,6 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     commands = {"train": train, "serve": serve, "table": table}
     if not given or given[0] in ("--help", "-h"):
-        from kvjax.plan.shapes import known
-
         print(USAGE.format(known=", ".join(known())))
         return
     if given[0] not in commands:
@@ -35,97 +44,66 @@ def main(args: list[str] | None = None) -> None:
 
 def train(args: list[str]) -> None:
     """The updates of a run: of each phase the longest sequence, then what would fit."""
-    told, rest, search = find_value(args, "--topology"), _without(args, "--topology"), "--no-search" not in args
-    arguments = tuple(arg for arg in rest if arg != "--no-search")
+    from kvjax.plan.training import check_run
     from kvjax.train.config import parse
 
+    told, search = find_value(args, "--topology"), NO_SEARCH not in args
+    arguments = tuple(arg for arg in _without(args, "--topology") if arg != NO_SEARCH)
     recipe = parse(arguments)
     if told is None:
-        raise UserError("missing: --topology, as --topology v5e:2x4; for this machine: python -m kvjax.train --dry-run")
-
-    from kvjax.plan import figures
-    from kvjax.plan.ahead import Job, compiled
-    from kvjax.plan.chips import Topology
-    from kvjax.plan.program import TEMPORARIES, Figures
-    from kvjax.plan.search import fits, largest, meshes
-    from kvjax.plan.shapes import find_shape
-    from kvjax.plan.training import check_run
-
-    topology = Topology.parse(told)
-    _check_count(topology.text, topology.count, recipe.mesh)
-    model = find_shape(recipe.model)
+        raise UserError(
+            "missing: --topology, as --topology v5e:2x4; for this machine: python -m kvjax.train --dry-run"
+        )
+    model, mesh = find_shape(recipe.model), recipe.mesh
     check_run(recipe, model.config)
-    topology.check_compiler()
-    usable = topology.chip.usable
+    topology = _checked(told, mesh)
+    usable, most = topology.chip.usable, model.config.max_position
+    _heading(recipe.model, recipe.dtype or model.dtype, topology, mesh)
     phases = recipe.phases()
-    print(_heading(recipe.model, recipe.dtype or model.dtype, topology, recipe.mesh))
     for index, phase in enumerate(phases):
-        length = max(phase.lengths)
-        job = Job("train", topology.text, arguments, str(recipe.mesh), length, index)
-
-        def measure(length: int, job: Job = job) -> Figures:
-            return compiled(dataclasses.replace(job, length=length))
-
+        job = Job("train", told, arguments, str(mesh), max(phase.lengths), index)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
-        print(f"train, {recipe.method}{which}: an update of {phase.rows} × {length} tokens", flush=True)
-        known = {length: measure(length)}
-        _say(figures.table(known[length], topology.chip, usable))
-        if not search:
-            continue
-        found = largest(measure, known, usable, (TEMPORARIES, "batch"), most=model.config.max_position)
-        _say([figures.bracket(found, "longest sequence", most=model.config.max_position)])
-        if not fits(known[length], usable):
-            again = lambda mesh, job=job: compiled(dataclasses.replace(job, mesh=str(mesh)))  # noqa: E731
-            _say([_other(list(meshes(model.config, recipe.mesh.count, recipe.mesh)), again, usable)])
+        _say(f"train, {recipe.method}{which}: an update of {phase.rows} × {job.length} tokens")
+        found = compiled(job)
+        _say(*figures.table(found, topology.chip, usable))
+        if search:
+            known = {job.length: found}
+            longest = largest(
+                functools.partial(_of, job, "length"), known, usable, (TEMPORARIES, "batch"), most
+            )
+            _say(figures.bracket(longest, "longest sequence", most=most))
+            _say(*_meshes(job, found, usable, model.config, mesh))
 
 
 def serve(args: list[str]) -> None:
     """The call that reads a chunk of the prompts, and a block of decoded tokens, then what would fit."""
-    from kvjax.plan.serving import POOL, STAGES, ServeConfig, check_policy
+    from kvjax.plan.serving import POOL, STAGES, TABLES, ServeConfig, check_policy
 
     told = parse_command(ServeConfig, args)
     told.check()
-
-    from kvjax.plan import figures
-    from kvjax.plan.ahead import Job, compiled
-    from kvjax.plan.chips import Topology
-    from kvjax.plan.program import TEMPORARIES, Figures
-    from kvjax.plan.search import fits, largest, meshes
-    from kvjax.plan.shapes import find_shape
-
-    topology = Topology.parse(told.topology)
-    _check_count(topology.text, topology.count, told.mesh)
-    model = find_shape(told.model)
+    model, mesh = find_shape(told.model), told.mesh
     check_policy(told, model.config)
-    topology.check_compiler()
-    usable = topology.chip.usable
-    shards = told.mesh.batch_shards
+    topology = _checked(told.topology, mesh)
+    usable, most, shards = topology.chip.usable, model.config.max_position, mesh.batch_shards
     batch = -(-told.batch // shards) * shards
-    print(_heading(told.model, told.dtype or model.dtype, topology, told.mesh))
-    growing = POOL, "page tables and states", TEMPORARIES, "batch"
+    growing = POOL, TABLES, TEMPORARIES, "batch"
+    _heading(told.model, told.dtype or model.dtype, topology, mesh)
     for stage in STAGES:
-        job = Job(stage, topology.text, tuple(args), str(told.mesh), told.context, batch=batch)
-        what = "of a token" if stage == "decode" else "of a chunk"
-        print(f"{stage}, {told.policy}: {batch} × {told.context} tokens, figures {what}", flush=True)
+        job = Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch)
+        what = "a token" if stage == "decode" else "a chunk"
+        _say(f"{stage}, {told.policy}: {batch} × {told.context} tokens, a step is {what}")
         found = compiled(job)
-        _say(figures.table(found, topology.chip, usable))
-        if not told.search:
-            continue
-
-        def longer(context: int, job: Job = job) -> Figures:
-            return compiled(dataclasses.replace(job, length=context))
-
-        def wider(count: int, job: Job = job) -> Figures:
-            return compiled(dataclasses.replace(job, batch=count * shards))
-
-        most = model.config.max_position
-        _say([figures.bracket(largest(longer, {told.context: found}, usable, growing, most), "longest context", most=most)])
-        each = largest(wider, {batch // shards: found}, usable, growing, 1 << 16)
-        times = f" (times {shards}: the mesh splits a batch)" if shards > 1 else ""
-        _say([figures.bracket(each, f"largest batch{times}", most=0)])
-        if not fits(found, usable):
-            again = lambda mesh, job=job: compiled(dataclasses.replace(job, mesh=str(mesh)))  # noqa: E731
-            _say([_other(list(meshes(model.config, told.mesh.count, told.mesh)), again, usable)])
+        _say(*figures.table(found, topology.chip, usable))
+        if told.search:
+            contexts = largest(
+                functools.partial(_of, job, "length"), {job.length: found}, usable, growing, most
+            )
+            _say(figures.bracket(contexts, f"longest context, {batch} of them", most=most))
+            batches = largest(
+                functools.partial(_of, job, "batch"), {batch: found}, usable, growing, LARGEST_BATCH, shards
+            )
+            _say(figures.bracket(batches, f"largest batch of {job.length} tokens"))
+            _say(*_meshes(job, found, usable, model.config, mesh))
 
 
 def table(args: list[str]) -> None:
@@ -135,35 +113,39 @@ def table(args: list[str]) -> None:
     write(parse_command(TableConfig, args))
 
 
-def _heading(model: str, dtype: str, topology: "Topology", mesh: MeshShape) -> str:  # noqa: F821 # pyright: ignore
-    from kvjax.plan.figures import size
+def _checked(topology: str, mesh: MeshShape) -> Topology:
+    """The topology, if the mesh is of it and its compiler is there. Raises UserError."""
+    found = Topology.parse(topology)
+    if mesh.count != found.count:
+        raise UserError(f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {found.count}")
+    found.check_compiler()
+    return found
 
+
+def _heading(model: str, dtype: str, topology: Topology, mesh: MeshShape) -> None:
     chip = topology.chip
-    return (
-        f"{model} ({dtype}) on {topology.text}, mesh {mesh}: {topology.count} devices of {size(chip.usable)} usable "
-        f"(rates: {chip.source})"
+    _say(
+        f"{model} ({dtype}) on {topology.text}, mesh {mesh}: {topology.count} devices of {figures.size(chip.usable)} "
+        f"usable (peak rates: {chip.source})"
     )
 
 
-def _check_count(topology: str, count: int, mesh: MeshShape) -> None:
-    if mesh.count != count:
-        raise UserError(f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {count}")
+def _of(job: Job, field: str, value: Any) -> Figures:
+    """The figures of the job with another length, batch or mesh."""
+    return compiled(dataclasses.replace(job, **{field: value}))
 
 
-def _other(shapes: Sequence[MeshShape], measure: Callable[[MeshShape], "Figures"], usable: int) -> str:  # noqa: F821 # pyright: ignore
-    """The first of the meshes that fits."""
-    from kvjax.plan.figures import size
-    from kvjax.plan.search import fits
-
-    for shape in shapes:
-        found = measure(shape)
-        if fits(found, usable):
-            return f"  another mesh: --mesh {shape} fits, with {size(found.total)} a device"
-    return f"  no other mesh of as many devices fits: {', '.join(map(str, shapes)) or 'none divides the model'}"
+def _meshes(job: Job, found: Figures, usable: int, model: ModelConfig, mesh: MeshShape) -> list[str]:
+    """The mesh that would fit, in a line, if this one does not."""
+    if fits(found, usable):
+        return []
+    others = list(meshes(model, mesh.count, mesh))
+    return [figures.other(others, lambda shape: _of(job, "mesh", str(shape)), usable)]
 
 
-def _say(lines: Sequence[str]) -> None:
-    print("\n".join(lines), flush=True)
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, flush=True)
 
 
 def _without(args: Sequence[str], option: str) -> list[str]:

@@ -85,7 +85,9 @@ class Topology:
         import importlib.util
 
         if self.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-            raise UserError(f"--topology {self.text}: compiling for a TPU needs libtpu: pip install 'kvjax[tpu]'")
+            raise UserError(
+                f"--topology {self.text}: compiling for a TPU needs libtpu: pip install 'kvjax[tpu]'"
+            )
         if self.platform == "cuda":
             from pallas_kernels.ahead import cuda_compiler
 
@@ -112,4 +114,6 @@ class Topology:
             return list(topologies.get_topology_desc(**told).devices)
         except Exception as error:  # whatever the compiler's plugin raises
             why = str(error).strip().splitlines()[0]
-            raise UserError(f"--topology {self.text}: the compiler knows no such slice ({why[:200]})") from None
+            raise UserError(
+                f"--topology {self.text}: the compiler knows no such slice ({why[:200]})"
+            ) from None

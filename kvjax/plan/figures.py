@@ -1,7 +1,8 @@
 """What is said of a program and of what would fit, in words."""
 
-import math
+from collections.abc import Callable, Sequence
 
+from kvjax.command.launch import MeshShape
 from kvjax.plan.chips import Chip
 from kvjax.plan.program import TEMPORARIES, Figures
 from kvjax.plan.search import Bracket, fits
@@ -32,26 +33,32 @@ def exchanges(found: Figures) -> str:
     """The collectives of a step."""
     if not found.collectives:
         return "  devices exchange nothing"
-    said = [f"{one['count']} {kind} of {size(one['bytes'])} in all" for kind, one in found.collectives.items()]
+    said = [
+        f"{one['count']} {kind} of {size(one['bytes'])} in all" for kind, one in found.collectives.items()
+    ]
     return f"  exchanged in a step: {', '.join(said)}"
 
 
-def bound(found: Figures, chip: Chip) -> str:
-    """The step's products and bytes, and the time that it cannot be faster than."""
+def step(found: Figures, chip: Chip | None) -> str:
+    """A step's products and bytes, and the time that it cannot be faster than on the chip."""
+    said = (
+        f"  a step: {number(found.flops)}FLOP of matrix products beside the attention kernels, "
+        f"{size(found.least_bytes)} read or written at least"
+    )
+    if chip is None:
+        return said
     compute, memory = found.flops / chip.flops, found.least_bytes / chip.bandwidth
     limit = "products" if compute > memory else "memory"
     return (
-        f"  a step: {number(found.flops)}FLOP of matrix products beside the attention kernels, "
-        f"{size(found.least_bytes)} read or written at least: "
-        f"{duration(max(compute, memory))} or more ({limit}; {chip.name}: {number(chip.flops)}FLOP/s, "
+        f"{said}: {duration(max(compute, memory))} or more ({limit}; {chip.name}: {number(chip.flops)}FLOP/s, "
         f"{number(chip.bandwidth)}B/s)"
     )
 
 
-def cost(found: Figures) -> str:
-    """What XLA's own analysis says."""
+def cost(found: Figures) -> list[str]:
+    """What XLA's own analysis says, if it says anything (for CUDA it does not)."""
     said = ", ".join(f"{name} {number(value)}" for name, value in found.xla.items())
-    return f"  XLA's cost_analysis, a loop's body counted once: {said}"
+    return [f"  XLA's cost_analysis, a loop's body counted once: {said}"] if said else []
 
 
 def number(value: float) -> str:
@@ -80,7 +87,7 @@ def verdict(found: Figures, usable: int | None) -> str:
     return f"  does not fit {size(usable)}: {size(found.total - usable)} too much"
 
 
-def bracket(found: Bracket, what: str, *, most: int) -> str:
+def bracket(found: Bracket, what: str, *, most: int | None = None) -> str:
     """The largest that fits."""
     if found.fits is None:
         return f"  {what}: none that was tried fits, down to {found.fails}"
@@ -90,12 +97,20 @@ def bracket(found: Bracket, what: str, *, most: int) -> str:
     return f"  {what}: {found.fits} fits, {found.fails} does not"
 
 
+def other(shapes: Sequence[MeshShape], measure: Callable[[MeshShape], Figures], usable: int) -> str:
+    """The first of the meshes that fits."""
+    for shape in shapes:
+        found = measure(shape)
+        if fits(found, usable):
+            return f"  another mesh: --mesh {shape} fits, with {size(found.total)} a device"
+    return (
+        f"  no other mesh of as many devices fits: {', '.join(map(str, shapes)) or 'none divides the model'}"
+    )
+
+
 def table(found: Figures, chip: Chip | None, usable: int | None) -> list[str]:
     """All that is said of one program."""
     lines = parts(found)
     if not found.refused:
-        lines.append(exchanges(found))
-        if chip is not None and math.isfinite(found.flops):
-            lines.append(bound(found, chip))
-        lines.append(cost(found))
+        lines += [exchanges(found), step(found, chip), *cost(found)]
     return [*lines, verdict(found, usable)]

@@ -6,7 +6,14 @@ import math
 import re
 from collections import Counter
 
-COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
 WIDTHS = {"pred": 1.0, "token": 0.0}
 """Bytes of a number whose kind does not say how many bits it has."""
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -80,7 +87,9 @@ def _instruction(line: str) -> _Instruction | None:
     stop = _closing(call)
     inside = call[1:stop]
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
-    return _Instruction(left.removeprefix("ROOT ").lstrip("%"), shape, opcode, operands, call[stop + 1 :], inside)
+    return _Instruction(
+        left.removeprefix("ROOT ").lstrip("%"), shape, opcode, operands, call[stop + 1 :], inside
+    )
 
 
 def _closing(text: str) -> int:

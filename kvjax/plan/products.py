@@ -12,8 +12,8 @@ KERNELS = "pallas_call"
 
 
 def flops(program: Jaxpr) -> float:
-    """A multiplication and an addition for each; of branches the one with more counts, of loops without a stated end one
-    turn."""
+    """A multiplication and an addition for each; of branches the one with more counts, of loops without a stated
+    end one turn."""
     total = 0.0
     for equation in program.eqns:
         name = equation.primitive.name
@@ -42,7 +42,9 @@ def _product(equation: Any) -> float:
     `shard_map` shapes are a device's own already."""
     left, right = (x.aval for x in equation.invars)
     (contracted, _), _ = equation.params["dimension_numbers"]
-    whole = 2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[axis] for axis in contracted)
+    whole = (
+        2.0 * math.prod(equation.outvars[0].aval.shape) * math.prod(left.shape[axis] for axis in contracted)
+    )
     axes: dict[str, int] = {}
     for aval in (left, right):
         for entry in aval.sharding.spec:

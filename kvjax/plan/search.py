@@ -32,6 +32,7 @@ def largest(
     usable: int,
     growing: tuple[str, ...],
     most: int,
+    multiple: int = 1,
 ) -> Bracket:
     """The largest number, a length or a batch, for which `measure` fits.
 
@@ -43,13 +44,16 @@ def largest(
         usable: bytes of a device.
         growing: the parts that grow with the number.
         most: no larger number means anything.
+        multiple: of which numbers are.
     """
     for _ in range(TRIES):
         found = _bracket(known, usable)
-        if found.fits == most or (found.fits and found.fails and found.fails <= max(found.fits * NEAR, found.fits + 1)):
+        if found.fits == most or (
+            found.fits and found.fails and found.fails <= max(found.fits * NEAR, found.fits + 1)
+        ):
             break
         guess = _guess(known, usable, growing, found)
-        guess = rounded_down(min(guess, most))
+        guess = max(rounded_down(min(guess, most)) // multiple, 1) * multiple
         if guess in known:
             break
         known[guess] = measure(guess)

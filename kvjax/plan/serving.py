@@ -22,12 +22,13 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.orbax_export import abstract
 from kvjax.plan.program import Program
-from kvjax.plan.training import WEIGHTS, model_of
+from kvjax.plan.training import WEIGHTS, check_mesh, model_of
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.policies.assignments import assignments
 
 POOL = "KV pool"
+TABLES = "page tables and states"
 STAGES = "prefill", "decode"
 
 
@@ -78,7 +79,9 @@ class ServeConfig:
             whole_number("plan", f"--{name}", getattr(self, name))
         if self.policy == "wgkv":
             if self.entries is not None:
-                raise UserError("plan: --entries is for an eviction; of wgkv state --ratio, the share that gates let in")
+                raise UserError(
+                    "plan: --entries is for an eviction; of wgkv state --ratio, what its gates let in"
+                )
             if self.ratio is not None:
                 real_number("plan", "--ratio", self.ratio, 0.0, 1.0)
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
@@ -200,7 +203,10 @@ class Serving:
         traced = self.placed(lambda placed: placed.continuing.traced)
         cache = self.cache(held, traced, tokens)
         number = self._array(jnp.int32, ())
-        valid, running = self._array(jnp.int32, (self.rows,), BATCH), self._array(jnp.bool_, (self.rows,), BATCH)
+        valid, running = (
+            self._array(jnp.int32, (self.rows,), BATCH),
+            self._array(jnp.bool_, (self.rows,), BATCH),
+        )
         draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw().arrays())
         key = abstract(lambda: jax.random.key(0), self.mesh)
         arguments = self.model, traced, cache, valid, running, draw, key, number
@@ -218,22 +224,20 @@ def _parts(arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
         (WEIGHTS, model),
         ("policy", policy),
         (POOL, cache.pages),
-        ("page tables and states", (cache.layers, cache.seen)),
+        (TABLES, (cache.layers, cache.seen)),
         ("batch", rest),
     ]
 
 
 def check_policy(told: ServeConfig, config: ModelConfig) -> None:
     """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
-    if config.num_kv_heads % told.mesh.tensor:
-        raise UserError(
-            f"--mesh {told.mesh}: its tensor axis of {told.mesh.tensor} does not divide the model's "
-            f"{config.num_kv_heads} kv heads"
-        )
+    check_mesh(told.mesh, config)
     given = told.arguments()
     if told.policy == "wgkv":
         if wrong := sorted(set(given) - {"window", "tau"}):
-            raise UserError(f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…")
+            raise UserError(
+                f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…"
+            )
         return
     policy = make_policy(told.policy, **given)
     for method in (policy.admission, policy.eviction, policy.selection):

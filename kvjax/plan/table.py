@@ -54,7 +54,16 @@ class Cell:
         """What is compiled for it."""
         mesh = f"tensor={Topology.parse(self.topology).count}"
         if self.stage == "train":
-            arguments = "--model", self.model, "--lengths", str(self.length), "--shares", "1", "--dtype", "bfloat16"
+            arguments = (
+                "--model",
+                self.model,
+                "--lengths",
+                str(self.length),
+                "--shares",
+                "1",
+                "--dtype",
+                "bfloat16",
+            )
         else:
             arguments = "--topology", self.topology, "--model", self.model
             if self.kept < 1:
@@ -119,7 +128,9 @@ def write(config: TableConfig) -> None:
         found[cell] = known
         config.out.parent.mkdir(parents=True, exist_ok=True)
         with config.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"cell": dataclasses.asdict(cell), "known": dataclasses.asdict(known)}) + "\n")
+            file.write(
+                json.dumps({"cell": dataclasses.asdict(cell), "known": dataclasses.asdict(known)}) + "\n"
+            )
         print(f"{cell}: {made.total / 2**30:.2f} GiB in {made.seconds:.0f} s", flush=True)
     print(markdown(config, read(config.out)))
 

@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, P
 from kvjax.models.config import ModelConfig
@@ -27,13 +28,29 @@ def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
     return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=parameter_dtype(dtype)), mesh)
 
 
+def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
+    """Refuse a mesh that does not divide the model. Raises UserError."""
+    for what, size, axis, parts in (
+        ("kv heads", config.num_kv_heads, "tensor", mesh.tensor),
+        ("mlp width", config.mlp_width, "tensor", mesh.tensor),
+        ("width", config.width, "fsdp", mesh.fsdp),
+    ):
+        if size % parts:
+            raise UserError(
+                f"--mesh {mesh}: its {axis} axis of {parts} does not divide the model's {what} ({size})"
+            )
+
+
 def check_run(recipe: Recipe, config: ModelConfig) -> None:
-    """Refuse a run that no mesh and no memory make possible. Raises UserError."""
+    """Refuse a run that its model or its mesh makes impossible. Raises UserError."""
+    check_mesh(recipe.mesh, config)
     for phase in recipe.phases():
         phase.check_model(config)
 
 
-def update(recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int, phase: int = 0) -> Program:
+def update(
+    recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int, phase: int = 0
+) -> Program:
     """The update of one of the run's phases on sequences of `length` tokens, on the current mesh."""
     phases = tuple(recipe.phases())
     model = model_of(mesh, config, dtype)
@@ -42,7 +59,7 @@ def update(recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: 
     own = phases[phase]
     ends = [0, *itertools.accumulate(each.steps for each in phases)]
     read = None if recipe.takes_model else model
-    batch = _batch(own, mesh, length, read)
+    batch = batch_of(own, mesh, length, read)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return Program(
         make_update(own, dtypes[phase], before=ends[phase]),
@@ -58,8 +75,8 @@ def update(recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: 
     )
 
 
-def _batch(recipe: Recipe, mesh: Mesh, length: int, model: Decoder | None) -> Any:
-    """What the recipe makes of the sequences of an update. Raises UserError where it needs the weights for it."""
+def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder | None) -> Any:
+    """The shapes of what the recipe makes of an update's sequences. Raises UserError where it needs the weights."""
     sequences = iter([np.zeros((recipe.rows, length), np.int32)])
     try:
         made = next(recipe.batches(sequences, model))

@@ -21,12 +21,21 @@ from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
+from kvjax.plan.here import check_memory
 from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
 from kvjax.train.data import Rows, draw_step_lengths, open_data, to_mesh
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.step import TrainState, enter, first_state, make_update, param_dtypes, round_parameters
+from kvjax.train.step import (
+    TrainState,
+    Update,
+    enter,
+    first_state,
+    make_update,
+    param_dtypes,
+    round_parameters,
+)
 from kvjax.train.validation import make_validate
 
 
@@ -96,11 +105,14 @@ def train(config: Recipe) -> RunOutput:
             tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
             instruction=config.instruction,
         )
+        dtypes = param_dtypes(phases, model)
+        begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
+        updates = tuple(map(make_update, phases, dtypes, begins))
+        check_memory(phases, updates, dtypes, mesh, model)
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            dtypes = param_dtypes(phases, model)
-            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
+            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes, updates)
             state, first = run.begin(model)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
@@ -181,6 +193,8 @@ class Run:
     checkpoints: Checkpoints
     dtypes: tuple[Any, ...]
     """Of each phase's parameters with master weights (`param_dtypes`)."""
+    updates: tuple[Update, ...]
+    """Of each phase."""
 
     @property
     def ends(self) -> list[int]:
@@ -241,10 +255,7 @@ class Run:
                     entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, counted = (
-                    make_update(recipe, self.dtypes[at], before=began),
-                    TokenCount(self.sequences, self.rows.total),
-                )
+                update, counted = self.updates[at], TokenCount(self.sequences, self.rows.total)
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))
