@@ -8,7 +8,7 @@ from kvjax.plan.program import TEMPORARIES, Figures
 from kvjax.plan.search import Bracket, fits
 
 
-def size(number: float) -> str:
+def size(number: int | float) -> str:
     """Bytes with a unit."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if abs(number) >= unit:
@@ -61,7 +61,7 @@ def cost(found: Figures) -> list[str]:
     return [f"  XLA's cost_analysis, a loop's body counted once: {said}"] if said else []
 
 
-def number(value: float) -> str:
+def number(value: int | float) -> str:
     """With a decimal prefix."""
     for exponent, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
         if value >= 10**exponent:
@@ -69,7 +69,7 @@ def number(value: float) -> str:
     return f"{value:.3g} "
 
 
-def duration(seconds: float) -> str:
+def duration(seconds: int | float) -> str:
     """With a unit."""
     if seconds >= 1:
         return f"{seconds:.3g} s"
