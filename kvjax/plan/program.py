@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.plan.hlo import exchanged
 from kvjax.plan.products import flops
@@ -116,7 +117,7 @@ def held(tree: Any) -> int:
 
     def one(leaf: Any) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
-        width = 8 if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        width = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
         return math.prod(shape) * width
 
     return sum(map(one, jax.tree.leaves(tree)))
