@@ -1,5 +1,6 @@
 """A training run on this machine's own devices: what it would take, and whether its longest sequences fit."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -130,8 +131,7 @@ def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         needed = too_much(str(error))
         if needed is None:
             raise
-        # where the compiler does not say how much it is, it is more than there is
-        return max(needed[0] + (0 if needed[1] else given), 1 << 62 if not needed[0] else 0)
+        return needed or sys.maxsize
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (
         max(given, memory.argument_size_in_bytes)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax.plan.hlo import exchanged
 from kvjax.plan.products import flops
 
-UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 TEMPORARIES = "temporaries"
 """The part that holds activations and all else between the arguments and the results."""
 PADDING = "padding"
@@ -84,7 +84,7 @@ def figures(program: Program, platform: str) -> Figures:
         needed = too_much(str(error))
         if needed is None:
             raise
-        temporaries = max(0, needed[0] - (sum(parts.values()) if needed[1] else 0))
+        temporaries = max(0, needed - sum(parts.values()))
         seconds = time.monotonic() - began
         said = _first_line(str(error))
         return Figures(parts | {TEMPORARIES: temporaries}, 0.0, 0, {}, {}, seconds, said)
@@ -123,22 +123,17 @@ def held(tree: Any) -> int:
     return sum(map(one, jax.tree.leaves(tree)))
 
 
-def too_much(message: str) -> tuple[int, bool] | None:
-    """The bytes that a program needs by the compiler's refusal, and whether arguments are among them; None: the
-    message is another's."""
-    if "RESOURCE_EXHAUSTED" not in message and "out of memory" not in message.lower():
+def too_much(message: str) -> int | None:
+    """The bytes that a program needs in all, arguments and results included, by the compiler's refusal, 0 where that
+    does not say; None: the message is another's."""
+    if "RESOURCE_EXHAUSTED" not in message:
         return None
-    if match := re.search(r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm", message):
-        return _size(match), True
-    if match := re.search(r"HLO temporaries \(([\d.]+)([KMGT]?)\)", message):
-        return _size(match), False
-    if match := re.search(r"(\d[\d.]*) ?([KMGT]?)i?B", message):
-        return _size(match), False
-    return 0, False
-
-
-def _size(match: re.Match[str]) -> int:
-    return int(float(match[1]) * UNITS[match[2]])
+    # libtpu calls all of it temporaries: a program without any is refused with the sum of what goes in and comes out
+    said = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
+    if said is None:
+        return 0
+    number, unit = (said[1], said[2]) if said[1] else (said[3], said[4])
+    return int(float(number) * UNITS[unit])
 
 
 def _first_line(message: str) -> str:

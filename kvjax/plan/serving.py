@@ -65,6 +65,8 @@ class ServeConfig:
     """Sequences at a time, rounded up to a multiple of the mesh's data × fsdp."""
     new: int = 128
     """Tokens that are decoded behind each."""
+    chunk: int = CHUNK
+    """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default what config.json says of the weights."""
     page_size: int = 16
@@ -75,7 +77,7 @@ class ServeConfig:
 
     def check(self) -> None:
         """Refuse numbers that mean nothing. Raises UserError."""
-        for name in ("context", "batch", "new", "page_size"):
+        for name in ("context", "batch", "new", "chunk", "page_size"):
             whole_number("plan", f"--{name}", getattr(self, name))
         if self.policy == "wgkv":
             if self.entries is not None:
@@ -182,7 +184,7 @@ class Serving:
         """The call that reads the largest chunk of the prompts."""
         policy = self.policy()
         plan, told = policy.plan, self.told
-        chunk = min(CHUNK, told.context)
+        chunk = min(told.chunk, told.context)
         behind = 0 if plan is None else plan.read_behind
         if plan is not None and plan.schedule.in_chunks:
             chunk = min(chunk, plan.schedule.chunk)

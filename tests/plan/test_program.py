@@ -91,9 +91,9 @@ def test_decoding_reads_the_weights_once_for_each_token(mesh, shape):
 @pytest.mark.parametrize(
     ("message", "needed"),
     [
-        ("RESOURCE_EXHAUSTED: … HLO temporaries (24.00G) exceeds available HBM (15.75G).", (24 << 30, False)),
-        ("RESOURCE_EXHAUSTED: Ran out. Used 17.50G of 15.75G hbm. Exceeded by 1.75G", (35 << 29, True)),
-        ("RESOURCE_EXHAUSTED: no numbers", (0, False)),
+        ("RESOURCE_EXHAUSTED: … HLO temporaries (24.00G) exceeds available HBM (15.75G).", 24 << 30),
+        ("RESOURCE_EXHAUSTED: Ran out. Used 17.50G of 15.75G hbm. Exceeded by 1.75G", 35 << 29),
+        ("RESOURCE_EXHAUSTED: no numbers", 0),
         ("INVALID_ARGUMENT: something else", None),
     ],
 )
