@@ -107,14 +107,18 @@ def check_memory(
             return _need(own, arguments)
 
         *shorter, longest = phase.lengths
-        wanted = need(longest)
+        try:
+            wanted = need(longest)
+        except UserError:  # its batches need the weights, so that only the run itself can tell
+            continue
         if wanted <= usable:
             continue
         would = next((length for length in reversed(shorter) if need(length) <= usable), None)
         instead = f"--lengths up to {would} would fit" if would else "none of its lengths fits"
+        taken = figures.size(wanted) if wanted < sys.maxsize else "more"
         raise UserError(
-            f"an update of {phase.rows} × {longest} tokens takes {figures.size(wanted)} of a device that has "
-            f"{figures.size(usable)}: on --mesh {phase.mesh} {instead}; --dry-run looks for another mesh"
+            f"an update of {phase.rows} × {longest} tokens takes {taken} of a device that has {figures.size(usable)}: "
+            f"on --mesh {phase.mesh} {instead}; --dry-run looks for another mesh"
         )
 
 
@@ -131,7 +135,7 @@ def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
         needed = too_much(str(error))
         if needed is None:
             raise
-        return needed or sys.maxsize
+        return needed or sys.maxsize  # it need not say how much
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return (
         max(given, memory.argument_size_in_bytes)

@@ -87,6 +87,24 @@ def test_a_device_that_does_not_state_its_memory_is_not_asked(mesh, monkeypatch)
         here.check_memory((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
 
 
+def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
+    """A TPU's refuses what does not fit, and may not say how much that is."""
+
+    def update(state, model, batch, step):
+        pytest.fail("it ran")
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    update.lower = refuse
+    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 30)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(UserError, match="takes more of a device that has 1.00 GiB: .*none of its"),
+    ):
+        here.check_memory((RUN,), (update,), (None,), mesh, tiny_model())
+
+
 def test_a_dry_run_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     """It has no weights to read; the devices' memory is stated, so that it looks for what would fit."""
     monkeypatch.chdir(tmp_path)
