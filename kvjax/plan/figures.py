@@ -80,10 +80,10 @@ def verdict(found: Figures, usable: int | None) -> str:
     """Whether it fits."""
     if usable is None:
         return "  this device does not state its memory: whether it fits is not known"
-    if found.refused:
-        return f"  does not fit {size(usable)}: {found.refused}"
     if fits(found, usable):
         return f"  fits {size(usable)}, with {size(usable - found.total)} to spare"
+    if found.total <= usable:
+        return f"  does not fit {size(usable)}: {found.refused}"
     return f"  does not fit {size(usable)}: {size(found.total - usable)} too much"
 
 

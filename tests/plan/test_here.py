@@ -51,7 +51,11 @@ def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
 def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
     """Devices with as much as the longer sequences take and as the shorter ones do, and with a byte less than each."""
     with jax.set_mesh(mesh):
-        model, own, dtypes = tiny_model(), make_update(RUN), (None,)
+        model, own, dtypes = (
+            tiny_model(tied=False),
+            make_update(RUN),
+            (None,),
+        )  # whose output head is not read
         state = jax.jit(lambda model: initial_state(RUN, model))(model)
         needs = {}
         for length in RUN.lengths:

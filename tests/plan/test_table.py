@@ -1,10 +1,14 @@
 """The table: cells are kept, and gone on with."""
 
+from pathlib import Path
+
 import pytest
 
 from kvjax.errors import UserError
 from kvjax.plan import table
 from kvjax.plan.program import TEMPORARIES, Figures
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_cells_are_compiled_once_and_shown(tmp_path, monkeypatch, capsys):
@@ -34,6 +38,12 @@ def test_cells_are_compiled_once_and_shown(tmp_path, monkeypatch, capsys):
     assert "| decode | 8 × 128K, all | 8 × 128K, 0.25 |" in said
     assert "| llama-3.1-8b, v5e:2x4 | ~~32.0~~ | ~~32.0~~ |" in said
     assert "| llama-3.1-8b, v5p:2x2x1 | 32.0 | 32.0 |" in said
+
+
+def test_the_documented_table_is_that_of_its_cells():
+    made = table.markdown(table.TableConfig(), table.read(ROOT / "docs" / "memory.jsonl"))
+    assert made.splitlines()[0].startswith("| train |")
+    assert made in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
 def test_another_file_is_refused(tmp_path):
