@@ -27,7 +27,7 @@ Whether training or serving fits: compiled ahead for chips that are not here, fr
 
 train takes what kvjax.train takes (--model, --config, --mesh, --method, --lengths, ...). serve and table have a
 --help of their own. Models that need no folder: {known}.
-Topologies: v5e:2x4, v6e:2x4, v5p:2x2x1, v4:2x2x1 (needs libtpu), h100:8 (needs the extra cuda-compiler)."""
+Topologies: v5e:2x4, v6e:2x4, v5p:2x2x1 (needs libtpu), h100:8 (needs the extra cuda-compiler)."""
 
 
 def main(args: list[str] | None = None) -> None:

@@ -35,14 +35,13 @@ class Chip:
         return int(self.memory * float(os.environ.get(GPU_SHARE, 0.75)))
 
 
-CLOUD = "https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, the page of each version"
+CLOUD = "https://cloud.google.com/tpu/docs, the page of each version"
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, 1228e9, int(31.75 * 2**30), CLOUD),
         Chip("v5e", 197e12, 819e9, int(15.75 * 2**30), CLOUD),
         Chip("v5p", 459e12, 2765e9, int(95.74 * 2**30), CLOUD),
-        Chip("v6e", 918e12, 1640e9, int(31.25 * 2**30), CLOUD),
+        Chip("v6e", 918e12, 1638e9, int(31.25 * 2**30), CLOUD),
         Chip("h100", 989e12, 3350e9, 84942979072, "NVIDIA H100 data sheet, SXM, without sparsity"),
     )
 }
@@ -62,11 +61,11 @@ class Topology:
         name, _, size = text.partition(":")
         if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
             raise UserError(
-                f"--topology {text}: expected a chip and its slice, as v5e:2x4, v6e:2x4, v5p:2x2x1, v4:2x2x1 or "
+                f"--topology {text}: expected a chip and its slice, as v5e:2x4, v6e:2x4, v5p:2x2x1 or "
                 f"h100:8; known chips are {', '.join(CHIPS)}"
             )
         sizes = [int(number) for number in size.split("x")]
-        axes = {"v4": 3, "v5p": 3, "h100": 1}.get(name, 2)
+        axes = {"v5p": 3, "h100": 1}.get(name, 2)
         if len(sizes) != axes:
             shape = "x".join("ABC"[:axes])
             raise UserError(f"--topology {text}: {name} has slices of {axes} axes, {name}:{shape}")

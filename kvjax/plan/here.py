@@ -24,7 +24,7 @@ from kvjax.plan.training import batch_of, check_run, update
 from kvjax.train.recipe import Recipe
 from kvjax.train.step import Update, first_state
 
-KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
+KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 """What devices call themselves, and the chips that they are; the longest name that fits counts."""
 
 

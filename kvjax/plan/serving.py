@@ -37,7 +37,7 @@ class ServeConfig:
     """Does reading prompts and decoding fit? Compiled for chips that are not here, without weights."""
 
     topology: str
-    """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1, v4:2x2x1 or h100:8."""
+    """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8."""
     model: str = "llama-3.1-8b"
     """A folder with a config.json, a GGUF file, or a name: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen2.5-7b,
     qwen3-4b, qwen3-14b."""
