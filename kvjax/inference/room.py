@@ -27,7 +27,18 @@ QUESTION = 64
 """Tokens of a question with its answer that there is room for at least."""
 
 
-def empty_cache(
+def empty_cache(policy: Policy, *, group: int = 1, **sizes: Any) -> Cache:
+    """A cache that has seen nothing, on the current mesh.
+
+    Args:
+        group: query heads of a kv head, for methods that remember queries.
+        sizes: as of `layout_for`, but for `free`, which is what the devices have.
+    """
+    layout = layout_for(policy, free=caches.device_bytes(free=True), **sizes)
+    return laid_out(policy.traced, layout, group)
+
+
+def layout_for(
     policy: Policy,
     *,
     batch: int,
@@ -36,19 +47,19 @@ def empty_cache(
     head_dim: int,
     tokens: int | Sequence[int],
     dtype: Any,
-    group: int = 1,
     page_size: int = caches.PAGE_SIZE,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
-) -> Cache:
-    """A cache that has seen nothing, on the current mesh.
+    free: int | None = None,
+) -> Layout:
+    """The shape of a cache, for the current mesh.
 
     Args:
         batch: sequences, a multiple of the mesh's batch shards.
         tokens: at most, of each sequence or of all.
-        group: query heads of a kv head, for methods that remember queries.
         capacity: as in `kvjax.cache.pages_for`.
         max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
+        free: bytes that a device has for its pool; None: not looked at.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -87,23 +98,30 @@ def empty_cache(
         return caches.pool_size(pages, page_bytes)
 
     pages = shard_pages(each)
-    _check_memory(policy.name, shard_pages, each, pages * page_bytes, page_bytes)
-    layout = Layout(
+    if free is not None and pages * page_bytes > free:
+        if capacity is not None:
+            raise CapacityError(
+                f"capacity {capacity}: {pages * page_bytes / 2**30:.2f} GiB on a device that has "
+                f"{free / 2**30:.2f} GiB free"
+            )
+        _refuse(policy.name, shard_pages, each, pages * page_bytes, page_bytes, free)
+    return Layout(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=pages, dtype=dtype, stored=jnp.dtype(stored),
         bounds=None if policy.selection is None else jnp.dtype(bounds), planes=planes,
         bounded=capacity is not None, shared=max_tokens is not None,
     )  # fmt: skip
-    return laid_out(policy.traced, layout, group)
 
 
-def _check_memory(
-    name: str, shard_pages: Callable[[Sequence[int]], int], each: Sequence[int], need: int, page_bytes: int
+def _refuse(
+    name: str,
+    shard_pages: Callable[[Sequence[int]], int],
+    each: Sequence[int],
+    need: int,
+    page_bytes: int,
+    free: int,
 ) -> None:
-    """UserError where a device has less memory free than its pool needs, with what would fit."""
-    free = caches.device_bytes(free=True)
-    if need <= free:
-        return
+    """Raise the UserError for a pool that no device has the memory for, with what would fit."""
     low, high = 0, max(each)
     while low < high:
         fewer = -(-(low + high) // 2)

@@ -21,13 +21,22 @@ from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
+from kvjax.plan.here import check_memory
 from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
 from kvjax.train.data import draw_step_lengths, open_data
 from kvjax.train.metrics import Metrics, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.rows import Rows, to_mesh
-from kvjax.train.update import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
+from kvjax.train.update import (
+    TrainState,
+    Update,
+    enter,
+    first_state,
+    make_update,
+    param_dtypes,
+    round_parameters,
+)
 from kvjax.train.validation import make_validate
 
 
@@ -102,11 +111,14 @@ def train(config: Recipe) -> RunOutput:
             tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
             instruction=config.instruction,
         )
+        dtypes = param_dtypes(phases, model)
+        begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
+        updates = tuple(map(make_update, phases, dtypes, begins))
+        check_memory(phases, updates, dtypes, mesh, model)
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            dtypes = param_dtypes(phases, model)
-            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
+            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes, updates)
             state, first = run.begin(model)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
@@ -195,6 +207,8 @@ class Run:
     """The run's."""
     dtypes: tuple[Any, ...]
     """Of each phase's parameters with master weights (`param_dtypes`)."""
+    updates: tuple[Update, ...]
+    """Of each phase."""
 
     @property
     def ends(self) -> list[int]:
@@ -202,11 +216,8 @@ class Run:
         return np.cumsum([phase.steps for phase in self.phases]).tolist()
 
     def first_state(self, model: Decoder, phase: int) -> TrainState:
-        """A state of the structure and shardings that the phase's have; of the first, the one before any update."""
-        state = initial_state(self.phases[0], model)
-        for later, dtypes in zip(self.phases[1 : phase + 1], self.dtypes, strict=False):
-            state = enter(later, state.params, dtypes)
-        return state
+        """`kvjax.train.update.first_state` of this run."""
+        return first_state(self.phases, self.dtypes, model, phase)
 
     def begin(self, model: Decoder) -> tuple[TrainState, int]:
         """The state to go on with and its step, the data moved there: the last checkpoint's, or the first ones."""
@@ -258,10 +269,7 @@ class Run:
                     entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, counted = (
-                    make_update(recipe, self.dtypes[at], before=began),
-                    TokenCount(self.sequences, self.rows.total),
-                )
+                update, counted = self.updates[at], TokenCount(self.sequences, self.rows.total)
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))

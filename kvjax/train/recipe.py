@@ -89,6 +89,9 @@ class Recipe(abc.ABC):
     """Folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
+    dry_run: bool = False
+    """Say what the run would take of this machine's devices, and whether it fits, and leave: no weights are read, no
+    folder is made."""
     checkpoint_every: int = 250
     """Updates between two checkpoints."""
     validation: int = 8

@@ -44,6 +44,15 @@ def enter(recipe: Recipe, before: Any, dtypes: Any = None) -> TrainState:
     return TrainState(params, recipe.optimizer().init(params), constants)
 
 
+def first_state(phases: Sequence[Recipe], dtypes: Sequence[Any], model: Decoder, phase: int) -> TrainState:
+    """A state of the structure and shardings that a phase's have; of the first, the one before any update. `dtypes`: of
+    each phase (`param_dtypes`). To be jitted under a mesh."""
+    state = initial_state(phases[0], model)
+    for later, before in zip(phases[1 : phase + 1], dtypes, strict=False):
+        state = enter(later, state.params, before)
+    return state
+
+
 def _masters(recipe: Recipe, params: Any) -> Any:
     if not recipe.master_weights:
         return params

@@ -1,0 +1,107 @@
+"""A compile for chips that are not here, in a process of its own: their compilers print, and read the environment.
+
+Started by itself it reads a job as JSON from its standard input and writes figures, or one line of what is wrong.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from kvjax.command.launch import MeshShape
+from kvjax.errors import UserError
+from kvjax.plan.program import Figures
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One program on one mesh."""
+
+    stage: str
+    """train, prefill or decode."""
+    topology: str
+    arguments: tuple[str, ...]
+    """Of `kvjax.train` for train, else of `kvjax.plan serve`."""
+    mesh: str
+    length: int
+    """Tokens of a training sequence, or of a prompt."""
+    phase: int = 0
+    """Of a training run."""
+    batch: int = 1
+    """Prompts at a time."""
+
+
+def compiled(job: Job) -> Figures:
+    """The figures of a job. Raises UserError for what its process found wrong."""
+    from pallas_kernels.ahead import ENVIRONMENT
+
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(dataclasses.asdict(job)),
+        env=os.environ | ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing")
+        raise UserError(
+            f"{job.stage}, {job.length} tokens, --mesh {job.mesh} on {job.topology}: the compiler's process ended with "
+            f"exit code {done.returncode}, and said: {said[:300]}"
+        )
+    answer = json.loads(lines[-1])
+    if "wrong" in answer:
+        raise UserError(answer["wrong"])
+    return Figures(**answer)
+
+
+def run(job: Job) -> Figures:
+    """The same in this process."""
+    import jax
+
+    from kvjax.mesh import make_mesh
+    from kvjax.plan.chips import Topology
+    from kvjax.plan.program import figures
+
+    topology, shape = Topology.parse(job.topology), MeshShape.parse(job.mesh)
+    mesh = make_mesh(shape.data, shape.fsdp, shape.tensor, topology.devices())
+    with jax.set_mesh(mesh):
+        return figures(_program(job, shape, mesh), topology.platform)
+
+
+def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
+    from kvjax.plan.shapes import find_shape
+
+    if job.stage == "train":
+        from kvjax.plan.training import update
+        from kvjax.train.config import parse
+
+        recipe = dataclasses.replace(parse(job.arguments), mesh=shape)
+        model = find_shape(recipe.model, job.length)
+        return update(recipe, model.config, recipe.dtype or model.dtype, mesh, job.length, job.phase)
+
+    from kvjax.command.launch import parse_command
+    from kvjax.plan.serving import ServeConfig, Serving
+
+    told = parse_command(ServeConfig, job.arguments)
+    told = dataclasses.replace(told, mesh=shape, context=job.length, batch=job.batch)
+    model = find_shape(told.model, told.context + told.new)
+    serving = Serving(told, model.config, told.dtype or model.dtype, mesh)
+    return serving.prefill() if job.stage == "prefill" else serving.decode()
+
+
+def main() -> None:
+    told = json.loads(sys.stdin.read())
+    job = Job(**(told | {"arguments": tuple(told["arguments"])}))
+    try:
+        answer: dict[str, Any] = dataclasses.asdict(run(job))
+    except UserError as error:
+        answer = {"wrong": str(error)}
+    print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""What a compiled program's text says of exchanges between devices: those in loops count as often as the loop runs."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+)
+WIDTHS = {"pred": 1.0, "token": 0.0}
+"""Bytes of a number whose kind does not say how many bits it has."""
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_ARRAY = re.compile(r"\b(pred|token|bf16|[suf]\d+|f8\w+|c\d+)\[([\d,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.\-]+)|(?:called|branch)_computations=\{([^}]*)\}")
+
+
+Exchanged = Counter[tuple[str, str]]
+"""By kind of collective its "count" and its "bytes", of one device: the larger of what goes in and what comes out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    rest: str
+    """What stands behind the operands."""
+    inside: str
+    """What stands between the parentheses."""
+
+
+def exchanged(text: str) -> Exchanged:
+    """What `compiled.as_text()` says. Of branches the one with more exchanges counts."""
+    computations, entry = _parse(text)
+
+    @functools.cache
+    def total(name: str) -> Exchanged:
+        found: Exchanged = Counter()
+        instructions = computations.get(name, [])
+        shapes = {one.name: one.shape for one in instructions}
+        for one in instructions:
+            inner = [total(called) for called in _called(one)]
+            if one.opcode == "conditional":
+                inner = [max(inner, key=lambda branch: branch.total())] if inner else []
+            times = _trips(one, computations) if one.opcode == "while" else 1
+            for part in [_own(one, shapes), *inner]:
+                for key, number in part.items():
+                    found[key] += times * number
+        return found
+
+    return total(entry)
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    computations: dict[str, list[_Instruction]] = {}
+    entry, own = "", None
+    for line in text.splitlines():
+        if own is None:
+            if match := _HEADER.match(line):
+                own = computations.setdefault(match[2], [])
+                entry = match[2] if match[1] else entry
+        elif line == "}":
+            own = None
+        elif one := _instruction(line):
+            own.append(one)
+    return computations, entry
+
+
+def _instruction(line: str) -> _Instruction | None:
+    left, equals, right = line.strip().partition(" = ")
+    if not equals:
+        return None
+    end = _closing(right) + 1 if right.startswith("(") else right.index(" ")
+    shape, call = right[:end], right[end:].lstrip()
+    opcode, paren, _ = call.partition("(")
+    if not paren:
+        return None
+    call = call[len(opcode) :]
+    stop = _closing(call)
+    inside = call[1:stop]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return _Instruction(
+        left.removeprefix("ROOT ").lstrip("%"), shape, opcode, operands, call[stop + 1 :], inside
+    )
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis that `text` begins with ends."""
+    depth = 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def _called(one: _Instruction) -> list[str]:
+    names: list[str] = []
+    for single, several in _CALLED.findall(one.rest):
+        names += [single] if single else [name.strip().lstrip("%") for name in several.split(",")]
+    return [name for name in names if name]
+
+
+def _trips(one: _Instruction, computations: dict[str, list[_Instruction]]) -> int:
+    """How often a loop runs: as XLA says, else the one whole number that its condition compares with; else 1."""
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', one.rest):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", one.rest)
+    limits = {
+        int(x.inside)
+        for x in computations.get(condition[1] if condition else "", [])
+        if x.opcode == "constant" and re.fullmatch(r"\d+", x.inside) and x.shape.startswith(("s32", "u32"))
+    }
+    return limits.pop() if len(limits) == 1 else 1
+
+
+def _bytes(shape: str) -> int:
+    """Of all arrays of a shape, perhaps a tuple's."""
+    total = 0.0
+    for kind, axes in _ARRAY.findall(shape):
+        bits = re.match(r"[a-z]+(\d+)", kind)
+        width = WIDTHS[kind] if bits is None else int(bits[1]) / 8
+        total += width * math.prod(int(axis) for axis in axes.split(",") if axis)
+    return int(total)
+
+
+def _own(one: _Instruction, shapes: dict[str, str]) -> Exchanged:
+    kind = one.opcode.removesuffix("-start")
+    if kind not in COLLECTIVES:
+        return Counter()
+    given = sum(_bytes(shapes.get(name, "")) for name in one.operands)
+    # the tuple of one that is only begun holds its operands, too
+    made = _bytes(one.shape) - (given if one.opcode.endswith("-start") and one.shape.startswith("(") else 0)
+    return Counter({(kind, "count"): 1, (kind, "bytes"): max(given, made)})

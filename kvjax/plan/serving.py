@@ -1,0 +1,237 @@
+"""Reading prompts and decoding, as programs of shapes alone."""
+
+import dataclasses
+import functools
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.command.launch import MeshShape
+from kvjax.errors import UserError, real_number, whole_number
+from kvjax.inference.forward import last_logits, pieces
+from kvjax.inference.room import laid_out, layout_for
+from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
+from kvjax.mesh import BATCH, P, batch_shards
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.orbax_export import abstract
+from kvjax.plan.program import Program
+from kvjax.plan.training import WEIGHTS, check_mesh, model_of
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.assignments import assignments
+
+POOL = "KV pool"
+TABLES = "page tables and states"
+STAGES = "prefill", "decode"
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeConfig:
+    """Does reading prompts and decoding fit? Compiled for chips that are not here, without weights."""
+
+    topology: str
+    """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8."""
+    model: str = "llama-3.1-8b"
+    """A folder with a config.json, a GGUF file, or a name: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen2.5-7b,
+    qwen3-4b, qwen3-14b."""
+    mesh: MeshShape = MeshShape()
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
+    policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
+    """What to keep, as in kvjax.generate; wgkv has gates of its usual size."""
+    eviction: str | None = None
+    """As in kvjax.generate."""
+    selection: str | None = None
+    """As in kvjax.generate."""
+    window: int | None = None
+    """Last tokens that are always visible; by default the policy's, for wgkv 256."""
+    ratio: float | None = None
+    """The share of entries that stay; for wgkv the share of tokens that gates let in (by default all of them)."""
+    entries: int | None = None
+    """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
+    tokens: int | None = None
+    """quest, as the policy: entries of each kv head that it reads."""
+    set: tuple[str, ...] = ()
+    """Any other arguments of the policy, as NAME=VALUE."""
+    context: int = 32768
+    """Tokens of each prompt."""
+    batch: int = 1
+    """Sequences at a time, rounded up to a multiple of the mesh's data × fsdp."""
+    new: int = 128
+    """Tokens that are decoded behind each."""
+    chunk: int = CHUNK
+    """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
+    dtype: str | None = None
+    """float32, bfloat16 or float16; by default what config.json says of the weights."""
+    page_size: int = 16
+    """Tokens per page."""
+    search: bool = True
+    """Also look for the largest context and batch that fit, and for a mesh that would; --no-search compiles the two
+    programs only."""
+
+    def check(self) -> None:
+        """Refuse numbers that mean nothing. Raises UserError."""
+        for name in ("context", "batch", "new", "chunk", "page_size"):
+            whole_number("plan", f"--{name}", getattr(self, name))
+        if self.policy == "wgkv":
+            if self.entries is not None:
+                raise UserError(
+                    "plan: --entries is for an eviction; of wgkv state --ratio, what its gates let in"
+                )
+            if self.ratio is not None:
+                real_number("plan", "--ratio", self.ratio, 0.0, 1.0)
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise UserError(f"--dtype must be float32, bfloat16 or float16, got {self.dtype}")
+
+    def arguments(self) -> dict[str, Any]:
+        """Of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
+        names = "eviction", "selection", "window", "ratio", "entries", "tokens"
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        given |= assignments(self.set, "--set")
+        if self.policy == "wgkv":
+            given |= {"window": given.get("window", 256)}
+            given.pop("ratio", None)
+        return given
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """A configuration for a model on the current mesh."""
+
+    told: ServeConfig
+    config: ModelConfig
+    dtype: str
+    mesh: Mesh
+
+    @functools.cached_property
+    def model(self) -> Decoder:
+        """Shapes of the weights."""
+        return model_of(self.mesh, self.config, self.dtype)
+
+    def policy(self, gates: WriteGate | None = None) -> Policy:
+        """As the host knows it; of wgkv with gates of shapes."""
+        given = self.told.arguments()
+        if self.told.policy == "wgkv":
+            heads = self.config.num_layers, self.config.num_kv_heads
+            share = 1.0 if self.told.ratio is None else self.told.ratio
+            given |= {"rate": np.full(heads, share), "gates": gates or jax.eval_shape(self._gates)}
+        return make_policy(self.told.policy, **given)
+
+    def _gates(self) -> WriteGate:
+        config = self.config
+        expand = 1.5 if config.model_type == "qwen3" else 4.0
+        sizes = config.num_layers, config.num_kv_heads, config.head_dim
+        return WriteGate(*sizes, expand=expand, rngs=nnx.Rngs(0))
+
+    def placed(self, which: Any) -> Policy:
+        """Shapes of what compiled programs see of the policy; `which` makes it of the one for the model."""
+
+        def make() -> Policy:
+            policy = self.policy(self._gates() if self.told.policy == "wgkv" else None)
+            return which(policy.placed(self.config.num_layers, self.config.num_kv_heads))
+
+        return abstract(make, self.mesh)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of the batch on this mesh."""
+        shards = batch_shards()
+        return -(-self.told.batch // shards) * shards
+
+    def cache(self, policy: Policy, traced: Policy, tokens: int) -> Any:
+        """Shapes of a new cache for sequences of `tokens` tokens, with a pool for what the host's `policy` expects."""
+        config = self.config
+        layout = layout_for(
+            policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
+            tokens=tokens, dtype=self.model.embed.dtype, page_size=self.told.page_size,
+        )  # fmt: skip
+        group = config.num_heads // config.num_kv_heads
+        return abstract(lambda traced: laid_out(traced, layout, group), self.mesh, traced)
+
+    @property
+    def entry_bytes(self) -> int:
+        """Of one token's key and value in all layers and kv heads."""
+        config = self.config
+        width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        return width * self.model.embed.dtype.itemsize
+
+    def kept(self, policy: Policy) -> int:
+        """Tokens that a cache after the prompt must have places for: what an eviction leaves, else the context."""
+        plan, context = policy.plan, self.told.context
+        if plan is None:
+            return context
+        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1)
+        return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
+
+    def prefill(self) -> Program:
+        """The call that reads the largest chunk of the prompts."""
+        policy = self.policy()
+        plan, told = policy.plan, self.told
+        chunk = min(told.chunk, told.context)
+        behind = 0 if plan is None else plan.read_behind
+        if plan is not None and plan.moment.in_chunks:
+            chunk = min(chunk, plan.moment.chunk)
+        room = 0 if plan is not None else told.new
+        cache = self.cache(policy, self.placed(lambda placed: placed.traced), told.context + behind + room)
+        tokens = self._array(
+            jnp.int32, (self.rows, max(size for _, size in pieces(chunk, told.chunk))), BATCH, None
+        )
+        valid = self._array(jnp.int32, (self.rows,), BATCH)
+        traced = self.placed(lambda placed: placed.reading)
+        arguments = self.model, traced, cache, tokens, valid
+        return Program(last_logits, arguments, _parts(arguments), donated=2)
+
+    def decode(self) -> Program:
+        """A block of decoded tokens. Figures are of one."""
+        policy, told = self.policy(), self.told
+        plan = policy.plan
+        held = policy.continuing
+        tokens = told.context + told.new if plan is None else self.kept(policy) + told.new
+        traced = self.placed(lambda placed: placed.continuing.traced)
+        cache = self.cache(held, traced, tokens)
+        number = self._array(jnp.int32, ())
+        valid, running = (
+            self._array(jnp.int32, (self.rows,), BATCH),
+            self._array(jnp.bool_, (self.rows,), BATCH),
+        )
+        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw().arrays())
+        key = abstract(lambda: jax.random.key(0), self.mesh)
+        arguments = self.model, traced, cache, valid, running, draw, key, number
+        count = min(BLOCK, max(1, told.new - 1))
+        static = {"count": count, "greedy": True}
+        return Program(decode_block, arguments, _parts(arguments), donated=2, static=static, steps=count)
+
+    def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(*spec)))
+
+
+def _parts(arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    model, policy, cache, *rest = arguments
+    return [
+        (WEIGHTS, model),
+        ("policy", policy),
+        (POOL, cache.pages),
+        (TABLES, (cache.layers, cache.seen)),
+        ("batch", rest),
+    ]
+
+
+def check_policy(told: ServeConfig, config: ModelConfig) -> None:
+    """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
+    check_mesh(told.mesh, config)
+    given = told.arguments()
+    if told.policy == "wgkv":
+        if wrong := sorted(set(given) - {"window", "tau"}):
+            raise UserError(
+                f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…"
+            )
+        return
+    policy = make_policy(told.policy, **given)
+    for method in (policy.admission, policy.eviction, policy.selection):
+        if method is not None:
+            method.check(config)

@@ -1,0 +1,56 @@
+"""Models by their shape alone: well-known ones from a `config.json` in a folder here, others from their own."""
+
+import dataclasses
+from pathlib import Path
+
+from kvjax.builtin import BUILTIN
+from kvjax.errors import UserError
+from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.folder import find_model
+from kvjax.models.gguf_file import is_gguf
+from kvjax.models.json_file import JsonObject
+
+HERE = Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShape:
+    """What compiling needs of a model."""
+
+    config: ModelConfig
+    dtype: str
+    """Of the weights, as its `config.json` states it; float32 where it does not."""
+
+
+def known() -> list[str]:
+    """The names that need no folder."""
+    return sorted(path.parent.name for path in HERE.glob("*/config.json"))
+
+
+def find_shape(name: str, max_length: int | None = None) -> ModelShape:
+    """The shape of a model by name (`llama-3.1-8b`, or a hub id that begins so), of a folder with a `config.json`, of a
+    GGUF file, or of `builtin`. Nothing is fetched.
+
+    Args:
+        max_length: the longest sequence, as for `read_config`.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    path = Path(name).expanduser()
+    if name == BUILTIN or path.exists():
+        found = find_model(name)
+    else:
+        stem = name.rpartition("/")[2].lower()
+        named = [own for own in known() if stem == own or stem.startswith(own + "-")]
+        if not named:
+            raise UserError(
+                f"--model {name}: no such folder here, and of no known shape: {', '.join(known())}; a folder needs no "
+                "more than config.json"
+            )
+        found = HERE / named[0]
+    if is_gguf(found):
+        return ModelShape(read_config(found, max_length), "float32")
+    keys = JsonObject.read(found / "config.json")
+    stated = keys.get("torch_dtype", str, None) or keys.get("dtype", str, "float32")
+    return ModelShape(read_config(found, max_length), stated)

@@ -1,0 +1,144 @@
+"""A run on this machine: a dry one, and the check before the first step."""
+
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+
+from kvjax.command.launch import MeshShape
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.plan import here
+from kvjax.train.__main__ import main
+from kvjax.train.data import Rows, to_mesh
+from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.update import initial_state, make_update, param_dtypes
+from tests.tiny_models import tiny_model
+
+RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(32, 64), shares=(1.0, 1.0), sequences=10)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(fsdp=2, tensor=2)
+
+
+def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
+    """It is not compiled twice."""
+    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 40)
+    compiles = []
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
+        own = make_update(RUN)
+
+        def heard(event, *_, **__):
+            if event.endswith("backend_compile_duration"):
+                compiles.append(event)
+
+        monitoring.register_event_duration_secs_listener(heard)
+        try:
+            here.check_memory((RUN,), (own,), param_dtypes((RUN,), model), mesh, model)
+            checked = len(compiles)
+            own(state, model, batch, np.int32(0))
+            assert checked > 0
+            assert len(compiles) == checked
+        finally:
+            monitoring.clear_event_listeners()
+
+
+def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
+    """Devices with as much as the longer sequences take and as the shorter ones do, and with a byte less than each."""
+    with jax.set_mesh(mesh):
+        model, own, dtypes = (
+            tiny_model(tied=False),
+            make_update(RUN),
+            (None,),
+        )  # whose output head is not read
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        needs = {}
+        for length in RUN.lengths:
+            batch = to_mesh(
+                mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, length), np.int32)
+            )
+            memory = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+            beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            given = jax.tree.leaves((state, model, batch))
+            needs[length] = beside + sum(leaf.addressable_shards[0].data.nbytes for leaf in given)
+            needs[length] += memory.generated_code_size_in_bytes
+        assert needs[32] < needs[64]
+        for usable, instead in [
+            (needs[64], None),
+            (needs[64] - 1, "--lengths up to 32 would fit"),
+            (needs[32], "--lengths up to 32 would fit"),
+            (needs[32] - 1, "none of its lengths fits"),
+        ]:
+            monkeypatch.setattr(here, "usable_bytes", lambda usable=usable: usable)
+            if instead is None:
+                here.check_memory((RUN,), (own,), dtypes, mesh, model)
+                continue
+            with pytest.raises(UserError, match="^an update of 2 × 64 tokens takes ") as refused:
+                here.check_memory((RUN,), (own,), dtypes, mesh, model)
+            assert instead in str(refused.value)
+            assert "\n" not in str(refused.value)
+
+
+def test_a_device_that_does_not_state_its_memory_is_not_asked(mesh, monkeypatch):
+    assert here.usable_bytes() is None
+    monkeypatch.setattr(here, "_need", lambda *_: pytest.fail("it compiled"))
+    with jax.set_mesh(mesh):
+        here.check_memory((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
+
+
+def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
+    """A TPU's refuses what does not fit, and may not say how much that is."""
+
+    def update(state, model, batch, step):
+        pytest.fail("it ran")
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    update.lower = refuse
+    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 30)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(UserError, match="takes more of a device that has 1.00 GiB: .*none of its"),
+    ):
+        here.check_memory((RUN,), (update,), (None,), mesh, tiny_model())
+
+
+def test_a_dry_run_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
+    """It has no weights to read; the devices' memory is stated, so that it looks for what would fit."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("kvjax.plan.search.TRIES", 1)
+    run = (
+        "--model",
+        str(folder),
+        "--mesh",
+        "4",
+        "--window",
+        "8",
+        "--lengths",
+        "64",
+        "--shares",
+        "1",
+        "--data",
+        "nowhere",
+    )
+    main([*run, "--dtype", "float32", "--dry-run"])
+    said = capsys.readouterr().out
+    assert "an update of 4 × 64 tokens" in said
+    for words in (
+        "weights",
+        "trained parameters",
+        "optimizer",
+        "activations",
+        "all-gather",
+        "does not fit 1.00 MiB",
+    ):
+        assert words in said
+    assert "no other mesh of as many devices fits: 2x2" in said
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,93 @@
+"""The command: mistakes in one line each before anything compiles, and what it says of programs."""
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.plan import __main__ as command
+from kvjax.plan import figures
+from kvjax.plan.chips import CHIPS
+from kvjax.plan.program import TEMPORARIES, Figures
+from kvjax.plan.search import Bracket
+from kvjax.plan.shapes import known
+
+TRAIN = "train", "--topology", "v5e:2x4", "--mesh", "8", "--window", "8", "--lengths", "64", "--shares", "1"
+SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        (["fit"], "plan: expected train, serve, table, got fit"),
+        (["train", "--mesh", "8"], "missing: --topology"),
+        ([*TRAIN, "--mesh", "4"], "--mesh 4 has 4 devices, --topology v5e:2x4 has 8"),
+        ([*TRAIN, "--model", "nobody"], "--model nobody: no such folder here"),
+        ([*TRAIN, "--lenghts", "64"], "Unrecognized options: --lenghts"),
+        ([*TRAIN, "--method", "nothing"], "nothing"),
+        (
+            [*TRAIN, "--mesh", "tensor=16", "--model", "llama-3.1-8b"],
+            "does not divide the model's kv heads (8)",
+        ),
+        ([*SERVE, "--policy", "snapkv"], "a budget is one of ratio, entries"),
+        ([*SERVE, "--policy", "wgkv", "--entries", "4"], "of wgkv state --ratio"),
+        ([*SERVE, "--policy", "wgkv", "--ratio", "2"], "--ratio must be a finite number"),
+        ([*SERVE, "--policy", "nope"], "unknown policy 'nope'"),
+        ([*SERVE, "--context", "0"], "--context must be a whole number of at least 1"),
+        ([*SERVE, "--set", "x"], "NAME=VALUE"),
+        ([*SERVE, "--topology", "v9:8"], "--topology v9:8: expected a chip"),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_compiles(args, line, monkeypatch):
+    monkeypatch.setattr(command, "compiled", lambda job: pytest.fail("it compiled"))
+    with pytest.raises(UserError) as refused:
+        command.main(args)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_compiler_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="compiling for a TPU needs libtpu: pip install 'kvjax\\[tpu\\]'"):
+        command.main([*TRAIN])
+
+
+def test_help_names_the_known_models(capsys):
+    command.main(["--help"])
+    said = capsys.readouterr().out
+    assert all(name in said for name in known())
+
+
+def test_training_that_does_not_fit_gets_a_length_and_a_mesh(folder, monkeypatch, capsys):
+    """Of a device's 15.75 GiB a token takes an eighth of a GiB, and half of it where heads are split over two."""
+    jobs = []
+
+    def compiled(job):
+        jobs.append(job)
+        each = 2**26 if job.mesh == "4x2" else 2**27
+        return Figures(
+            {"weights": 2**30, TEMPORARIES: each * job.length}, 1e12, 2**30, {}, {"flops": 1.0}, 1.0
+        )
+
+    monkeypatch.setattr(command, "compiled", compiled)
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    command.main(
+        [*TRAIN[:5], "--window", "8", "--lengths", "64", "128", "--shares", "1", "1", "--model", str(folder)]
+    )
+    said = capsys.readouterr().out
+    assert "an update of 8 × 128 tokens" in said
+    assert "does not fit 15.75 GiB: 1.25 GiB too much" in said
+    assert "longest sequence: 112 fits" in said
+    assert "another mesh: --mesh 4x2 fits, with 9.00 GiB a device" in said
+    assert all(job.arguments == jobs[0].arguments and "--topology" not in job.arguments for job in jobs)
+
+
+def test_the_bound_is_that_of_the_slower_of_both():
+    slow = Figures({}, 197e12, 819, {}, {}, 0.0)
+    assert "1 s or more (products; v5e: 197 TFLOP/s, 819 GB/s)" in figures.step(slow, CHIPS["v5e"])
+    fast = Figures({}, 197.0, int(819e9 / 4), {}, {}, 0.0)
+    assert "250 ms or more (memory; " in figures.step(fast, CHIPS["v5e"])
+
+
+def test_brackets_in_words():
+    assert figures.bracket(Bracket(8, 16), "largest batch") == "  largest batch: 8 fits, 16 does not"
+    assert "none that was tried fits, down to 4" in figures.bracket(Bracket(None, 4), "largest batch")
+    assert "8 fits (the model's own longest)" in figures.bracket(Bracket(8, None), "longest", most=8)

@@ -1,0 +1,101 @@
+"""The bytes of a program by part, against real arrays and what the compiler says of the run's own program."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.command.launch import MeshShape
+from kvjax.mesh import make_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.plan.program import TEMPORARIES, figures, too_much
+from kvjax.plan.serving import POOL, ServeConfig, Serving
+from kvjax.plan.training import WEIGHTS, update
+from kvjax.train.data import Rows, to_mesh
+from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.update import initial_state, make_update
+
+RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,), sequences=10)
+
+
+def own_bytes(tree) -> int:
+    """Of the first device's parts of real arrays."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(fsdp=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def trained(mesh, shape):
+    with jax.set_mesh(mesh):
+        return figures(update(RUN, shape, "float32", mesh, 64), "cpu")
+
+
+def test_the_parts_of_training_are_those_of_the_run(mesh, shape, trained):
+    with jax.set_mesh(mesh):
+        model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
+        memory = make_update(RUN).lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+    assert trained.parts[WEIGHTS] == own_bytes(model)
+    assert trained.parts["trained parameters"] == own_bytes(state.params)
+    assert trained.parts["optimizer"] == own_bytes(state.opt)
+    assert trained.parts["batch"] == own_bytes(batch) + 4
+    assert trained.parts[TEMPORARIES] == memory.temp_size_in_bytes > 0
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    compiled = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+    # the run's program is not given what it does not read
+    unread = trained.parts["padding"] + trained.total - compiled - trained.parts["program"]
+    assert 0 <= unread < own_bytes(model)
+    assert trained.least_bytes == trained.total - trained.parts[TEMPORARIES] - trained.parts["program"]
+
+
+@pytest.mark.parametrize(("policy", "share"), [({}, 1.0), ({"policy": "wgkv", "ratio": 0.25}, 0.25 * 1.25)])
+def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
+    """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their
+    numbers on a list and a count."""
+    told = ServeConfig(topology="", context=1024, batch=4, new=16, window=16 if policy else None, **policy)
+    with jax.set_mesh(mesh):
+        program = Serving(told, shape, "bfloat16", mesh).decode()
+        parts = dict(program.parts)
+        pool = jax.tree.leaves(parts[POOL])
+        own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in pool)
+    rows = shape.num_layers * 4 // 2 * shape.num_kv_heads // 2
+    page = 16 * 2 * shape.head_dim * 2 + 4
+    least = rows * np.ceil(share * 1040 / 16)
+    assert least * page <= own - 4 <= (least + 3 * rows) * page
+
+
+def test_decoding_reads_the_weights_once_for_each_token(mesh, shape):
+    told = ServeConfig(topology="", context=64, batch=2, new=9)
+    with jax.set_mesh(mesh):
+        decode = Serving(told, shape, "float32", mesh).decode()
+        assert decode.steps == 8
+        found, alone = (figures(dataclasses.replace(decode, steps=n), "cpu") for n in (8, 1))
+    assert alone.flops == 8 * found.flops
+    assert found.parts == alone.parts
+    c = shape
+    weights = c.num_layers * (
+        2 * c.width * c.head_dim * (c.num_heads + c.num_kv_heads) + 3 * c.width * c.mlp_width
+    )
+    assert (
+        found.flops >= 2 * (weights + c.vocab_size * c.width) / 2
+    )  # a sequence a batch shard, heads over two
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: … HLO temporaries (24.00G) exceeds available HBM (15.75G).", 24 << 30),
+        ("RESOURCE_EXHAUSTED: Ran out. Used 17.50G of 15.75G hbm. Exceeded by 1.75G", 35 << 29),
+        ("RESOURCE_EXHAUSTED: no numbers", 0),
+        ("INVALID_ARGUMENT: something else", None),
+    ],
+)
+def test_a_refusal_says_what_is_needed(message, needed):
+    assert too_much(message) == needed

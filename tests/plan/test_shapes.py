@@ -1,0 +1,47 @@
+"""Models by name, and by a folder without weights."""
+
+import math
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.models.config import read_config
+from kvjax.plan.shapes import find_shape, known
+
+PARAMETERS = {
+    # of the models' cards; a tied table counts once
+    "llama-3.2-1b": 1.24e9,
+    "llama-3.1-8b": 8.03e9,
+    "llama-3.1-70b": 70.6e9,
+    "qwen2.5-7b": 7.61e9,
+    "qwen3-4b": 4.02e9,
+    "qwen3-14b": 14.8e9,
+}
+
+
+@pytest.mark.parametrize("name", known())
+def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
+    shape = find_shape(name)
+    c = shape.config
+    heads = c.num_heads + c.num_kv_heads
+    layer = 2 * c.width * c.head_dim * heads + 3 * c.width * c.mlp_width
+    tables = c.vocab_size * c.width * (1 if c.tied else 2)
+    assert math.isclose(c.num_layers * layer + tables, PARAMETERS[name], rel_tol=0.006)
+    assert shape.dtype == "bfloat16"
+
+
+def test_a_hub_id_is_the_shape_that_it_begins_with():
+    assert find_shape("meta-llama/Llama-3.1-8B-Instruct") == find_shape("llama-3.1-8b")
+    assert find_shape("Qwen/Qwen3-4B-Instruct-2507") == find_shape("qwen3-4b")
+
+
+def test_a_folder_needs_no_weights(folder):
+    assert find_shape(str(folder)).config == read_config(folder)
+    assert find_shape(str(folder)).dtype == "bfloat16"
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(
+        UserError, match="^--model nobody/Llama-9: no such folder here, and of no known shape: llama"
+    ):
+        find_shape("nobody/Llama-9")

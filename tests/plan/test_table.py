@@ -1,0 +1,52 @@
+"""The table: cells are kept, and gone on with."""
+
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.plan import table
+from kvjax.plan.program import TEMPORARIES, Figures
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def test_cells_are_compiled_once_and_shown(tmp_path, monkeypatch, capsys):
+    jobs = []
+
+    def compiled(job):
+        jobs.append(job)
+        return Figures({TEMPORARIES: job.length * job.batch * 2**15}, 0.0, 0, {}, {}, 1.0)
+
+    monkeypatch.setattr(table, "compiled", compiled)
+    monkeypatch.setattr(table.Topology, "check_compiler", lambda self: None)
+    told = table.TableConfig(
+        models=("llama-3.1-8b",), topologies=("v5e:2x4", "v5p:2x2x1"), lengths=(32768,), contexts=(131072,),
+        batches=(8,), kept=(1.0, 0.25), stages=("train", "decode"), out=tmp_path / "cells.jsonl",
+    )  # fmt: skip
+    table.write(told)
+    assert {(job.mesh, job.length, job.batch) for job in jobs} == {
+        ("tensor=8", 32768, 1), ("tensor=4", 32768, 1), ("tensor=8", 131072, 8), ("tensor=4", 131072, 8),
+    }  # fmt: skip
+    count = len(jobs)
+    assert count == 6
+    capsys.readouterr()
+    table.write(told)
+    assert len(jobs) == count
+    said = capsys.readouterr().out
+    assert "| train | 32K |\n|---|---|\n| llama-3.1-8b, v5e:2x4 | 1.0 |" in said
+    assert "| decode | 8 × 128K, all | 8 × 128K, 0.25 |" in said
+    assert "| llama-3.1-8b, v5e:2x4 | ~~32.0~~ | ~~32.0~~ |" in said
+    assert "| llama-3.1-8b, v5p:2x2x1 | 32.0 | 32.0 |" in said
+
+
+def test_the_documented_table_is_that_of_its_cells():
+    made = table.markdown(table.TableConfig(), table.read(ROOT / "docs" / "memory.jsonl"))
+    assert made.splitlines()[0].startswith("| train |")
+    assert made in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "cells.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(UserError, match="cells.jsonl: holds something else than cells"):
+        table.read(tmp_path / "cells.jsonl")
