@@ -68,7 +68,7 @@ def update(
             (WEIGHTS, read),
             ("trained parameters", state.params),
             ("optimizer", state.opt),
-            *((("held", state.held),) if jax.tree.leaves(state.held) else ()),
+            *((("held", state.constants),) if jax.tree.leaves(state.constants) else ()),
             ("batch", (batch, step)),
         ),
         donated=0,

@@ -10,8 +10,8 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.plan import here
 from kvjax.train.__main__ import main
-from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update, param_dtypes
 from tests.tiny_models import tiny_model
 

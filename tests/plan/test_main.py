@@ -27,7 +27,7 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
             [*TRAIN, "--mesh", "tensor=16", "--model", "llama-3.1-8b"],
             "does not divide the model's kv heads (8)",
         ),
-        ([*SERVE, "--policy", "snapkv"], "a budget is one of ratio, entries"),
+        ([*SERVE, "--policy", "snapkv"], "snapkv needs a budget: one of ratio, entries"),
         ([*SERVE, "--policy", "wgkv", "--entries", "4"], "of wgkv state --ratio"),
         ([*SERVE, "--policy", "wgkv", "--ratio", "2"], "--ratio must be a finite number"),
         ([*SERVE, "--policy", "nope"], "unknown policy 'nope'"),

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from kvjax import cache as caches
 from kvjax.command.launch import MeshShape
 from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.plan.program import TEMPORARIES, figures, too_much
 from kvjax.plan.serving import POOL, ServeConfig, Serving
 from kvjax.plan.training import WEIGHTS, update
-from kvjax.train.data import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
 
 RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,), sequences=10)
@@ -68,7 +69,7 @@ def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     rows = shape.num_layers * 4 // 2 * shape.num_kv_heads // 2
     page = 16 * 2 * shape.head_dim * 2 + 4
     least = rows * np.ceil(share * 1040 / 16)
-    assert least * page <= own - 4 <= (least + 3 * rows) * page
+    assert least * page <= own - 4 <= caches.pool_size(int(least) + 3 * rows, page) * page
 
 
 def test_decoding_reads_the_weights_once_for_each_token(mesh, shape):
