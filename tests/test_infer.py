@@ -71,3 +71,14 @@ def test_generate_says_when_there_is_no_text(tmp_path):
     assert done.returncode != 0
     assert "none.txt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_throughput_is_that_of_equal_answers(tmp_path):
+    pytest.importorskip("torch")
+    small = ["--prompts", "3", "--shortest", "5", "--longest", "40", "--new-tokens", "5", "--repeats", "1"]
+    done = run("throughput.py", *small, "--policies", "full", "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rival, own = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (rival["path"], own["path"]) == ("transformers", "full")
+    assert rival["equal_answers"] == own["equal_answers"] == 3
+    assert min(own["prefill_tokens_per_s"], own["decode_tokens_per_s"], rival["decode_tokens_per_s"]) > 0
