@@ -33,7 +33,7 @@ def test_benchmark_writes_a_row_for_each_phase(tmp_path):
         assert row["ratio"] == pytest.approx(row["full_s"] / row["policy_s"])
         assert row["rival"] in ("blockwise", "dot_product_attention", "full policy")
         assert 0.25 <= row["kv_ratio"] < 0.35
-        assert row["bytes"] < 0.5 * row["full_bytes"]
+        assert row["bytes"] <= 0.5 * row["full_bytes"]
     assert done.stdout.count("75% sparse") == len(rows)
 
 

@@ -30,7 +30,7 @@ def device_bytes(*, free: bool = False) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
 
 
-SMALL_POOL = 1 << 23
+SMALL_POOL = 1 << 20
 """Bytes of a shard's pool up to which its size is a power of two: there programs cost more than memory."""
 LEAST_TOKENS = 64
 """The fewest tokens that tables are made for."""

@@ -21,7 +21,7 @@ def model():
 
 
 def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
-    """But for pools of a few MiB, which are powers of two."""
+    """But for pools below a MiB, which are powers of two."""
     full = caches.stats(sampling.prefill(model, [np.zeros(600, np.int64)]))
     assert full.kv_ratio == 1
     assert full.pool_pages == 512
