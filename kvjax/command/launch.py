@@ -14,7 +14,6 @@ import os
 import re
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -235,7 +234,6 @@ def run_command(main: Callable[[], None]) -> None:
     jax's preemption service takes the signal.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
-    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         main()
     except UserError as error:

@@ -1,7 +1,6 @@
 """What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -82,18 +81,6 @@ def check_arguments(
             raise UserError(
                 f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
             )
-
-
-def warn_beyond(model: Decoder, tokens: int) -> bool:
-    """Whether sequences of so many tokens are longer than the model was made for; then a warning says so."""
-    most = model.config.max_position
-    if tokens > most:
-        warnings.warn(
-            f"sequences of {tokens:,} tokens, and the model was made for {most:,} (max_position_embeddings): what it "
-            "says beyond them may mean nothing",
-            stacklevel=3,
-        )
-    return tokens > most
 
 
 def check_key(key: Any) -> None:

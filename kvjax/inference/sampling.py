@@ -26,7 +26,6 @@ from kvjax.inference.checks import (
     check_observers,
     stop_tokens,
     token_rows,
-    warn_beyond,
 )
 from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
@@ -215,7 +214,6 @@ def prefill(
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
         policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
-        warn_beyond(model, max(row.size for row in rows))
         arguments = max_new_tokens, chunk, calls, implementation, behind
         return schedule.read(model, policy, cache, rows, *arguments)[0]
 
@@ -301,8 +299,6 @@ def stream(
                 model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
             )
             held = schedule.at_end(model, policy, held, len(rows))
-        tokens = int(np.asarray(held.seen).max())
-        warned = warn_beyond(model, tokens)
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~_is_stop(token, draw)
@@ -321,7 +317,6 @@ def stream(
             lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
-        warned = warned or warn_beyond(model, tokens + made - 1)
         with use_mesh(model):
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
         yield _tokens(np.asarray(drawn)[:count], before, draw, len(rows)), held

@@ -1,18 +1,15 @@
 """Answers, greedy and drawn, against logits and probabilities; many questions over one context."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.inference.forward import last_logits
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
-from tests.tiny_models import policies_for, tiny_model
+from tests.tiny_models import policies_for
 
 
 def test_sampling_greedily_is_the_argmax_of_the_logits(model, tokens):
@@ -88,15 +85,3 @@ def test_prompts_of_about_one_length_share_programs(model):
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]
-
-
-def test_what_is_longer_than_the_model_was_made_for_is_warned_of_once(tokens):
-    model = tiny_model(max_position=12)
-    with pytest.warns(UserWarning, match=r"sequences of 13 tokens, and the model was made for 12") as caught:
-        sampling.sample(model, tokens[:1, :10], max_new_tokens=20, eos=(), block=3)
-    assert len(caught) == 1
-    with pytest.warns(UserWarning, match=r"sequences of 14 tokens"):
-        sampling.prefill(model, tokens[:1, :14])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sampling.sample(model, tokens[:1, :10], max_new_tokens=3, eos=())

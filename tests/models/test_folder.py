@@ -6,7 +6,6 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
 from kvjax.models.folder import find_model
@@ -53,28 +52,10 @@ def test_folders_without_a_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
     with pytest.raises(UserError, match=r"no tokenizer, expected tokenizer\.json or"):
         load_tokenizer(tmp_path)
-    for damaged in ("{", "{}", "[]"):
-        (tmp_path / "tokenizer.json").write_text(damaged)
-        with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
-            load_tokenizer(tmp_path)
-        assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("size", "right"), [(1.0, True), (1.2, True), (1.4, False), (0.9, False)])
-def test_a_tokenizer_of_another_model_is_refused(size, right, tmp_path):
-    """Ids that the model has no rows for, or far fewer than it has; embedding tables may be padded."""
-    known = len(load_tokenizer(BUILTIN))
-    for file in builtin_model().glob("tokenizer*.json"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((builtin_model() / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": round(size * known)}))
-    if right:
-        assert len(load_tokenizer(tmp_path)) == known
-    else:
-        with pytest.raises(
-            UserError, match=f"its tokenizer has {known} tokens, .*: one of them is another model's"
-        ):
-            load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):
