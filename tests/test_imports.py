@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
     {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
-    {"kvjax.exported"},
+    {"kvjax.exported", "kvjax.fingerprint"},
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},
@@ -26,6 +26,7 @@ POLICIES_MAY_IMPORT = {
         "kvjax.errors",
         "kvjax.exported",
         "kvjax.files",
+        "kvjax.fingerprint",
         "kvjax.struct",
         "kvjax.mesh",
         "kvjax.plugins",

@@ -82,6 +82,8 @@ class ModelConfig:
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
+    name: str = dataclasses.field(default="", compare=False)
+    """Where the model was read from, for messages."""
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")

@@ -18,6 +18,8 @@ from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.errors import UserError
+from kvjax.exported import sign
+from kvjax.fingerprint import MadeFor
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
@@ -117,6 +119,9 @@ def _export(
     assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
     into = folder / recipe.exports
     recipe.export(into, own, model, found)
+    made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
+    if jax.process_index() == 0:
+        sign(into, made_for)
     export(into / "orbax", params)
     if trained is not None:
         # a resumed run may have left one; what is in it is in the checkpoints, too
