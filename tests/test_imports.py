@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
+    {
+        "kvjax.errors",
+        "kvjax.files",
+        "kvjax.lock",
+        "kvjax.struct",
+        "kvjax.mesh",
+        "kvjax.step",
+        "kvjax.top",
+        "kvjax.builtin",
+    },
     {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
     {"kvjax.exported", "kvjax.fingerprint"},
     {"kvjax.cache", "kvjax.policies"},

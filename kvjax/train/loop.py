@@ -20,6 +20,7 @@ from kvjax.command.launch import start
 from kvjax.errors import UserError
 from kvjax.exported import sign
 from kvjax.fingerprint import MadeFor
+from kvjax.lock import FolderLock
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
@@ -80,7 +81,9 @@ def train(config: Recipe) -> RunOutput:
             f"{type(config).__name__}.phases: each must have the run's {config.rows} sequences an update"
         )
     mesh = start(config.mesh)
-    with jax.set_mesh(mesh):
+    one = jax.process_index() == 0
+    assert config.out is not None, "parse chose it"
+    with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
         longest = max(max(phase.lengths) for phase in phases)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         rows = Rows.of_this_process(mesh, config.rows)
@@ -100,7 +103,8 @@ def train(config: Recipe) -> RunOutput:
             instruction=config.instruction,
         )
         # the folder is taken once nothing is left that the user could have to mend
-        folder = prepare_folder(config, write=jax.process_index() == 0)
+        folder = prepare_folder(config, write=one)
+        lock.take()
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             dtypes = param_dtypes(phases, model)
             run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
