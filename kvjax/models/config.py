@@ -99,6 +99,11 @@ class ModelConfig:
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model is for: what it declares, or what its rope was stretched to."""
+        return max(self.max_position, int(self.rope.factor * self.rope.original_length), self.rope.length)
+
     def rotation(self) -> tuple[Float32[np.ndarray, " pairs"], float]:
         """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by."""
         return inverse_frequencies(self.rope, self.head_dim), attention_scaling(self.rope)
