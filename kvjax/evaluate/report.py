@@ -1,18 +1,22 @@
 """report.md, pareto.png, mean.png and the maps of kept entries, from the cells of results.jsonl."""
 
+import json
 import math
 import platform
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.contenders import contender
+from kvjax.evaluate.contenders import CONTENDERS, contender
 from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.results import Cell
+from kvjax.policies.assignments import with_arguments
 
 FULL = "full"
 """The policy that others are held against."""
@@ -25,7 +29,12 @@ FOOTPRINT = "KV footprint, of full attention's"
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
     tables = "\n\n".join(
-        [*_overviews(cells), *map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)]
+        [
+            *_overviews(cells),
+            *(_scores(config, own) for own in _panels(cells).values()),
+            *_choices(cells),
+            *_speeds(cells),
+        ]
     )
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
@@ -123,7 +132,7 @@ def _overviews(cells: Sequence[Cell]) -> list[str]:
     return tables
 
 
-def _scores(cells: list[Cell]) -> str:
+def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
     first = cells[0]
     budgets = sorted({cell.budget for cell in cells if cell.policy not in (FULL, FIXED_TAU)} or {1.0})
     full = next((cell.score for cell in cells if cell.policy == FULL), None)
@@ -150,7 +159,7 @@ def _scores(cells: list[Cell]) -> str:
         points = [(cell.footprint, cell.score) for cell in own]
         crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
-    return "\n".join([*lines, *_thresholds(cells, full)])
+    return "\n".join([*lines, *_thresholds(cells, full), *_commands(config, cells)])
 
 
 def _interval(answers: int) -> float:
@@ -175,6 +184,26 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
         found = critical_footprint(swept, full, CRITICAL_SHARE)
         lines += ["", f"{FIXED_TAU}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
+
+
+def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
+    """What generates with each τ that was searched for."""
+    searched = [cell for cell in cells if cell.tau is not None and contender(cell.policy).calibrated]
+    if not searched:
+        return []
+    return ["", "With these τ:", "", "```sh", *(_command(config, cell) for cell in searched), "```"]
+
+
+def _command(config: EvaluateConfig, cell: Cell) -> str:
+    """The command, and as a comment what its cell kept."""
+    name, arguments = with_arguments(cell.policy, CONTENDERS)
+    told = [f"{key}={json.dumps(x)}" for key, x in {"tau": cell.tau, **(arguments or {})}.items()]
+    model = [] if config.model == BUILTIN else ["--model", config.model]
+    dtype = [] if config.dtype is None else ["--dtype", config.dtype]
+    force = ["--force"] if config.force else []
+    words = [*model, *dtype, *force, "--policy", name, "--gates", cell.gates or "", "--set", *told]
+    size = f"budget {cell.at}: {cell.kv_ratio:.3f} of the entries"
+    return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 
 
 def _score(cell: Cell) -> str:

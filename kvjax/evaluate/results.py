@@ -86,9 +86,10 @@ class Cell:
         return f"λ {self.budget:g}" if self.policy == FIXED_TAU else f"{self.budget:g}"
 
     def __str__(self) -> str:
+        tau = "" if self.tau is None else f", τ {self.tau:.9g}"
         return (
             f"{self.task} {self.context}, {self.policy} at {self.at}: {100 * self.score:.1f}%, "
-            f"{self.kv_ratio:.3f} of the entries, footprint {self.footprint:.3f}"
+            f"{self.kv_ratio:.3f} of the entries, footprint {self.footprint:.3f}{tau}"
         )
 
 
