@@ -31,9 +31,9 @@ def run(config: ConvertConfig) -> None:
     """Read and write. Raises UserError for what a person can mend."""
     import jax
 
+    from kvjax.exported.orbax import export
     from kvjax.models import save_model
     from kvjax.models.saving import check_new, new_folder
-    from kvjax.orbax_export import export
 
     check_new(config.out)
     with jax.set_mesh(start(MeshShape())):
@@ -52,11 +52,11 @@ def _read(config: ConvertConfig):
     import jax
     from flax import nnx
 
+    from kvjax.exported.orbax import abstract, restore_export
     from kvjax.models import Decoder, load_model, read_config
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject
     from kvjax.models.loading import parameter_dtype
-    from kvjax.orbax_export import abstract, restore_export
 
     source = find_model(config.source)
     if not (source / ORBAX).is_dir():

@@ -16,6 +16,11 @@ class UserError(ValueError):
     """Bad input from the user. The message is one line; the command-line programs print it alone and exit with 2."""
 
 
+class Doubt(UserWarning):
+    """What is run as it was told, though it may not be what the user meant. The message is one line, which the
+    command-line programs print alone."""
+
+
 def shown(value: Any) -> str:
     """Any value, short and on one line."""
     return " ".join(reprlib.repr(value).split())

@@ -59,6 +59,8 @@ class GenerateConfig:
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int = 16
     """Tokens per page."""
+    force: bool = False
+    """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     dtype: str | None = None
@@ -127,7 +129,7 @@ def run(config: GenerateConfig) -> None:
         tokenizer = load_tokenizer(config.model)
         prompt = encode(tokenizer, text)
         model = load_model(config.model, dtype=config.dtype, max_length=len(prompt) + config.max_new_tokens)
-        policy = make_policy(config.policy, model=model, **arguments)
+        policy = make_policy(config.policy, model=model, force=config.force, **arguments)
         new: list[int] = []
         shown, blocks = "", []
         watch = Stopwatch()

@@ -23,6 +23,12 @@ def host(default: Any = dataclasses.MISSING, *, repr: bool = True) -> Any:
     return dataclasses.field(default=default, repr=repr, metadata={"static": True, "host": True})
 
 
+def remembered() -> Any:
+    """A `host` field that nobody is asked for: what the files say of themselves. A copy with other values
+    (`dataclasses.replace`) does not have it."""
+    return dataclasses.field(default=None, init=False, repr=False, metadata={"static": True, "host": True})
+
+
 @dataclass_transform(frozen_default=True, field_specifiers=(static, host, dataclasses.field))
 def struct(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a pytree whose children are its fields, except those declared `static`.

@@ -10,9 +10,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
-    {"kvjax.errors", "kvjax.files", "kvjax.struct", "kvjax.mesh", "kvjax.step", "kvjax.top", "kvjax.builtin"},
-    {"kvjax.command", "kvjax.orbax_export", "kvjax.plugins"},
-    {"kvjax.exported"},
+    {
+        "kvjax.errors",
+        "kvjax.files",
+        "kvjax.struct",
+        "kvjax.mesh",
+        "kvjax.step",
+        "kvjax.top",
+        "kvjax.builtin",
+    },
+    {"kvjax.command", "kvjax.exported", "kvjax.plugins"},
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},

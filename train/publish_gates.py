@@ -34,12 +34,16 @@ def main(args: list[str] | None = None) -> None:
     import jax
     import jax.numpy as jnp
 
+    from kvjax.exported.fingerprint import MadeFor
     from kvjax.policies.admission.wgkv import load_gates, save_gates
 
     with jax.set_mesh(start(MeshShape())):
         gates, description = load_gates(config.run / "gates")
+        told = {"model": config.model, "data": config.data}
+        if (made_for := MadeFor.described(description)) is not None:
+            told |= dataclasses.replace(made_for, model=config.model).description
         halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gates)
-        save_gates(config.out, halved, description | {"model": config.model, "data": config.data})
+        save_gates(config.out, halved, description | told)
     size = (config.out / "gates.safetensors").stat().st_size / 2**20
     print(f"{config.out}: λ {description['lambda']:g}, {size:.1f} MiB")
 

@@ -14,11 +14,12 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -234,6 +235,7 @@ def run_command(main: Callable[[], None]) -> None:
     jax's preemption service takes the signal.
     """
     before = signal.signal(signal.SIGTERM, _terminate)
+    usual, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
         main()
     except UserError as error:
@@ -254,6 +256,14 @@ def run_command(main: Callable[[], None]) -> None:
         _leave(line, 2)
     finally:
         signal.signal(signal.SIGTERM, before)
+        warnings.formatwarning = usual
+
+
+def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
+    """A warning as a command prints it: what the user is to know stands alone."""
+    if issubclass(category, Doubt):
+        return f"warning: {' '.join(str(message).split())}\n"
+    return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
 
 
 def _terminate(*_: object) -> None:

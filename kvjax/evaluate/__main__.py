@@ -15,6 +15,7 @@ def main(args: list[str] | None = None) -> None:
     # jax and the rest come only once the command line is known to be good
     import jax
 
+    from kvjax.command.lock import FolderLock
     from kvjax.command.progress import Progress
     from kvjax.evaluate.config import FIXED_TAU
     from kvjax.evaluate.contenders import contender
@@ -29,19 +30,21 @@ def main(args: list[str] | None = None) -> None:
         contender(name)
     if FIXED_TAU in config.policies:
         by_lambda(config.gates)
-    results = Results(config)
-    compared = workloads(config)
-    results.check_contexts(compared)
-    with jax.set_mesh(mesh):
+    with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
+        results = Results(config)
+        compared = workloads(config)
+        results.check_contexts(compared)
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
+        results.check_model(model)
         evaluation = Evaluation(config, model, compared)
         results.begin()
+        lock.take()
         wanted = [(*pair, workload.task, workload.length) for workload in compared for pair in pairs(config)]
         with Progress("cells", len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)
-    given = sys.argv[1:] if args is None else args
-    cells = list(results.cells.values())
-    print(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}"))
+        given = sys.argv[1:] if args is None else args
+        cells = list(results.cells.values())
+        print(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}"))
     print(f"\nresults.jsonl, report.md and the pictures are in {config.out}")
 
 

@@ -92,6 +92,8 @@ class EvaluateConfig:
     the full cache, so that all budgets run one program."""
     page_size: int = 16
     """Tokens per page."""
+    force: bool = False
+    """Take gates and patterns that were made for another model of the same shape."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
     mesh: MeshShape = MeshShape()

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
-from kvjax.exported import describe
+from kvjax.exported.folder import describe
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
@@ -48,6 +48,8 @@ class Sizing:
     """Folders with orders of heads."""
     seed: int = 0
     """Of what is random."""
+    force: bool = False
+    """Take gates that were made for another model."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the policy, in place of those that it is given here."""
 
@@ -132,7 +134,7 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
-    return make_policy(name, model=sizing.model, **(arguments | dict(sizing.arguments)))
+    return make_policy(name, model=sizing.model, force=sizing.force, **(arguments | dict(sizing.arguments)))
 
 
 def _gated(sizing: Sizing, **arguments: Any) -> Policy:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
-from kvjax.exported import describe
+from kvjax.exported.folder import describe
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy
 from kvjax.policies.admission.wgkv import WGKV

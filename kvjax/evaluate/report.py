@@ -1,5 +1,6 @@
 """report.md, pareto.png, mean.png and the maps of kept entries, from the cells of results.jsonl."""
 
+import json
 import math
 import platform
 import shlex
@@ -9,11 +10,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.contenders import contender
+from kvjax.evaluate.contenders import CONTENDERS, contender
 from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.results import Cell
+from kvjax.policies.assignments import with_arguments
 
 FULL = "full"
 """The policy that others are held against."""
@@ -26,7 +29,12 @@ FOOTPRINT = "KV footprint, of full attention's"
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
     tables = "\n\n".join(
-        [*_overviews(cells), *map(_scores, _panels(cells).values()), *_choices(cells), *_speeds(cells)]
+        [
+            *_overviews(cells),
+            *(_scores(config, own) for own in _panels(cells).values()),
+            *_choices(cells),
+            *_speeds(cells),
+        ]
     )
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
@@ -124,7 +132,7 @@ def _overviews(cells: Sequence[Cell]) -> list[str]:
     return tables
 
 
-def _scores(cells: list[Cell]) -> str:
+def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
     first = cells[0]
     budgets = sorted({cell.budget for cell in cells if cell.policy not in (FULL, FIXED_TAU)} or {1.0})
     full = next((cell.score for cell in cells if cell.policy == FULL), None)
@@ -151,7 +159,7 @@ def _scores(cells: list[Cell]) -> str:
         points = [(cell.footprint, cell.score) for cell in own]
         crossing = str(critical_footprint(points, full, CRITICAL_SHARE)) if full else "–"
         lines.append(f"| {name} | {' | '.join(shown)} | {crossing} |")
-    return "\n".join([*lines, *_thresholds(cells, full)])
+    return "\n".join([*lines, *_thresholds(cells, full), *_commands(config, cells)])
 
 
 def _interval(answers: int) -> float:
@@ -165,13 +173,12 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     gated = [cell for cell in cells if cell.tau is not None]
     if not gated:
         return []
-    heads = "with gates", "budget or λ", "gates", "τ", "entries", "score", "for `python -m kvjax.generate`"
-    lines = ["", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
     for cell in gated:
         tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
-        measured = f"{cell.kv_ratio:.3f}", _score_and_footprint(cell)
-        row = cell.policy, cell.at, cell.gates, tau, *measured, _options(cell)
-        lines.append(f"| {' | '.join(map(str, row))} |")
+        lines.append(
+            f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
+        )
     swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
     if swept and full:
         found = critical_footprint(swept, full, CRITICAL_SHARE)
@@ -179,11 +186,24 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
     return lines
 
 
-def _options(cell: Cell) -> str:
-    """What makes the cell's policy of gates alone on a command line."""
-    if cell.policy not in ("wgkv", FIXED_TAU):
-        return ""
-    return f"`--policy wgkv --gates {shlex.quote(str(cell.gates))} --set tau={cell.tau:.9g}`"
+def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
+    """What generates with each τ that was searched for."""
+    searched = [cell for cell in cells if cell.tau is not None and contender(cell.policy).calibrated]
+    if not searched:
+        return []
+    return ["", "With these τ:", "", "```sh", *(_command(config, cell) for cell in searched), "```"]
+
+
+def _command(config: EvaluateConfig, cell: Cell) -> str:
+    """The command, and as a comment what its cell kept."""
+    name, arguments = with_arguments(cell.policy, CONTENDERS)
+    told = [f"{key}={json.dumps(x)}" for key, x in {"tau": cell.tau, **(arguments or {})}.items()]
+    model = [] if config.model == BUILTIN else ["--model", config.model]
+    dtype = [] if config.dtype is None else ["--dtype", config.dtype]
+    force = ["--force"] if config.force else []
+    words = [*model, *dtype, *force, "--policy", name, "--gates", cell.gates or "", "--set", *told]
+    size = f"budget {cell.at}: {cell.kv_ratio:.3f} of the entries"
+    return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 
 
 def _score(cell: Cell) -> str:

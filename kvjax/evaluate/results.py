@@ -1,6 +1,7 @@
 """results.jsonl: a line for each finished cell, and settings.json, which says what all of them were measured with."""
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -12,16 +13,21 @@ from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Measurement
 from kvjax.evaluate.workloads import Workload
-from kvjax.exported import digest
+from kvjax.exported.fingerprint import contents
+from kvjax.exported.folder import digest
 from kvjax.files import write_text
+from kvjax.models.decoder import Decoder
 from kvjax.policies.admission.pattern_folder import pattern_digest
 
 MEASURED_WITH = (
-    *("model", "samples", "chunk", "observed", "question_aware", "gates", "pattern", "documents"),
-    *("ruler_data", "essays", "squad", "hotpotqa", "chat", "seed", "batch", "capacity", "page_size", "dtype"),
-    *("order_contexts", "order_length"),
+    *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
+    *("dtype", "order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
+READ = "documents", "ruler_data", "essays", "squad", "hotpotqa"
+"""Files and folders that they share, too: their contents, wherever these are."""
+READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
+"""Of the files of a folder that are read."""
 HEADS_FOLDER = "heads"
 """The folder of what heads were found to be worth."""
 
@@ -86,9 +92,10 @@ class Cell:
         return f"λ {self.budget:g}" if self.policy == FIXED_TAU else f"{self.budget:g}"
 
     def __str__(self) -> str:
+        tau = "" if self.tau is None else f", τ {self.tau:.9g}"
         return (
             f"{self.task} {self.context}, {self.policy} at {self.at}: {100 * self.score:.1f}%, "
-            f"{self.kv_ratio:.3f} of the entries, footprint {self.footprint:.3f}"
+            f"{self.kv_ratio:.3f} of the entries, footprint {self.footprint:.3f}{tau}"
         )
 
 
@@ -144,13 +151,19 @@ class Results:
 
     def __init__(self, config: EvaluateConfig):
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
-        self._settings = {name: _plain(getattr(config, name)) for name in MEASURED_WITH} | {
+        self._settings = {name: getattr(config, name) for name in MEASURED_WITH}
+        self._settings |= {name: _read_from(getattr(config, name)) for name in READ} | {
             "gates": [[folder, digest(folder)] for folder in config.gates],
             "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
         }
-        if self._file.exists() or (config.out / HEADS_FOLDER).exists():
-            self._check_settings()
+        self._check_settings()
+        self._settings["model"] = [config.model, None]
         self.cells = self._read()
+
+    def check_model(self, model: Decoder) -> None:
+        """Raise UserError if the folder's cells are of a model of other weights."""
+        self._settings["model"][1] = contents(model)
+        self._check_settings()
 
     def begin(self) -> None:
         """Make the folder and say in it what all is measured with. Raises UserError if it cannot be written."""
@@ -172,7 +185,10 @@ class Results:
                 )
 
     def _check_settings(self) -> None:
+        """Raise UserError if there are results with other settings than are known so far."""
         file = self._settings_file
+        if not (self._file.exists() or (file.parent / HEADS_FOLDER).exists()):
+            return
         if not file.exists():
             raise UserError(f"--out {file.parent}: there are results but no {file.name} beside them")
         try:
@@ -180,11 +196,12 @@ class Results:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
         for name, value in self._settings.items():
-            if before.get(name) != value:
+            if _counts(before.get(name)) != _counts(value):
                 option = name.replace("_", "-")
+                digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
-                    f"--out {file.parent} holds results with --{option} {before.get(name)}, got {value}: name another "
-                    "folder"
+                    f"--out {file.parent} holds results with --{option} {before.get(name)}, got {value}{digests}: name "
+                    "another folder"
                 )
 
     def _read(self) -> dict[tuple[str, float, str, int], Cell]:
@@ -221,5 +238,26 @@ def _cell(line: str, at: str) -> Cell:
     return Cell(**{field.name: values[field.name] for field in dataclasses.fields(Cell)})
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+def _read_from(path: Path | None) -> list[str | None] | None:
+    """What an option named, and a digest of the files there; None in its place for what is elsewhere (on the hub)."""
+    if path is None:
+        return None
+    files = (
+        sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
+    )
+    known = hashlib.sha256()
+    for file in files:
+        if not file.is_file():
+            return [str(path), None]
+        with file.open("rb") as opened:
+            known.update(file.name.encode() + hashlib.file_digest(opened, "sha256").digest())
+    return [str(path), known.hexdigest()[:16]]
+
+
+def _counts(value: Any) -> Any:
+    """What must be equal of a setting: of [name, digest] the digest, if there is one."""
+    if isinstance(value, list):
+        if len(value) == 2 and isinstance(value[0], str):
+            return value[1] or value[0]
+        return [_counts(x) for x in value]
+    return value

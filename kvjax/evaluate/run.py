@@ -19,10 +19,12 @@ from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
-from kvjax.exported import describe
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import describe
 from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.pattern_folder import pattern_made_for
 from kvjax.policies.admission.wgkv import load_gates
 from kvjax.tasks.sample import Sample, score_agreements
 
@@ -73,10 +75,20 @@ class Evaluation:
         for gates in self.config.gates:
             if describe(gates).get("method") == "wgkv":
                 load_gates(gates, self.model)
+        if not self.config.force:
+            self._check_files()
         for workload, (policy, budget) in itertools.product(self.workloads, pairs(self.config)):
             self._possible(policy, self._sizing(workload, policy, budget))
         for workload in self.workloads:
             self.choice_samples[workload.task, workload.length] = self._choice_samples(workload)
+
+    def _check_files(self) -> None:
+        """Refuse gates and patterns of another model."""
+        said = {f"--gates {gates}": MadeFor.described(describe(gates)) for gates in self.config.gates}
+        said |= {f"--pattern {folder}": pattern_made_for(folder) for folder in self.config.pattern}
+        for what, made_for in said.items():
+            if made_for is not None:
+                made_for.check(what, self.model)
 
     def _choice_samples(self, workload: Workload) -> ChoiceSamples:
         config, shape = self.config, self.model.config
@@ -107,7 +119,7 @@ class Evaluation:
             gates = most_selective(config.gates, budget, workload.tokens)
         return Sizing(
             self.model, budget, workload.tokens, workload.shortest, config.chunk, config.observed, gates,
-            config.pattern, config.seed,
+            config.pattern, config.seed, config.force,
         )  # fmt: skip
 
     def _possible(self, name: str, sizing: Sizing) -> dict[str, Policy]:
@@ -247,7 +259,7 @@ class Evaluation:
             narrow = min(window, narrowest(own.length))
             folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
-            known = orders(run, sizing.shape, narrow, folder) | known
+            known = orders(run, sizing.shape, narrow, folder, MadeFor.of(self.model)) | known
         run = TeacherForcing(self.model, own.for_pattern, workload.batch)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from kvjax.evaluate.teacher_forcing import Outcome
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
@@ -55,10 +56,14 @@ def measure_heads(
 
 
 def orders(
-    run: Trial, shape: tuple[int, int], window: int, folder: Path | None = None
+    run: Trial,
+    shape: tuple[int, int],
+    window: int,
+    folder: Path | None = None,
+    made_for: MadeFor | None = None,
 ) -> dict[str, Float[np.ndarray, "l k"]]:
     """Every measure's order by name. In `folder` each is kept as a DuoAttention pattern folder, and read where it was
-    measured before."""
+    measured before. made_for: the model, which these then carry."""
     found = {}
     for name, measure in MEASURES.items():
         own = None if folder is None else folder / name.replace(" ", "_")
@@ -67,7 +72,7 @@ def orders(
             continue
         found[name] = measure_heads(measure, run, shape, window)
         if own is not None:
-            write_pattern(own, found[name], SINK, window)
+            write_pattern(own, found[name], SINK, window, made_for)
     return found
 
 

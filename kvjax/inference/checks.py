@@ -1,16 +1,18 @@
 """What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
 
 import dataclasses
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache
-from kvjax.errors import UserError, one_of, shown, whole_number
+from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
+from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
@@ -52,6 +54,29 @@ def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
                 f"the model's vocabulary is 0 … {model.config.vocab_size - 1}"
             )
     return rows
+
+
+_SAID: set[ModelConfig] = set()
+"""Models whose length was said to be exceeded."""
+
+
+def check_length(model: Decoder, rows: Sequence[np.ndarray], new: int, cache: Cache | None = None) -> None:
+    """Warn, once of a model, if the longest prompt (behind what a cache has read) with its `new` tokens is longer than
+    the model is for: it runs, and what it says then is worth little."""
+    shape = model.config
+    read = np.array([row.size for row in rows])
+    if cache is not None:
+        read = read + np.asarray(cache.seen)[: len(rows)]
+    most = int(read.max())
+    if most + new > shape.longest and shape not in _SAID:
+        _SAID.add(shape)
+        more = f" and up to {new:,} new ones" if new else ""
+        warnings.warn(
+            f"{most:,} tokens{more} are more than the {shape.longest:,} (max_position_embeddings) that the model is "
+            "for: what it says may mean nothing",
+            Doubt,
+            stacklevel=2,
+        )
 
 
 def check_arguments(

@@ -23,6 +23,7 @@ from kvjax.inference.checks import (
     check_arguments,
     check_continues,
     check_key,
+    check_length,
     check_observers,
     stop_tokens,
     token_rows,
@@ -213,6 +214,7 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
+        check_length(model, rows, max_new_tokens)
         policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         arguments = max_new_tokens, chunk, calls, implementation, behind
         return schedule.read(model, policy, cache, rows, *arguments)[0]
@@ -282,6 +284,7 @@ def stream(
         policy = _on_mesh(policy, model)
         rows = token_rows(model, prompts)
         if cache is None:
+            check_length(model, rows, max_new_tokens)
             policy, held = begin(model, policy, rows, max_new_tokens, page_size, capacity, max_tokens)
             held, after = schedule.read(
                 model, policy, held, rows, max_new_tokens, chunk, calls, implementation
@@ -293,6 +296,7 @@ def stream(
                         f"{name} is stated where the cache is made (prefill), not where it is continued"
                     )
             check_continues(cache, model, policy, rows)
+            check_length(model, rows, max_new_tokens, cache)
             longest = max(row.size for row in rows)
             policy, held = with_room(cache, policy, longest, max_new_tokens)
             held, after = feed(

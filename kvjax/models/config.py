@@ -97,6 +97,8 @@ class ModelConfig:
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
+    name: str = dataclasses.field(default="", compare=False)
+    """Where the model was read from, for messages."""
 
     def __post_init__(self):
         sizes = ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
@@ -111,6 +113,11 @@ class ModelConfig:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model is for: what it declares, or what its rope was stretched to."""
+        return max(self.max_position, int(self.rope.factor * self.rope.original_length), self.rope.length)
 
     def rotation(self) -> tuple[Float32[np.ndarray, " pairs"], float]:
         """RoPE's radians per position of each rotated pair, and what it multiplies cosines and sines by."""

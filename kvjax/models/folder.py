@@ -10,6 +10,7 @@ from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.errors import UserError
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
+from kvjax.models.json_file import JsonObject
 from kvjax.models.wheel import gguf_in_wheel
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -79,7 +80,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     """The Hugging Face tokenizer of a model.
 
     Raises:
-        UserError: no such model, or one without a tokenizer that can be read.
+        UserError: no such model, or one without a tokenizer that can be read, or with another model's.
     """
     folder = find_model(path_or_hub_id)
     if is_gguf(folder):
@@ -90,11 +91,26 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
 
     from transformers import AutoTokenizer
 
+    # what is wrong with config.json is not said of the tokenizer
+    config = JsonObject.read(folder / "config.json") if (folder / "config.json").is_file() else None
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        why = str(error).strip().splitlines()[0]
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # the libraries raise whatever a damaged file makes them trip over
+        why = str(error).strip().splitlines()[0] if isinstance(error, OSError | ValueError) else repr(error)
         raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+    if config is not None:
+        _check_vocabulary(folder, tokenizer, config.get("vocab_size", int, None))
+    return tokenizer
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, rows: int | None) -> None:
+    """Refuse the tokenizer of another model: one with ordinary tokens beyond the model's, or with less than half of
+    them. Many models pad their vocabulary, and some have a token added for padding that they have no row for."""
+    if rows is not None and not (tokenizer.vocab_size <= rows <= 2 * len(tokenizer)):
+        raise UserError(
+            f"{folder}: its tokenizer is of another model: it has {len(tokenizer):,} tokens, the model's vocabulary "
+            f"(vocab_size) {rows:,}"
+        )
 
 
 def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:

@@ -1,5 +1,6 @@
 """Hugging Face folders and GGUF files to models sharded over the current mesh."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -47,7 +48,7 @@ def load_model(
             mesh axis that does not divide what it splits.
     """
     model = find_model(path_or_hub_id)
-    config = read_config(model, max_length)
+    config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
     stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
     with use_mesh():
         dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else parameter_dtype(dtype)

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from kvjax.command.launch import MeshShape, start
 from kvjax.errors import UserError
+from kvjax.exported.orbax import abstract
 from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.orbax_export import abstract
 from kvjax.plan import figures
 from kvjax.plan.chips import CHIPS, Chip
 from kvjax.plan.program import TEMPORARIES, Figures, held, too_much

@@ -13,13 +13,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError, real_number, whole_number
+from kvjax.exported.orbax import abstract
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.room import laid_out, layout_for
 from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
 from kvjax.mesh import BATCH, P, batch_shards
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.orbax_export import abstract
 from kvjax.plan.program import Program
 from kvjax.plan.training import WEIGHTS, check_mesh, model_of
 from kvjax.policies import Policy, make_policy

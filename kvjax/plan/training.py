@@ -11,11 +11,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
+from kvjax.exported.orbax import abstract
 from kvjax.mesh import BATCH, P
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.models.loading import parameter_dtype
-from kvjax.orbax_export import abstract
 from kvjax.plan.program import Program
 from kvjax.train.recipe import Recipe
 from kvjax.train.update import first_state, make_update, param_dtypes

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
 from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
@@ -58,6 +59,8 @@ class Method:
 
     name: ClassVar[str] = ""
     """How it is called, in `make_policy` and in reports."""
+    made_for: MadeFor | None = None
+    """The model of the files that it was read from, if they say."""
 
     @property
     def label(self) -> str:

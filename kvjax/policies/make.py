@@ -4,9 +4,12 @@ import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, one_of, shown, whole_number
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import describe, is_exported
 from kvjax.mesh import use_mesh
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
@@ -40,6 +43,7 @@ def make_policy(
     admission: str | Admission | None = None,
     eviction: str | Eviction | None = None,
     selection: str | Selection | None = None,
+    force: bool = False,
     **arguments: Any,
 ) -> Policy:
     """The policy called `name`, with other methods beside it: names and flat arguments for what `Policy` composes of
@@ -53,7 +57,8 @@ def make_policy(
         admission, eviction, selection: methods beside it, as an object (`SnapKV(observed=32)`), a name (`"snapkv"`) or
             a name with its arguments (`"snapkv:observed=32,pool=7"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
-            that its tables fit.
+            that its tables fit, and gates and patterns are held against each that it is used with.
+        force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
             pyramid: `Pyramid`; critical and first_stage: `CriticalKV`; first and last: `Protected`). With an admission,
@@ -61,7 +66,7 @@ def make_policy(
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
-            that means nothing.
+            that means nothing, files made for another model.
     """
     if name is not None and not isinstance(name, str):
         raise UserError(f"make_policy: name must be the name of a method, got {shown(name)}")
@@ -83,7 +88,10 @@ def make_policy(
             window = whole_number(label, "window", arguments.pop("window"))
     parts[own.role] = own.with_more(arguments, known)
     with use_mesh(model):
-        policy = _composed(label, parts, words, window, model)
+        if not force:
+            _check_files(parts, model)
+        policy = _composed(label, parts, words, window, model, force)
+        policy = policy.unchecked if force else policy
         return policy if model is None else policy.for_model(model)
 
 
@@ -106,10 +114,20 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
     return own, "+".join([own.name, *selected])
 
 
+def _check_files(parts: dict[str, "_Part"], model: Any) -> None:
+    """Refuse gates of another model for what another package makes a policy of: methods know those that they read."""
+    for one in parts.values():
+        gates = one.arguments.get("gates")
+        if one.makes_policies and model is not None and isinstance(gates, str | Path) and is_exported(gates):
+            made_for = MadeFor.described(describe(gates))
+            if made_for is not None:
+                made_for.check(one.name, model)
+
+
 def _composed(
-    label: str, parts: dict[str, "_Part"], words: dict[str, Any], window: int | None, model: Any
+    label: str, parts: dict[str, "_Part"], words: dict[str, Any], window: int | None, model: Any, force: bool
 ) -> Policy:
-    made = {part: one.build(model) for part, one in parts.items()}
+    made = {part: one.build(model, force) for part, one in parts.items()}
     fields: dict[str, Any] = {} if window is None else {"window": window}
     if "eviction" in made:
         measures = {x: words[x] for x in BUDGETS if x in words}
@@ -169,7 +187,7 @@ class _Part:
     def known(self) -> list[str]:
         """Its own arguments."""
         if self.makes_policies:
-            return [x for x in inspect.signature(self.method).parameters if x != "model"]
+            return [x for x in inspect.signature(self.method).parameters if x not in ("model", "force")]
         if not is_method(self.method):
             return []
         return [field.name for field in dataclasses.fields(self.method) if field.init]
@@ -188,13 +206,15 @@ class _Part:
                 raise UserError(f"{self.name} has no argument {argument!r}; it has {known}")
         return dataclasses.replace(self, arguments=self.arguments | arguments)
 
-    def build(self, model: Any) -> Any:
-        """The method, or another package's policy."""
+    def build(self, model: Any, force: bool = False) -> Any:
+        """The method, or another package's policy. force: of another model's files."""
         if not callable(self.method):
             return self.method
         parameters, given = inspect.signature(self.method).parameters, self.arguments
         if self.makes_policies and model is not None and "model" in parameters:
             given = given | {"model": model}
+        if self.makes_policies and force and "force" in parameters:
+            given = given | {"force": True}
         needed = [x.name for x in parameters.values() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]
         if missing := [x for x in needed if x not in given]:
             raise UserError(f"{self.name} needs {', '.join(missing)}")

@@ -180,6 +180,8 @@ class Policy:
         for method in (self.admission, self.eviction, self.selection):
             if method is not None:
                 method.check(model.config)
+                if method.made_for is not None:
+                    method.made_for.check(method.label, model)
         if self.eviction is not None:
             self.eviction.shares.check(model.config.num_layers)
         largest = max(() if self.when is None else self.when.guidance, default=0)
@@ -190,6 +192,13 @@ class Policy:
             )
         with use_mesh(model):
             return self.placed(model.config.num_layers, model.config.num_kv_heads)
+
+    @property
+    def unchecked(self) -> "Policy":
+        """The same, whose files may be another model's."""
+        parts = {"admission": self.admission, "eviction": self.eviction, "selection": self.selection}
+        said = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
+        return changed(self, **{part: changed(x, made_for=None) for part, x in said.items()})
 
     def placed(self, layers: int, kv_heads: int) -> "Policy":
         """For a model of so many layers and kv heads, on the current mesh: numbers, NumPy arrays and JAX's on no mesh

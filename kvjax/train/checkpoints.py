@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from kvjax.errors import UserError
-from kvjax.orbax_export import check_room, wrong_shape
+from kvjax.exported.orbax import check_room, wrong_shape
 from kvjax.struct import leaves_by_path
 
 STATE, NOTES = "state", "notes"

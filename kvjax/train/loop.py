@@ -17,10 +17,13 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from kvjax.command.launch import start
+from kvjax.command.lock import FolderLock
 from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import sign
+from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.orbax_export import abstract, export
 from kvjax.plan.here import check_memory
 from kvjax.train.checkpoints import Checkpoints, check_finite
 from kvjax.train.config import prepare_folder
@@ -92,7 +95,9 @@ def train(config: Recipe) -> RunOutput:
             f"{type(config).__name__}.phases: each must have the run's {config.rows} sequences an update"
         )
     mesh = start(config.mesh)
-    with jax.set_mesh(mesh):
+    one = jax.process_index() == 0
+    assert config.out is not None, "parse chose it"
+    with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
         longest = max(max(phase.lengths) for phase in phases)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         rows = Rows.of_this_process(mesh, config.rows)
@@ -116,7 +121,8 @@ def train(config: Recipe) -> RunOutput:
         updates = tuple(map(make_update, phases, dtypes, begins))
         check_memory(phases, updates, dtypes, mesh, model)
         # the folder is taken once nothing is left that the user could have to mend
-        folder = prepare_folder(config, write=jax.process_index() == 0)
+        folder = prepare_folder(config, write=one)
+        lock.take()
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes, updates)
             state, first = run.begin(model)
@@ -134,6 +140,9 @@ def _export(
     assert model is not None, f"{type(recipe).__name__} takes the model, so its split gives it back"
     into = folder / recipe.exports
     recipe.export(into, own, model, found)
+    made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
+    if jax.process_index() == 0:
+        sign(into, made_for)
     export(into / "orbax", params)
     if trained is not None:
         # a resumed run may have left one; what is in it is in the checkpoints, too

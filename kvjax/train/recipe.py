@@ -236,7 +236,7 @@ class Recipe(abc.ABC):
         Args:
             params, model: as `split` gives them; the loaded model if no other was trained.
         """
-        from kvjax.exported import save_tree
+        from kvjax.exported.folder import save_tree
 
         origin = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
         description = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
@@ -274,7 +274,7 @@ class Recipe(abc.ABC):
         """
         import jax
 
-        from kvjax.exported import describe, load_tree
+        from kvjax.exported.folder import describe, load_tree
 
         values: dict[str, Any] = describe(gates).get("options", {}) | options
         known = {field.name for field in dataclasses.fields(cls)} - {

@@ -1,15 +1,24 @@
 """What the report of an evaluation says and draws."""
 
+import dataclasses
 import json
+import shlex
 import shutil
+from pathlib import Path
 
 import jax
 
+from kvjax.builtin import builtin_model
+from kvjax.command.launch import parse_command
 from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.config import parse
-from kvjax.evaluate.report import report
-from kvjax.evaluate.results import Results
+from kvjax.evaluate.config import EvaluateConfig, parse
+from kvjax.evaluate.gates import own_tau
+from kvjax.evaluate.report import _command, report
+from kvjax.evaluate.results import Cell, Results
+from kvjax.generate import GenerateConfig
+from kvjax.models import load_model
+from kvjax.policies import make_policy
 from tests.evaluate.whole_run import POLICIES, TASKS, lines
 
 
@@ -35,6 +44,35 @@ def test_the_report_says_what_was_done(evaluated, capsys):
     expected = ["pareto", "mean", *(f"{of}/{policy}" for of in ("kept", "needle") for policy in POLICIES)]
     for picture in expected:
         assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
+
+
+def test_a_tau_that_was_searched_can_be_used(evaluated):
+    """The report has a command for each, whose policy has that τ to the last bit."""
+    folder = evaluated[0]
+    commands = [line for line in (folder / "report.md").read_text().splitlines() if "kvjax.generate" in line]
+    cells = [cell for cell in lines(folder) if cell["policy"] == "wgkv"]
+    assert len(commands) == len(cells) == 4
+    assert len({cell["tau"] for cell in cells}) > 1
+    for command, cell in zip(commands, cells, strict=True):
+        command, size = command.split("  # ")
+        assert size == f"budget {cell['budget']:g}: {cell['kv_ratio']:.3f} of the entries"
+        _, _, program, *words = shlex.split(command)
+        assert program == "kvjax.generate"
+        told = parse_command(GenerateConfig, words)
+        assert (told.model, told.dtype) == (str(builtin_model("test_model")), "float32")
+        policy = make_policy(told.policy, model=load_model(told.model), **told.policy_arguments())
+        assert own_tau(policy) == cell["tau"]
+
+
+def test_arguments_of_the_policy_are_told_to_the_command():
+    config = EvaluateConfig(Path("out"), model="a model", force=True)
+    values = dict.fromkeys(field.name for field in dataclasses.fields(Cell))
+    cell = Cell(
+        **values | {"policy": "wgkv:window=9", "budget": 0.5, "gates": "g", "tau": 0.25, "kv_ratio": 0.5}
+    )
+    assert _command(config, cell).startswith(
+        "python -m kvjax.generate --model 'a model' --force --policy wgkv --gates g --set tau=0.25 window=9 --prompt-f"
+    )
 
 
 def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):

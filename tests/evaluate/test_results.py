@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
@@ -18,7 +19,8 @@ from tests.tiny_models import tiny_gates
 
 
 def test_results_on_other_contexts_are_refused(tmp_path):
-    """The same command, but the file that its contexts are cut from has changed; and another pattern of that name."""
+    """The same command, but the file that its contexts are cut from has changed; and another pattern of that name. The
+    same contents elsewhere are the same."""
     documents, pattern = tmp_path / "text.txt", tmp_path / "pattern"
     paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
     documents.write_text("\n\n".join(paragraphs))
@@ -28,15 +30,44 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     main(command)
     main(command)
     assert len(lines(tmp_path / "run")) == 1
+    moved = tmp_path / "elsewhere" / "text.txt"
+    moved.parent.mkdir()
+    documents.rename(moved)
+    main([str(moved) if word == str(documents) else word for word in command])
+    assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
     with pytest.raises(
-        UserError, match=r"run holds results of text at 126 tokens on other contexts \(what they are made of"
+        UserError, match=r"holds results with --documents \['.*', '\w{16}'\], got \['.*', '\w{16}'\]"
     ):
         main(command)
     documents.write_text("\n\n".join(paragraphs))
     write_pattern(pattern, 1 - np.eye(2, 4), 4, 16)
     with pytest.raises(
         UserError, match=r"holds results with --pattern \[\['.*pattern', '\w{16}'\]\], got \[\['"
+    ):
+        main(command)
+
+
+def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
+    """Another model under the same name, and contexts that were made otherwise."""
+    folder, out = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(builtin_model("test_model"), folder)
+    command = [*SMALL, "--model", str(folder), "--policies", "full", "--tasks", "needle", "--out", str(out)]
+    main(command)
+    tensors = load_file(folder / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("k_proj.weight"))
+    save_file(tensors | {name: -tensors[name]}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        UserError, match=r"holds results with --model \['.*', '\w{16}'\], got \['.*', '\w{16}'\]"
+    ):
+        main(command)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    main(command)
+    results = out / "results.jsonl"
+    (cell,) = lines(out)
+    results.write_text(results.read_text().replace(cell["contexts"], "another"))
+    with pytest.raises(
+        UserError, match=r"run holds results of needle at 126 tokens on other contexts \(what they"
     ):
         main(command)
 

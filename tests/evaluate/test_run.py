@@ -127,7 +127,7 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
     monkeypatch.setattr(run, "TeacherForcing", lambda *given: lambda *ran: Outcome(0.0, 0.0))
     monkeypatch.setattr(
-        run, "orders", lambda loss, shape, window, folder: found.append((window, folder)) or {}
+        run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
     rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]

@@ -1,6 +1,7 @@
 """Finding a model's folder, and its tokenizer."""
 
 import json
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -56,6 +57,39 @@ def test_folders_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match="its tokenizer cannot be read") as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_file_with_nothing_in_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"its tokenizer cannot be read \(KeyError") as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_config_is_not_said_to_be_the_tokenizer_s(tmp_path):
+    shutil.copytree(BUILTIN, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: cannot be read as JSON"):
+        load_tokenizer(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("rows", "refused"), [(1078, True), (1079, False), (1088, False), (2176, False), (2177, True)]
+)
+def test_a_tokenizer_of_another_vocabulary_is_refused(rows, refused, tmp_path):
+    """The built-in one has 1,088 tokens, 9 of them added. A vocabulary may be padded, to twice as much at most."""
+    folder = tmp_path / "model"
+    shutil.copytree(BUILTIN, folder)
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": rows}
+    (folder / "config.json").write_text(json.dumps(config))
+    if not refused:
+        assert len(load_tokenizer(folder)) == 1088
+        return
+    with pytest.raises(
+        UserError, match=rf"of another model: it has 1,088 tokens, .*\(vocab_size\) {rows:,}$"
+    ):
+        load_tokenizer(folder)
 
 
 def test_a_folder_of_gguf_files_says_what_to_pass(tmp_path):

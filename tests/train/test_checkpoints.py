@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError
+from kvjax.exported.orbax import abstract, export
 from kvjax.mesh import make_mesh
-from kvjax.orbax_export import abstract, export
 from kvjax.train.checkpoints import Checkpoints
 from tests.train.states import State, made, make
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.exported import describe
+from kvjax.exported.folder import describe
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates

@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.errors import UserError, real_number
-from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.policies.admission.pattern_folder import pattern_made_for, read_pattern
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, whole_array
 from kvjax.step import Step
-from kvjax.struct import assign, host, struct
+from kvjax.struct import assign, host, remembered, struct
 
 
 @struct
@@ -32,6 +33,8 @@ class HeadPattern(Admission):
     """The share of heads that do, the highest weights first; None: those of weights ≥ 0.5."""
     sink: Any = None
     window: int | None = host(default=None, repr=False)
+    made_for: MadeFor | None = remembered()
+    """What the folder says."""
     name = "head_pattern"
 
     def __post_init__(self):
@@ -39,7 +42,8 @@ class HeadPattern(Admission):
             return
         weights, sink, window = self.pattern, self.sink, self.window
         if isinstance(weights, str | Path):
-            weights, own_sink, own_window = read_pattern(weights)
+            weights, own_sink, own_window = read_pattern(folder := weights)
+            assign(self, made_for=pattern_made_for(folder))
             sink, window = (own_sink if sink is None else sink), (own_window if window is None else window)
         elif sink is None:
             raise UserError(

@@ -166,8 +166,8 @@ class WriteGates(Recipe):
         return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
 
     @classmethod
-    def policy(cls, *, gates: Any, model: Any = None, **options: Any) -> Policy:
-        return make_policy("wgkv", gates=gates, model=model, **options)
+    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
+        return make_policy("wgkv", gates=gates, model=model, force=force, **options)
 
 
 def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:

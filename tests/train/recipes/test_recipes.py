@@ -11,6 +11,7 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import MeshShape
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.inference.sampling import sample
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -152,7 +153,10 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
         np.testing.assert_array_equal(mine, theirs)
 
     recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
-    assert json.loads((exported / "config.json").read_text())["method"] == method
+    described = json.loads((exported / "config.json").read_text())
+    name = str(exported / "model") if recipe.takes_model else recipe.model
+    assert described["method"] == method
+    assert MadeFor.described(described) == MadeFor.of(whole.model, name)
     tokens = np.random.default_rng(0).integers(4, 60, 40)
     with jax.set_mesh(make_mesh()):
         model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from kvjax.command.launch import MeshShape
-from kvjax.exported import describe
+from kvjax.exported.folder import describe
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import adopt, make_mesh

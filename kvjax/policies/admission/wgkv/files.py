@@ -1,4 +1,4 @@
-"""Write gates as `kvjax.exported` has them: weights and a description."""
+"""Write gates as `kvjax.exported.folder` has them: weights and a description."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.exported import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
 from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.wgkv.gate import WriteGate
 

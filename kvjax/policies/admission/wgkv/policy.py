@@ -8,12 +8,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError, shown
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, real_array
 from kvjax.step import Step
-from kvjax.struct import assign, host, struct
+from kvjax.struct import assign, host, remembered, struct
 
 
 @struct
@@ -32,6 +33,8 @@ class WGKV(Admission):
     pool; by default the folder's, if it was exported with this τ or a lower one; else 1."""
     window: int | None = host(default=None, repr=False)
     """The window of policies that name none: by default the one that the gates were trained with."""
+    made_for: MadeFor | None = remembered()
+    """What the folder says."""
     name = "wgkv"
 
     def __post_init__(self):
@@ -49,7 +52,7 @@ class WGKV(Admission):
         if not is_placed(rate):
             rate = head_table(self.name, "rate", rate, layers, kv_heads).astype(np.float32)
         window = description.get("window") if self.window is None else self.window
-        assign(self, gates=gates, tau=tau, rate=rate, window=window)
+        assign(self, gates=gates, tau=tau, rate=rate, window=window, made_for=MadeFor.described(description))
 
     def check(self, model: Any) -> None:
         layers, kv_heads, fan_in, _ = self.gates.w1.shape

@@ -1,7 +1,7 @@
 """An export for Orbax: its arrays by name."""
 
+from kvjax.exported.orbax import export
 from kvjax.mesh import make_mesh
-from kvjax.orbax_export import export
 from tests.train.states import made
 
 

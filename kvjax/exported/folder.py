@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from kvjax.builtin import BUILTIN, builtin_gates
 from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.files import write_tensors, write_text
 from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path
@@ -81,6 +82,18 @@ def load_tree(folder: str | Path, like: Any) -> Any:
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
     return () if leaf.sharding is None else tuple(leaf.sharding.spec)
+
+
+def sign(folder: str | Path, made_for: MadeFor) -> None:
+    """Write into a folder's `config.json` which model it was made for. A folder that has none is left alone."""
+    file = Path(folder) / DESCRIPTION
+    if file.is_file():
+        write_text(file, json.dumps(describe(folder) | made_for.description, indent=1))
+
+
+def is_exported(folder: str | Path) -> bool:
+    """Whether a folder holds what training exports."""
+    return str(folder) == BUILTIN or all((Path(folder) / name).is_file() for name in (WEIGHTS, DESCRIPTION))
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:

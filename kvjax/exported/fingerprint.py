@@ -1,0 +1,164 @@
+"""What tells a model from another of the same shape: a fixed sample of its weights.
+
+Gates, scorers and head patterns carry the fingerprint of the model that they were made for (`MadeFor`, in config.json).
+"""
+
+import dataclasses
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Float, Float32, Int
+
+from kvjax.errors import Doubt, UserError
+from kvjax.mesh import AXES, P, use_mesh
+from kvjax.struct import leaves_by_path
+
+POINTS = 128
+"""Weights that are looked at of each array."""
+STRIDES = 7919, 104729, 1299709, 15485863
+"""Point i lies at index i · stride (modulo the size) of each axis of an array."""
+MATRICES = "q", "k", "v", "o", "gate", "up", "down"
+"""Of the layers, whose signs are a fingerprint."""
+SIZES = "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim", "qk_norm"
+ANOTHER, VERSION = 0.75, 0.99
+"""Shares of the signs in which two models agree: below the first they are two models, which agree in half of them;
+below the second one is a fine-tuned or quantised version of the other."""
+KEY = "made_for"
+"""Of config.json."""
+
+
+@dataclass(frozen=True)
+class MadeFor:
+    """The model that something was made for, by a name that people know it by and by its fingerprint."""
+
+    model: str
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model: Any, name: str | None = None) -> "MadeFor":
+        """What is made for `model`. Called in every process."""
+        found = fingerprint(model)
+        assert found is not None, "a model with weights"
+        return cls(name or model_name(model), found)
+
+    @classmethod
+    def described(cls, description: Mapping[str, Any]) -> "MadeFor | None":
+        """What a config.json says; None: it says nothing, as those of other programs and of older exports do."""
+        said = description.get(KEY)
+        if not isinstance(said, dict) or not all(
+            isinstance(said.get(x), str) for x in ("model", "fingerprint")
+        ):
+            return None
+        return cls(said["model"], said["fingerprint"])
+
+    @property
+    def description(self) -> dict[str, dict[str, str]]:
+        """The entry of config.json."""
+        return {KEY: {"model": self.model, "fingerprint": self.fingerprint}}
+
+    def check(self, what: str, model: Any) -> None:
+        """Refuse `what` for another model. A version of the same one, fine-tuned or quantised, is a warning.
+
+        Raises:
+            UserError: `model` is another one, which may be of the same shape; names both.
+        """
+        own = fingerprint(model)
+        if own is None:
+            return
+        alike = agreement(self.fingerprint, own)
+        if alike < ANOTHER:
+            raise UserError(
+                f"{what}: made for the model {self.model}, not for {model_name(model)}, whose weights are others; "
+                "--force (force=True in Python) takes it nonetheless"
+            )
+        if alike < VERSION:
+            warnings.warn(
+                f"{what}: made for the model {self.model}, of which {model_name(model)} is a fine-tuned or quantised "
+                f"version: {100 * alike:.0f}% of the weights that are compared agree in sign",
+                Doubt,
+                stacklevel=2,
+            )
+
+
+def model_name(model: Any) -> str:
+    """Where a model was read from."""
+    return getattr(model.config, "name", "") or "a model without a name"
+
+
+def fingerprint(model: Any) -> str | None:
+    """The model's sizes, as 8 hexadecimal digits, and the signs of a sample of its layers' matrices, as 224.
+
+    Signs do not depend on the mesh, nor on the dtype that weights are stored or read in; between a model and another
+    half of them agree. None: the model has no weights (its shapes alone are known). Called in every process.
+    """
+    if not _has_weights(model):
+        return None
+    with use_mesh(model):
+        values = _at_points({name: getattr(model.layers, name)[...] for name in MATRICES}, 0)
+    signs = np.packbits(np.concatenate([np.asarray(values[name]) < 0 for name in MATRICES]))
+    sizes = repr([getattr(model.config, name) for name in SIZES])
+    return hashlib.sha256(sizes.encode()).hexdigest()[:8] + signs.tobytes().hex()
+
+
+def contents(model: Any) -> str:
+    """A digest of the configuration and of the values of a sample of all weights, as they were read: what was trained
+    further has another one. Called in every process."""
+    with use_mesh(model):
+        values = _at_points(leaves_by_path(model), model.config.vocab_size)
+    known = hashlib.sha256(repr(dataclasses.replace(model.config, name="")).encode())
+    for name in sorted(values):
+        known.update(name.encode() + np.asarray(values[name]).tobytes())
+    return known.hexdigest()[:16]
+
+
+def agreement(one: str, other: str) -> float:
+    """The share of the signs in which two fingerprints agree; 0 where the models' sizes differ."""
+    if one[:8] != other[:8] or len(one) != len(other):
+        return 0.0
+    signs = [np.unpackbits(np.frombuffer(bytes.fromhex(x[8:]), np.uint8)) for x in (one, other)]
+    return float(np.mean(signs[0] == signs[1]))
+
+
+def _has_weights(model: Any) -> bool:
+    leaves = jax.tree.leaves(model)
+    return all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves)
+
+
+@jax.jit(static_argnums=1)
+def _at_points(
+    arrays: dict[str, Float[Array, "..."]], vocabulary: int
+) -> dict[str, Float32[Array, " points"]]:
+    """The sample of each array, on every device. Of tables of the vocabulary rows below `vocabulary` alone: how many
+    more there are depends on the mesh."""
+    found = {}
+    for name, x in arrays.items():
+        rows = vocabulary if name.startswith(("embed", "head")) else x.shape[0]
+        sizes = (rows, *x.shape[1:])
+        points = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, sizes, strict=False)]
+        found[name] = _taken(x, np.stack(points).astype(np.int32))
+    return found
+
+
+def _taken(x: Float[Array, "..."], points: Int[np.ndarray, "axes points"]) -> Float32[Array, " points"]:
+    """x at points, each taken by the device that holds it."""
+    spec = jax.typeof(x).sharding.spec
+
+    def local(x):
+        inside, index = jnp.ones(POINTS, bool), []
+        for axis, at in enumerate(points):
+            at = at - lax.axis_index(spec[axis]) * x.shape[axis] if spec[axis] is not None else at
+            inside &= (at >= 0) & (at < x.shape[axis])
+            index.append(jnp.clip(at, 0, x.shape[axis] - 1))
+        held = jnp.where(inside, x[tuple(index)].astype(jnp.float32), 0)
+        split = [name for name in AXES if name in jax.tree.leaves(tuple(spec))]
+        return lax.psum(held, tuple(split)) if split else held
+
+    return jax.shard_map(local, in_specs=spec, out_specs=P())(x)

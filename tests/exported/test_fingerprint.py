@@ -1,0 +1,169 @@
+"""Fingerprints: of the same weights one, whatever they are read in; files of another model are refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import generate
+from kvjax.builtin import builtin_gates, builtin_model
+from kvjax.errors import Doubt, UserError
+from kvjax.evaluate.__main__ import main as evaluate_main
+from kvjax.exported.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
+from kvjax.exported.folder import describe, save_tree, sign
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import WGKV, Policy, make_policy
+from kvjax.policies.admission.pattern_folder import pattern_made_for, write_pattern
+from kvjax.policies.admission.wgkv import save_gates
+from tests.evaluate.inputs import SMALL
+from tests.tiny_models import filled, tiny_config, tiny_gates
+
+PROMPT = [[1, 2, 3]]
+
+
+def named(name, seed=0, dtype=jnp.float32, **mesh):
+    with jax.set_mesh(make_mesh(**mesh)):
+        return filled(dataclasses.replace(tiny_config(), name=name), dtype, seed)
+
+
+@pytest.fixture(scope="module")
+def own():
+    return named("our/model")
+
+
+@pytest.fixture(scope="module")
+def other():
+    """Of the same shape."""
+    return named("their/model", seed=1)
+
+
+@pytest.fixture
+def gates(own, tmp_path):
+    save_gates(tmp_path / "gates", tiny_gates(own), {"tau": 0.5, "window": 4})
+    sign(tmp_path / "gates", MadeFor.of(own))
+    return tmp_path / "gates"
+
+
+def test_it_is_the_signs_of_fixed_weights(own):
+    signs = []
+    for name in MATRICES:
+        x = np.asarray(getattr(own.layers, name)[...])
+        at = [np.arange(POINTS) * stride % size for stride, size in zip(STRIDES, x.shape, strict=False)]
+        signs.append(x[tuple(at)] < 0)
+    assert fingerprint(own)[8:] == np.packbits(np.concatenate(signs)).tobytes().hex()
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_a_mesh_does_not_change_it(own, mesh):
+    split = named("", **mesh)
+    assert fingerprint(split) == fingerprint(own)
+    assert contents(split) == contents(own)
+
+
+def test_a_dtype_does_not_change_it_but_the_contents(own):
+    for dtype in (jnp.bfloat16, jnp.float16):
+        assert fingerprint(named("", dtype=dtype)) == fingerprint(own)
+        assert contents(named("", dtype=dtype)) != contents(own)
+
+
+def test_other_weights_and_other_sizes_are_another_model(own, other):
+    assert 0.4 < agreement(fingerprint(own), fingerprint(other)) < 0.6
+    with jax.set_mesh(make_mesh()):
+        wider = filled(tiny_config(mlp_width=96))
+    assert agreement(fingerprint(own), fingerprint(wider)) == 0
+
+
+def test_every_table_is_in_the_contents(own):
+    """One array after another with a sign turned."""
+    leaves, tree = jax.tree.flatten(own)
+    turned = {
+        contents(jax.tree.unflatten(tree, [*leaves[:i], -x, *leaves[i + 1 :]])) for i, x in enumerate(leaves)
+    }
+    assert len(turned | {contents(own)}) == len(leaves) + 1
+
+
+def test_shapes_without_weights_are_not_held_against_it(own, gates):
+    MadeFor.of(own).check("gates", jax.eval_shape(lambda: own))
+
+
+def test_gates_of_another_model_are_refused_and_forced(own, other, gates):
+    says = "wgkv: made for the model our/model, not for their/model, .*; --force "
+    with pytest.raises(UserError, match=says) as caught:
+        make_policy("wgkv", model=other, gates=gates)
+    assert "\n" not in str(caught.value)
+    for policy in (make_policy("wgkv", gates=gates), Policy(WGKV(gates))):
+        kvjax.prefill(own, PROMPT, policy=policy)
+        with pytest.raises(UserError, match=says):
+            kvjax.prefill(other, PROMPT, policy=policy)
+    for policy in (
+        make_policy("wgkv", gates=gates, force=True),
+        make_policy("wgkv", model=other, gates=gates, force=True),
+    ):
+        kvjax.prefill(other, PROMPT, policy=policy)
+
+
+def test_gates_that_say_no_model_serve_any(own, other, tmp_path):
+    save_gates(tmp_path, tiny_gates(own), {"tau": 0.5, "window": 4, "model": "our/model"})
+    make_policy("wgkv", model=other, gates=tmp_path)
+
+
+def test_a_pattern_of_another_model_is_refused_and_forced(own, other, tmp_path):
+    write_pattern(tmp_path / "own", np.eye(3, 4), 2, 8, MadeFor.of(own))
+    write_pattern(tmp_path / "any", np.eye(3, 4), 2, 8)
+    assert pattern_made_for(tmp_path / "own") == MadeFor.of(own)
+    make_policy("head_pattern", model=own, pattern=tmp_path / "own")
+    make_policy("head_pattern", model=other, pattern=tmp_path / "any")
+    make_policy("head_pattern", model=other, pattern=tmp_path / "own", force=True)
+    with pytest.raises(UserError, match="head_pattern: made for the model our/model, not for their/model"):
+        make_policy("head_pattern", model=other, pattern=tmp_path / "own")
+
+
+def test_parameters_of_a_package_s_recipe_are_refused_and_forced(own, other, tmp_path):
+    method = "tests.probes.head_masks:HeadMasks"
+    description = {"method": method, "options": {"window": 8, "sink": 2}}
+    with jax.set_mesh(make_mesh()):
+        save_tree(tmp_path, {"mask": jnp.zeros((3, 4)), "multiplier": jnp.zeros(2)}, description)
+    sign(tmp_path, MadeFor.of(own))
+    make_policy(method, model=own, gates=tmp_path)
+    make_policy(method, model=other, gates=tmp_path, force=True)
+    with pytest.raises(UserError, match="HeadMasks: made for the model our/model, not for their/model"):
+        make_policy(method, model=other, gates=tmp_path)
+
+
+def test_a_version_of_the_model_is_a_warning(own, gates):
+    """Weights in 16 steps, as a file of four bits has them, and the smallest of them 0."""
+
+    def quantised(x):
+        step = jnp.abs(x).max(-1, keepdims=True) / 8
+        return jnp.round(x / step) * step if x.ndim > 2 else x
+
+    with pytest.warns(Doubt, match=r"of which our/model is a fine-tuned or quantised version: 9\d% of"):
+        make_policy("wgkv", model=jax.tree.map(quantised, own), gates=gates)
+
+
+def test_the_gates_that_come_with_kvjax_are_for_the_model_that_comes_with_it():
+    model = load_model("builtin")
+    assert MadeFor.described(describe(builtin_gates())) == MadeFor("builtin", fingerprint(model))
+    make_policy("wgkv", model=model, gates="builtin")
+
+
+def test_commands_refuse_and_force(tmp_path, capsys):
+    model = load_model(builtin_model("test_model"))
+    their = MadeFor("their/model", fingerprint(jax.tree.map(lambda x: jnp.flip(x, 0), model)))
+    save_gates(tmp_path / "gates", tiny_gates(model), {"tau": 0.5, "window": 4})
+    sign(tmp_path / "gates", their)
+    write_pattern(tmp_path / "pattern", np.eye(2, 4), 4, 16, their)
+    gates = ["--gates", str(tmp_path / "gates")]
+    say = ["--model", str(builtin_model("test_model")), "--prompt", "x", "--max-new-tokens", "1"]
+    with pytest.raises(UserError, match="wgkv: made for the model their/model, not for .*test_model, "):
+        generate.main([*say, "--policy", "wgkv", *gates])
+    generate.main([*say, "--policy", "wgkv", *gates, "--force"])
+    compare = [*SMALL, "--policies", "full", "--tasks", "needle", "--out", str(tmp_path / "out")]
+    for option in (gates, ["--pattern", str(tmp_path / "pattern")]):
+        with pytest.raises(UserError, match=f"{option[0]} .*: made for the model their/model, not for .*"):
+            evaluate_main([*compare, *option])
+    evaluate_main([*compare, *gates, "--force"])

@@ -1,0 +1,65 @@
+"""Longer than the model is for: one warning with both numbers, whatever is called and however often."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.errors import Doubt
+from kvjax.inference import checks
+from kvjax.models import load_tokenizer, read_config
+from kvjax.models.rope import RopeConfig
+from tests.tiny_models import tiny_config, tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model(monkeypatch):
+    """For 40 tokens; nothing was said of it yet."""
+    monkeypatch.setattr(checks, "_SAID", set())
+    return tiny_model(max_position=40)
+
+
+def said(run):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in found if issubclass(one.category, Doubt)]
+
+
+def test_a_prompt_with_its_answer_is_counted(model):
+    prompt = [[1] * 8, [1] * 24]
+    assert not said(lambda: kvjax.sample(model, prompt, max_new_tokens=16, eos=()))
+    (line,) = said(lambda: kvjax.sample(model, prompt, max_new_tokens=17, eos=(), block=2))
+    assert line.startswith("24 tokens and up to 17 new ones are more than the 40 (max_position_embeddings)")
+    assert "\n" not in line
+
+
+def test_it_is_said_once(model):
+    (line,) = said(lambda: kvjax.prefill(model, [[1] * 41]))
+    assert line.startswith("41 tokens are more than the 40 ")
+    assert not said(lambda: kvjax.sample(model, [[1] * 50], max_new_tokens=4))
+
+
+def test_a_question_counts_behind_its_context(model):
+    cache = kvjax.prefill(model, [[1] * 30])
+    (line,) = said(lambda: kvjax.sample(model, [[1] * 6], cache=cache, max_new_tokens=5))
+    assert line.startswith("36 tokens and up to 5 new ones are more than the 40 ")
+
+
+def test_a_stretched_rope_is_for_more():
+    yarn = RopeConfig(type="yarn", factor=4.0, original_length=32)
+    assert tiny_config(max_position=40, rope=yarn).longest == 128
+    assert tiny_config(max_position=40, rope=RopeConfig(type="dynamic", factor=2.0, length=90)).longest == 90
+
+
+def test_the_examples_fit_the_built_in_model():
+    """Files that the documentation has it read, with as many new tokens as there are by default."""
+    text = "".join(file.read_text() for file in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
+    files = {ROOT / name for name in re.findall(r"--prompt-file (\S+)", text) if (ROOT / name).is_file()}
+    tokenizer, longest = load_tokenizer("builtin"), read_config(ROOT / "kvjax" / "builtin" / "model").longest
+    assert files
+    assert all(len(tokenizer(file.read_text())["input_ids"]) + 128 <= longest for file in files)
