@@ -1,4 +1,4 @@
-"""kvjax decides which keys and values of a long context are worth keeping, on frozen Llama and Qwen weights.
+"""kvjax decides which keys and values of a long context are worth keeping, on frozen Llama, Qwen and Mistral weights.
 
     model = kvjax.load_model(folder)
     policy = kvjax.make_policy("wgkv", model=model, gates=gates_folder)

@@ -20,3 +20,7 @@ def test_prose_is_at_most_100_columns_wide(page):
         if not fenced and len(line) > 100 and not line.startswith(("|", "<img", "![")):
             wide.append(f"{page.name}:{number}: {len(line)} columns")
     assert not wide
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

@@ -126,9 +126,9 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
 
     def make(sizing: Sizing) -> Policy:
         observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
-        schedule: dict[str, Any] = {"when": when, "observers": observers}
-        schedule |= {"chunk": sizing.chunk} if when == "chunk" else {}
-        return _policy(name, sizing, ratio=sizing.ratio, **observed, **schedule)
+        moment: dict[str, Any] = {"when": when, "observers": observers}
+        moment |= {"chunk": sizing.chunk} if when == "chunk" else {}
+        return _policy(name, sizing, ratio=sizing.ratio, **observed, **moment)
 
     return Contender(make, reads="all" if when == "prompt" else "")
 
@@ -206,8 +206,9 @@ CONTENDERS = {
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates=True),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates=True),
 }
-"""What each means: docs of the methods of `kvjax.policies.registry`, and README. NAME evicts once, when the
-prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end."""
+"""What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
+the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end.
+"""
 
 
 def contender(name: str) -> Contender:

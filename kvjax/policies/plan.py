@@ -18,8 +18,8 @@ class Plan:
     """How much a compaction keeps, and when there is one.
 
     A context no longer than what always stays, or looks, is kept whole by a budget that grows with the tokens; of a
-    longer one whose budget is less than that the newest entries stay. An admission's window stays in any case. With a
-    schedule in chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and whose
+    longer one whose budget is less than that the newest entries stay. An admission's window stays in any case. After
+    chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and whose
     survivors then stay; other budgets are met by all entries.
     """
 
@@ -30,10 +30,13 @@ class Plan:
     moment: Moment
     """When."""
     last: int = 0
-    """As in `Needs`, like the next three."""
+    """The newest entries of each kv head that always stay."""
     first: int = 0
+    """The very first entries of each kv head that always stay."""
     recent: float = 0.0
+    """The share of the budget that always goes to the newest, if that is more than `last`."""
     observed: int = 0
+    """How many of the last tokens are looked back at."""
 
     def __post_init__(self):
         when, chunk = self.moment.when, self.moment.chunk

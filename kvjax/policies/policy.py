@@ -122,13 +122,13 @@ class Policy:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
         plan, name = self.plan, self.name
         assert plan is not None
-        schedule = plan.moment
+        moment = plan.moment
         if eviction.refuses_threshold and isinstance(self.budget, Threshold):
             raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
-            if schedule.when != "prompt" and plan.last < plan.observed:
+            if moment.when != "prompt" and plan.last < plan.observed:
                 raise UserError(
-                    f"{name}: when={schedule.when!r} looks back at the last {plan.observed} tokens again and again, so "
+                    f"{name}: when={moment.when!r} looks back at the last {plan.observed} tokens again and again, so "
                     f"they must stay: last must be at least {plan.observed}, got {plan.last}"
                 )
             return
@@ -138,7 +138,7 @@ class Policy:
                 f"{name} looks back at the last {plan.observed} tokens, which must still be in the window: "
                 f"window must be at least {plan.observed}, got {self.window}"
             )
-        if schedule.patched:
+        if moment.patched:
             raise UserError(
                 f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
                 "admission's ring"

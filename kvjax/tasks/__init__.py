@@ -1,10 +1,10 @@
 """Tasks to score a model's memory of its context with, deterministic from a seed and a length.
 
 sample: what every task gives, a context with its questions as token ids. vocabulary, builtin: the built-in model's
-tokens and text; tasks of them are recall, needle, copy and text; haystack: what they hide things in; mixture: all of
+tokens and text; tasks of them are recall, needle, copy and text; hide: how they hide things in text; mixture: all of
 them, to train on. prompt: samples that are written as text, for any tokenizer, as those of ruler and document_questions
-(of documents). sources: every task by its name, for a model and its files. splits: which samples are compared, and
-which calibrated on.
+(of documents, cut into passages). sources: every task by its name, for a model and its files. splits: which samples
+are compared, and which calibrated on.
 """
 
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, heldout_files

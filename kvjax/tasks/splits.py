@@ -5,7 +5,7 @@ from dataclasses import dataclass
 FIRST_SEED = 1_000_000
 """Seeds of the contexts start here, those of run seed 1 a million further, and so on."""
 CALIBRATION_SEED = 500_000
-"""So much further start the contexts that are calibrated on."""
+"""Seed offset of the contexts that are calibrated on."""
 
 
 @dataclass(frozen=True)

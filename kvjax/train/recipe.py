@@ -76,7 +76,7 @@ class Recipe(abc.ABC):
     shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
     """How often each length is trained on, relative to the others."""
     sequences: int = 7500
-    """Sequences to train on in all, on any mesh. Warm-up takes the first tenth, a cosine to 0 the rest."""
+    """Sequences to train on in all, on any mesh."""
     batch: int = 1
     """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp: a larger one makes fewer updates."""
     accumulate: int = 1

@@ -64,7 +64,7 @@ def multiprocessors() -> int:
 
 def listed(length, ring_length, tiles: Callable):
     """What the kernels know of the rows, `[3 r + 1]`: how many tiles come before each, and last how many there are in
-    all; how many entries its ring holds; how many its global pages. `tiles` of such two makes the row's number of them.
+    all; how many entries its ring holds; how many its global pages. `tiles(ring, length)` is the row's number of tiles.
     """
     ring = jnp.zeros_like(length[:, 0]) if ring_length is None else ring_length
     ring, length = jnp.broadcast_to(ring[:, None], length.shape).reshape(-1), length.reshape(-1)

@@ -1,5 +1,7 @@
 """What every policy must do: a policy is added to `POLICIES`, with what it is told for the tiny model."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
+from kvjax.policies.policy import EVERYTHING
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
 from tests.inference.dense import logits_over_what_is_stored
@@ -127,11 +130,12 @@ def test_a_prompt_may_be_read_in_chunks_and_stored_in_other_pages(model, alike, 
 
 @each
 def test_a_batch_is_its_sequences(model, alike, name):
-    alike(name, outcome(name, model, ROWS[1:2]), slice(1, 2))
+    for row in (1, 2):
+        alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-MESHED = "wgkv", "quest", *BESIDES
-"""The others only where all is asked for: the tests of evictions have their kept sets on meshes."""
+MESHED = "wgkv", "quest", "h2o", "expected_attention", "adakv", "random", *BESIDES
+"""One of each way in which heads and states are split; the others where all is asked for."""
 
 
 @pytest.mark.parametrize(
@@ -145,14 +149,21 @@ def test_a_mesh_is_one_device(alike, name):
 
 @each
 def test_a_capacity_that_is_too_small_is_named(model, name):
-    """The rings alone fit; what must be stored of 40 tokens does not."""
-    with pytest.raises(CapacityError, match="entries per kv head"):
-        outcome(name, model, [np.tile(ROWS[0], 3)], capacity=8 if build(name, model).window > 1 else 4)
+    """The rings alone fit; what must be stored of 40 tokens does not, and does in the one that is named."""
+    policy, rows = build(name, model), [np.tile(ROWS[0], 3)]
+    with pytest.raises(CapacityError, match=f"policy {re.escape(policy.name)} needs") as error:
+        outcome(name, model, rows, capacity=8 if policy.window > 1 else 4)
+    enough = re.search(r"a capacity of (\d+) entries per kv head", str(error.value))
+    assert enough is not None
+    outcome(name, model, rows, capacity=int(enough[1]))
 
 
 @each
 def test_it_is_shown_in_one_short_line(model, name):
-    shown = repr(build(name, model))
+    policy = build(name, model)
+    shown = repr(policy)
+    methods = policy.admission, policy.eviction, policy.selection
+    assert all(type(method).__name__ in shown for method in methods if method not in (None, EVERYTHING))
     assert len(shown) < 140
     assert "\n" not in shown
 

@@ -38,14 +38,7 @@ def entries_kept(done):
     return map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
 
 
-@pytest.mark.parametrize(
-    "probe",
-    [
-        pytest.param("head_masks:HeadMasks", marks=pytest.mark.thorough),
-        "delayed_scorer:DelayedScorer",
-        pytest.param("hidden_gate:HiddenGates", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("probe", TRAINED)
 def test_it_trains_and_generates(probe, tmp_path):
     method, options = f"tests.probes.{probe}", TRAINED[probe]
     run("train", "--method", method, *options, *FEW, "--out", str(tmp_path / "run"), folder=tmp_path)

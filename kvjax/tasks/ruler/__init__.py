@@ -5,8 +5,8 @@ published data through an adapter.
 text of several, and `published_drafts` reads RULER's own data. `mean_score` scores. Local and published results are not
 comparable: the wording, the words and by default the essays differ.
 
-recipe: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
-variables, frequent, questions: the recipes; haystack, draw, words: what they are written with. question_files: SQuAD
+writer: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
+variables, frequent, questions: the writers; haystack, draw, words: what they are written with. question_files: SQuAD
 and HotpotQA. published_files, published: RULER's own rows, and drafts of them.
 """
 

@@ -44,7 +44,7 @@ class WriteGates(Recipe):
     expand: float | None = None
     """Hidden width of the gates over head_dim; by default 1.5 for Qwen3 and 4 for the others."""
     lr: float = 1e-3
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW: the first tenth of the sequences warms up to it, a cosine falls to 0."""
     weight_decay: float = 0.01
     """AdamW's, on every gate parameter."""
 

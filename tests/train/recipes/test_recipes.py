@@ -12,11 +12,13 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import MeshShape
 from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import load_arrays
 from kvjax.inference.sampling import sample
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from kvjax.train import loop
+from kvjax.struct import leaves_by_path
+from kvjax.train import loop, recipes
 from kvjax.train.config import parse
 from kvjax.train.recipes import find_recipe
 from kvjax.train.rows import Rows, to_mesh
@@ -157,6 +159,10 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     name = str(exported / "model") if recipe.takes_model else recipe.model
     assert described["method"] == method
     assert MadeFor.described(described) == MadeFor.of(whole.model, name)
+    read = load_arrays(exported)
+    assert read.keys() == leaves_by_path(whole.params).keys()
+    for name, mine in leaves_by_path(whole.params).items():
+        np.testing.assert_array_equal(read[name], mine)
     tokens = np.random.default_rng(0).integers(4, 60, 40)
     with jax.set_mesh(make_mesh()):
         model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")
@@ -169,8 +175,13 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)
 
 
+def test_every_recipe_is_here():
+    assert set(recipes.RECIPES) <= set(RECIPES)
+
+
 @each
 def test_what_is_frozen_stays(method):
+    """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
     recipe = made(method)
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -184,6 +195,8 @@ def test_what_is_frozen_stays(method):
         read = None if recipe.takes_model else model
         tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
         batch = to_mesh(make_mesh(), Rows(0, 8, 8), next(later.batches(iter([tokens]), read)))
+        if not recipe.takes_model:
+            assert not [x for x in params for y in before if x.shape == y.shape and np.array_equal(x, y)]
         for step in range(2):  # the first may have a rate of 0
             state, _ = make_update(later)(state, read, batch, np.int32(step))
     for mine, theirs in zip(jax.tree.leaves((state.constants, model)), [*held, *before], strict=True):
