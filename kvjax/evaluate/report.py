@@ -28,14 +28,8 @@ FOOTPRINT = "KV footprint, of full attention's"
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
-    tables = "\n\n".join(
-        [
-            *_overviews(cells),
-            *(_scores(config, own) for own in _panels(cells).values()),
-            *_choices(cells),
-            *_speeds(cells),
-        ]
-    )
+    scores = [_scores(config, own) for own in _panels(cells).values()]
+    tables = "\n\n".join([*_overviews(cells), *scores, *_choices(cells), *_speeds(cells)])
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)

@@ -45,9 +45,7 @@ class MadeFor:
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> "MadeFor":
         """What is made for `model`. Called in every process."""
-        found = fingerprint(model)
-        assert found is not None, "a model with weights"
-        return cls(name or model_name(model), found)
+        return cls(name or model_name(model), fingerprint(model))
 
     @classmethod
     def described(cls, description: Mapping[str, Any]) -> "MadeFor | None":
@@ -65,15 +63,15 @@ class MadeFor:
         return {KEY: {"model": self.model, "fingerprint": self.fingerprint}}
 
     def check(self, what: str, model: Any) -> None:
-        """Refuse `what` for another model. A version of the same one, fine-tuned or quantised, is a warning.
+        """Refuse `what` for another model. A version of the same one, fine-tuned or quantised, is a warning. Shapes
+        without weights are not held against it.
 
         Raises:
             UserError: `model` is another one, which may be of the same shape; names both.
         """
-        own = fingerprint(model)
-        if own is None:
+        if not _has_weights(model):
             return
-        alike = agreement(self.fingerprint, own)
+        alike = agreement(self.fingerprint, fingerprint(model))
         if alike < ANOTHER:
             raise UserError(
                 f"{what}: made for the model {self.model}, not for {model_name(model)}, whose weights are others; "
@@ -93,14 +91,12 @@ def model_name(model: Any) -> str:
     return getattr(model.config, "name", "") or "a model without a name"
 
 
-def fingerprint(model: Any) -> str | None:
+def fingerprint(model: Any) -> str:
     """The model's sizes, as 8 hexadecimal digits, and the signs of a sample of its layers' matrices, as 224.
 
     Signs do not depend on the mesh, nor on the dtype that weights are stored or read in; between a model and another
-    half of them agree. None: the model has no weights (its shapes alone are known). Called in every process.
+    half of them agree. Called in every process.
     """
-    if not _has_weights(model):
-        return None
     with use_mesh(model):
         values = _at_points({name: getattr(model.layers, name)[...] for name in MATRICES}, 0)
     signs = np.packbits(np.concatenate([np.asarray(values[name]) < 0 for name in MATRICES]))

@@ -29,6 +29,7 @@ def test_a_process_that_is_killed_leaves_the_folder_free(tmp_path):
     folder.mkdir()
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
+        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=BUSY), FolderLock(folder, "--out"):
             pass

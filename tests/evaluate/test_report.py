@@ -14,7 +14,7 @@ from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import EvaluateConfig, parse
 from kvjax.evaluate.gates import own_tau
 from kvjax.evaluate.report import _command, report
-from kvjax.evaluate.results import Cell, Results
+from kvjax.evaluate.results import Results
 from kvjax.generate import GenerateConfig
 from kvjax.models import load_model
 from kvjax.policies import make_policy
@@ -63,10 +63,10 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
         assert own_tau(policy) == cell["tau"]
 
 
-def test_arguments_of_the_policy_are_told_to_the_command():
+def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     config = EvaluateConfig(Path("out"), model="a model", force=True)
-    cell = object.__new__(Cell)
-    cell.__dict__.update(policy="wgkv:window=9", budget=0.5, gates="g", tau=0.25, kv_ratio=0.5)
+    known = Results(parse([*arguments, *TASKS, "--out", str(evaluated[0])])).cells
+    cell = dataclasses.replace(known["wgkv", 0.5, "text", 126], policy="wgkv:window=9", gates="g", tau=0.25)
     assert _command(config, cell).startswith(
         "python -m kvjax.generate --model 'a model' --force --policy wgkv --gates g --set tau=0.25 window=9 --prompt-f"
     )
