@@ -1,5 +1,6 @@
 """What the report of an evaluation says and draws."""
 
+import dataclasses
 import json
 import shlex
 import shutil
