@@ -43,7 +43,7 @@ class GenerateConfig:
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
     tokens: int | None = None
     """quest, as the policy: entries of each kv head that it reads."""
-    set: tuple[str, ...] = ()
+    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """Any other arguments of the policy, as NAME=VALUE: --set sink=4 tau=0.2 when=every every=128 observed=32."""
     max_new_tokens: int = 128
     """Stop after so many."""
@@ -72,7 +72,10 @@ class GenerateConfig:
 
         names = "eviction", "selection", "gates", "window", "ratio", "entries", "tokens"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        others = assignments(self.set, "--set")
+        others = assignments([text for texts in self.set for text in texts], "--set")
+        for name, option in {"name": "--policy", "model": "--model", "force": "--force"}.items():
+            if name in others:
+                raise UserError(f"--set {name}=…: that is {option} here")
         if twice := sorted(set(given) & set(others)):
             raise UserError(f"--set {twice[0]}=… and --{twice[0]} say the same: give one of them")
         return given | others

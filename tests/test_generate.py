@@ -54,6 +54,8 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
         (["--prompt", "x" * 400, "--capacity", "32"], "policy full needs at least"),
         (["--prompt", "x", "--set", "sink"], "--set sink: expected NAME=VALUE"),
         (["--prompt", "x", "--set", "sink=4"], "full has no argument 'sink'; it has window"),
+        (["--prompt", "x", "--set", "sink=4", "--set", "sink=5"], "--set gives sink twice"),
+        (["--prompt", "x", "--set", "model=y"], "--set model=…: that is --model here"),
         (["--prompt", "x", "--window", "8", "--set", "window=9"], "--set window=… and --window say the same"),
     ],
 )

@@ -51,6 +51,9 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
         if option not in known or option == "config":
             near = difflib.get_close_matches(option, known) or sorted(known)
             raise UserError(f"{file}: unknown key {key!r}; the nearest known: {', '.join(near)}")
+        values_of = value if isinstance(value, list) else [value]
+        if any(x is None or isinstance(x, dict | list) for x in values_of):
+            raise UserError(f"{file}: {key} must be a value or a list of values, got {value!r}")
         if known[option].type in (bool, "bool") and not isinstance(value, bool):
             raise UserError(f"{file}: {key} must be true or false, got {value!r}")
         args += _as_arguments(option.replace("_", "-"), value)

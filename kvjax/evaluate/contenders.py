@@ -125,7 +125,8 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
     """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
 
     def make(sizing: Sizing) -> Policy:
-        observed = {"observed": sizing.observed} if name in OVER_SNAPKV else {}
+        over_snapkv = name in OVER_SNAPKV and "eviction" not in sizing.arguments
+        observed = {"observed": sizing.observed} if over_snapkv else {}
         moment: dict[str, Any] = {"when": when, "observers": observers}
         moment |= {"chunk": sizing.chunk} if when == "chunk" else {}
         return _policy(name, sizing, ratio=sizing.ratio, **observed, **moment)
@@ -155,24 +156,24 @@ def _check_holds(entries: float, least: int, what: str) -> None:
 
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
-    observed = min(sizing.observed, _gated(sizing).window)
+    observed = min(sizing.observed, _gated(dataclasses.replace(sizing, arguments={})).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
-    eviction, sizing = _split_arguments(SnapKV, sizing, observed=observed, **largest)
+    eviction, sizing = _second(SnapKV, sizing, observed=observed, **largest)
     # heads differ in what the gates let in, so the budget is that of all together
     return _gated(sizing, eviction=eviction, ratio=sizing.ratio, over="model")
 
 
 def _gates_then_quest(sizing: Sizing) -> Policy:
-    selection, sizing = _split_arguments(Quest, sizing, ratio=sizing.ratio)
+    selection, sizing = _second(Quest, sizing, ratio=sizing.ratio)
     return _gated(sizing, selection=selection)
 
 
-def _split_arguments(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
-    """A method over gates, with those of the arguments that are its own, and the sizing with the others."""
-    fields = {field.name for field in dataclasses.fields(method)}
-    told = {name: x for name, x in sizing.arguments.items() if name in fields}
-    others = {name: x for name, x in sizing.arguments.items() if name not in fields}
-    return method(**(own | told)), dataclasses.replace(sizing, arguments=others)
+def _second(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
+    """A method over gates, whose the contender's arguments are, and the sizing without them."""
+    known = [field.name for field in dataclasses.fields(method) if field.init]
+    if unknown := sorted(set(sizing.arguments) - set(known)):
+        raise UserError(f"{method.name} over gates has no argument {unknown[0]!r}; it has {', '.join(known)}")
+    return method(**(own | dict(sizing.arguments))), dataclasses.replace(sizing, arguments={})
 
 
 CONTENDERS = {
@@ -211,6 +212,13 @@ the prompt was read, NAME_chunked after every chunk, NAME_patched the same with 
 """
 
 
+OWN_WORDS = {
+    "ratio": "--budgets", "entries": "--budgets", "size": "--budgets", "threshold": "--budgets", "gates": "--gates",
+    "model": "--model", "force": "--force", "name": "--policies",
+}  # fmt: skip
+"""Arguments that an evaluation gives its policies itself, and the options that they come of."""
+
+
 def contender(name: str) -> Contender:
     """The one called `name`, which may be followed by arguments of its policy: `snapkv:pool=7,group=max`. It then reads
     its contexts for itself.
@@ -226,6 +234,10 @@ def contender(name: str) -> Contender:
         return found
     if base in CONTENDERS and (found.one_size or found.choose is not None):
         raise UserError(f"--policies {name}: {base} takes no arguments here")
+    for word in (*OWN_WORDS, *(("tau",) if found.calibrated else ())):
+        if word in own:
+            of = OWN_WORDS.get(word, "searched for each budget")
+            raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
 
     def make(sizing: Sizing) -> Policy:
         return found.make(dataclasses.replace(sizing, arguments=own))

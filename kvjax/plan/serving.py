@@ -56,7 +56,7 @@ class ServeConfig:
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
     tokens: int | None = None
     """quest, as the policy: entries of each kv head that it reads."""
-    set: tuple[str, ...] = ()
+    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """Any other arguments of the policy, as NAME=VALUE."""
     context: int = 32768
     """Tokens of each prompt."""
@@ -92,7 +92,7 @@ class ServeConfig:
         """Of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
         names = "eviction", "selection", "window", "ratio", "entries", "tokens"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        given |= assignments(self.set, "--set")
+        given |= assignments([text for texts in self.set for text in texts], "--set")
         if self.policy == "wgkv":
             given |= {"window": given.get("window", 256)}
             given.pop("ratio", None)

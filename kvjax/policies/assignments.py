@@ -7,6 +7,8 @@ from typing import Any
 
 from kvjax.errors import UserError
 
+COMMA = re.compile(r",(?![^\[]*\])")
+"""Between arguments, and not within a list."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """As people write them, and JSON does not: .2 and 2."""
 
@@ -45,4 +47,4 @@ def with_arguments(text: str, known: Container[str], option: str = "") -> tuple[
         name, colon, told = (part or "" for part in brought.groups())
     if not colon:
         return name, None
-    return name, assignments(told.split(","), f"{option} {name}:".lstrip())
+    return name, assignments(COMMA.split(told), f"{option} {name}:".lstrip())

@@ -79,6 +79,9 @@ def make_policy(
     evicting = parts.get("eviction")
     words, known = {}, []
     if evicting is not None:
+        for word, needed in evicting.words.items():
+            if needed and not arguments.get(word, needed):
+                raise UserError(f"{evicting.name} is not without {word}, got {word}={shown(arguments[word])}")
         words = evicting.words | {x: arguments.pop(x) for x in WORDS if x in arguments}
         known = [*WORDS]
     window = None
@@ -97,11 +100,9 @@ def make_policy(
 
 def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> tuple["_Part", str]:
     """The method that is named, or the first of the others, and what the policy is called."""
-    if name is None:
-        own = next(iter(parts.values()), None) or _part("admission", "full")
-        names = [parts[part].name for part in ("admission", "eviction", "selection") if part in parts]
-        return own, "+".join(names) or own.name
-    own = _part("policy", name)
+    own = _part("policy", name) if name else next(iter(parts.values()), None) or _part("admission", "full")
+    if not name:
+        return own, _label(parts | {own.role: own})
     if own.role in parts and own.words:
         beside = parts[own.role]
         own = dataclasses.replace(beside, name=own.name, words=own.words | beside.words)
@@ -110,8 +111,13 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
         raise UserError(
             f"{own.name} is {article} {own.role} itself, got {own.role}={shown(given[own.role])} beside it"
         )
-    selected = [parts["selection"].name] if "selection" in parts and own.role != "selection" else []
-    return own, "+".join([own.name, *selected])
+    return own, _label(parts | {own.role: own})
+
+
+def _label(parts: dict[str, "_Part"]) -> str:
+    """The names of all methods, as `Policy` calls itself by them."""
+    names = [parts[part].name for part in ("policy", "admission", "eviction", "selection") if part in parts]
+    return "+".join(x for x in names if x != "full" or len(names) == 1)
 
 
 def _check_files(parts: dict[str, "_Part"], model: Any) -> None:

@@ -17,6 +17,8 @@ def observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         one_of("eviction", "observers", given, words)
         return str(given)
+    if getattr(given, "ndim", 1) != 1:
+        raise UserError(f"eviction: observers are a list of token ids, got {shown(given)}")
     tokens = tuple(whole_number("eviction", "a token id of observers", token, 0) for token in given)
     if not tokens:
         raise UserError("eviction: observers are token ids, at least one, got none")

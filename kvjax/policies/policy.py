@@ -76,6 +76,8 @@ class Policy:
         parts |= {"budget": Budget, "when": Moment}
         held = {part: getattr(self, part) for part in parts}
         given = {part: x for part, x in held.items() if x is not None and x is not EVERYTHING}
+        if self.admission is None:
+            raise UserError(f"policy: admission must be an object such as {EXAMPLES['admission']}, got None")
         for part, x in given.items():
             if not isinstance(x, parts[part]):
                 raise UserError(f"policy: {part} must be an object such as {EXAMPLES[part]}, got {shown(x)}")
@@ -135,7 +137,7 @@ class Policy:
         # what is stored is at least as old as the window, and the oldest query that is looked back at is younger
         if self.window < plan.observed:
             raise UserError(
-                f"{name} looks back at the last {plan.observed} tokens, which must still be in the window: "
+                f"{eviction.label} looks back at the last {plan.observed} tokens, which must still be in the window: "
                 f"window must be at least {plan.observed}, got {self.window}"
             )
         if moment.patched:
@@ -149,7 +151,7 @@ class Policy:
                 "state entries or size"
             )
         if eviction.refuses_admission:
-            raise UserError(f"{name} {eviction.refuses_admission}")
+            raise UserError(f"{eviction.label} {eviction.refuses_admission}")
         if twice := set(self.admission.planes) & set(eviction.planes):
             raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
 

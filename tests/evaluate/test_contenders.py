@@ -138,6 +138,8 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
         "it is read with others, and compacted at the end"
     )
     assert contender("wgkv+quest:skip=1").over_gates
+    assert budget_policy("wgkv+snapkv:pool=9", sizing).eviction.eviction.pool == 9
+    assert budget_policy("adakv:eviction=h2o", sizing).eviction.eviction.name == "h2o"
     assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
 
 
@@ -149,6 +151,11 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
         ("snapkv:pol=7", "snapkv:pol=7 at 0.25 of 128 tokens: snapkv has no argument 'pol'"),
         ("full:window=3", "full takes no arguments here"),
         ("head_pattern:sink=3", "head_pattern takes no arguments here"),
+        ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
+        ("wgkv:tau=.9", "--policies wgkv:tau=.9: tau is the evaluation's own (searched for each budget)"),
+        ("wgkv:gates=x", "--policies wgkv:gates=x: gates is the evaluation's own (--gates)"),
+        ("snapkv:name=x", "name is the evaluation's own (--policies)"),
+        ("wgkv+snapkv:tau=.5", "snapkv over gates has no argument 'tau'; it has observed, pool"),
     ],
 )
 def test_arguments_that_mean_nothing_are_one_line(name, says, model, gates):

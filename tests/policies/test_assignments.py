@@ -31,4 +31,6 @@ def test_another_package_s_name_has_a_colon_of_its_own():
     assert with_arguments("snapkv", known) == ("snapkv", None)
     assert with_arguments("snapkv:pool=7,group=max", known) == ("snapkv", {"pool": 7, "group": "max"})
     assert with_arguments("a.b:NAME", known) == ("a.b:NAME", None)
+    listed = {"observers": [1, 2], "pool": 7}
+    assert with_arguments("snapkv:observers=[1,2],pool=7", known) == ("snapkv", listed)
     assert with_arguments("a.b:NAME:pool=7", known) == ("a.b:NAME", {"pool": 7})

@@ -138,7 +138,7 @@ def test_gates_are_an_admission_whose_window_is_the_policy_s(model):
     assert composed.name == named.name == "wgkv+knorm"
     assert composed.window == named.window == 7
     assert jax.tree.structure(composed.traced) == jax.tree.structure(named.traced)
-    assert make_policy("wgkv", gates=gates, window=7, eviction="knorm", entries=30).name == "wgkv"
+    assert make_policy("wgkv", gates=gates, window=7, eviction="knorm", entries=30).name == "wgkv+knorm"
 
 
 def test_another_package_s_method_is_a_class_by_its_module_and_name():
@@ -224,7 +224,7 @@ def test_mistakes_are_named_in_one_line(model, name, arguments, says):
         ({"name": "snapkv", "ratio": 0.5, "window": 9}, "snapkv has no argument 'window'"),
         (
             {"name": "streaming_llm", "eviction": "snapkv", "window": 9, "ratio": 0.5},
-            "streaming_llm looks back at the last 64 tokens, which must still be in the window: window must be at "
+            "snapkv looks back at the last 64 tokens, which must still be in the window: window must be at "
             "least 64, got 9",
         ),
         (
@@ -251,3 +251,18 @@ def test_bad_policies_are_one_line(model, arguments, says):
         make_policy(model=model, **arguments)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_policy_is_called_by_all_its_methods():
+    """As the objects' is; a wrapper stands for what it holds."""
+    gates = {"gates": "builtin"}
+    assert make_policy("wgkv", eviction="knorm", ratio=0.5, **gates).name == "wgkv+knorm"
+    assert make_policy("full", eviction="snapkv", ratio=0.5).name == "snapkv"
+    assert make_policy("adakv", eviction="tova", selection="quest:tokens=9", ratio=0.5).name == "adakv+quest"
+    assert make_policy(admission="streaming_llm", window=9).name == "streaming_llm"
+
+
+@pytest.mark.parametrize(("name", "word"), [("critical_kv", "critical"), ("pyramidkv", "pyramid")])
+def test_a_wrapper_is_not_undone(name, word):
+    with pytest.raises(UserError, match=f"{name} is not without {word}"):
+        make_policy(name, ratio=0.5, **{word: None if word == "pyramid" else False})

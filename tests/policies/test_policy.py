@@ -112,7 +112,7 @@ def test_expected_entries(model):
         (lambda: Policy(StreamingLLM()), "streaming_llm needs window: how many of the last tokens are always visible"),
         (
             lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
-            "streaming_llm+snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
+            "snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
             "at least 64, got 9",
         ),
         (

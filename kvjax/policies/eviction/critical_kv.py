@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
 from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.interfaces import State
+from kvjax.policies.interfaces import Eviction, State
 from kvjax.step import Stored
 from kvjax.struct import assign, changed, static, struct
 from kvjax.top import top
@@ -29,6 +29,10 @@ class CriticalKV(Wrapper):
         first = real_number(self.name, "first_stage", self.first_stage, 0.0, 1.0)
         epsilon = real_number(self.name, "epsilon", self.epsilon, 0.0)
         assign(self, eviction=self.eviction.without_values, first_stage=first, epsilon=epsilon)
+
+    @property
+    def without_values(self) -> Eviction:
+        return self.eviction
 
     @property
     def traced(self) -> Any:

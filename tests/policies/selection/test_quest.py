@@ -217,7 +217,7 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
 
     monkeypatch.setattr(forward, "last_logits", last_logits)
     prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
-    assert used == [(64, None), (1, None)]
+    assert used == [(59, None), (16, None)], "one token is padded like any other few"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,6 @@ def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
     with pytest.raises(UserError) as error:
         sampling.sample(model, [[1], [2]], cache=cache, policy=policy)
     assert str(error.value) == (
-        "policy full+quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
+        "policy quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
         "that selects, too"
     )
