@@ -36,7 +36,7 @@ ENTRIES = 24
         (lambda m: sampling.sample(m, [[1]], temperature=1.0), "needs key"),
         (lambda m: sampling.sample(m, [[1]], top_p=0.0), "top_p"),
         (lambda m: sampling.prefill(m, [[1]], capacity="12 apples"), "capacity '12 apples'"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="-3GiB"), "positive number"),
+        (lambda m: sampling.prefill(m, [[1]], capacity="-3GiB"), "expected entries per kv head"),
         (lambda m: sampling.prefill(m, [[1]], page_size=0), "page_size must be a whole number of at least 1"),
         (
             lambda m: sampling.prefill(m, [[1]], policy=make_policy("full", window=50), capacity=20),
