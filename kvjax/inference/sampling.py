@@ -214,8 +214,8 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
-        check_length(model, rows, max_new_tokens)
         policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
+        check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, calls, implementation, behind
         return schedule.read(model, policy, cache, rows, *arguments)[0]
 
@@ -284,8 +284,8 @@ def stream(
         policy = _on_mesh(policy, model)
         rows = token_rows(model, prompts)
         if cache is None:
-            check_length(model, rows, max_new_tokens)
             policy, held = begin(model, policy, rows, max_new_tokens, page_size, capacity, max_tokens)
+            check_length(model, rows, max_new_tokens)
             held, after = schedule.read(
                 model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )

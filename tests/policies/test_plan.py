@@ -20,13 +20,13 @@ CHUNK = 20
         ),
         (
             {"name": "knorm", "admission": "streaming_llm", "window": 9},
-            "knorm: a budget of each chunk counts its tokens, which an admission does not all store: state entries or "
-            "size",
+            "streaming_llm+knorm: a budget of each chunk counts its tokens, which an admission does not all store: "
+            "state entries or size",
         ),
         (
             {"admission": "streaming_llm", "window": 9, "when": "chunk", "observers": "prompt"},
-            "snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an admission's "
-            "ring",
+            "streaming_llm+snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
+            "admission's ring",
         ),
         (
             {"when": "sometimes"},
