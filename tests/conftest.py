@@ -48,7 +48,7 @@ def few_programs():
     Each takes some ten mappings, of which Linux allows a process 65530, and near the end of the tests jaxlib crashed.
     """
     yield
-    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 30_000:
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 15_000:
         jax.clear_caches()
 
 
