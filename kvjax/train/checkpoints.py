@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import Array, Bool
 
 from kvjax.errors import UserError
 from kvjax.orbax_export import check_room, wrong_shape
@@ -48,6 +49,12 @@ class Checkpoints:
         """The step of the newest complete checkpoint, if there is one."""
         return self._manager.latest_step()
 
+    def last_written(self) -> int | None:
+        """The same once the save under way has ended, well or not."""
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+        return self.latest()
+
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The pytree and the notes saved at `step`.
 
@@ -84,15 +91,7 @@ class Checkpoints:
             self.close()
 
 
-def check_finite(what: str, tree: Any) -> None:
-    """UserError if an array of `tree` holds a number that is not finite: such a state must not replace a good one."""
-    if not all(jax.tree.leaves(jax.device_get(_finite(tree)))):
-        raise UserError(
-            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. "
-            "A smaller --lr may help"
-        )
-
-
 @jax.jit
-def _finite(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether every number of every array is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import json
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,10 +22,10 @@ from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
-from kvjax.train.checkpoints import Checkpoints, check_finite
+from kvjax.train.checkpoints import Checkpoints, all_finite
 from kvjax.train.config import prepare_folder
 from kvjax.train.data import draw_step_lengths, open_data
-from kvjax.train.metrics import Metrics, check_tensorboard
+from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import TrainState, enter, initial_state, make_update, param_dtypes, round_parameters
@@ -105,7 +106,10 @@ def train(config: Recipe) -> RunOutput:
             state, first = run.begin(model)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
-            state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
+            try:
+                state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
+            except NotFiniteError as error:
+                raise UserError(not_finite(config, folder, error, checkpoints.last_written())) from None
         return _export(phases[-1], mesh, folder, round_parameters(state.params, dtypes[-1]), read, found)
 
 
@@ -154,6 +158,22 @@ def check_taken(recipe: Recipe, count: int) -> None:
             f"{type(recipe).__name__}.batches must take the sequences of one update for a batch, took those of "
             f"{count}: what it holds back would be lost on a resume"
         )
+
+
+def not_finite(config: Recipe, folder: Path, error: NotFiniteError, kept: int | None) -> str:
+    """Why a run stopped whose numbers are no longer finite, what is kept, and how to go on, in one line."""
+    total = sum(phase.steps for phase in config.phases())
+    rate = config.own_options().get("lr")
+    if kept is None:
+        left = "there is no checkpoint before it"
+    else:
+        use = shlex.join(["python", "-m", "kvjax.export", str(folder)])
+        left = f"the last good checkpoint is of step {kept}, in {folder / 'checkpoints'}: {use} exports it"
+    told = "" if rate is None else f" than {rate:g}"
+    return (
+        f"step {error.step} of {total}: {error.what}: the run is stopped and exports nothing; {left}. If weights and "
+        f"data are right, start another run with a smaller --lr{told}"
+    )
 
 
 def plan(config: Recipe, first: int, tokens: int) -> str:
@@ -221,7 +241,8 @@ class Run:
         A checkpoint of step n is saved once the metrics up to n are on disk.
 
         Raises:
-            UserError: the loss or the parameters are no longer finite.
+            NotFiniteError: the loss, a gradient, the parameters or a figure of the validation is not finite. All
+                processes see the same numbers, and stop together.
         """
         config, ends = self.config, self.ends
         total, found = ends[-1], None
@@ -256,14 +277,19 @@ class Run:
                     state, numbers = update(state, model, batch, np.int32(step - began))
                     metrics.step(step, numbers, tokens=counted.take())
                     done = step + 1
-                    if done % validate_every == 0 or done == last:
+                    validated = done % validate_every == 0 or done == last
+                    saved = done % config.checkpoint_every == 0 or done == last
+                    if validated or saved:
                         metrics.flush()
+                        if not all_finite(state):
+                            raise NotFiniteError(done, "the parameters are no longer finite")
+                    if validated:
                         found = validate(state, model)
+                        check_numbers(done, found.numbers, "held-out ")
                         metrics.note(step, "validation", found.numbers | {"sequences": found.sequences})
                         metrics.say(f"step {done}: {found}")
-                    if done % config.checkpoint_every == 0 or done == last:
+                    if saved:
                         metrics.flush()
-                        check_finite(f"step {done}", state)
                         self.checkpoints.save(done, state, {"data": self.positions()})
         return state, found or validate(state, model)
 

@@ -27,8 +27,18 @@ LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
 LINE = "step", "seconds", "tokens_per_second", "validation"
 """What a line of `metrics.jsonl` holds besides a recipe's scalars."""
+FINITE = "finite"
+"""Among a step's values: whether its loss and its gradients are. It is looked at and not written."""
 RECENT_STEPS = 33
 """Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
+
+
+class NotFiniteError(Exception):
+    """After `step` updates a number of the run is not finite: `what` says which."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"step {step}: {what}")
+        self.step, self.what = step, what
 
 
 class Metrics:
@@ -86,14 +96,14 @@ class Metrics:
         step before.
 
         Raises:
-            UserError: one of those is not finite.
+            NotFiniteError: one of those is not finite, or was made with a gradient that is not (`FINITE`).
         """
         self._write_held()
         self._held = (step, values, tokens)
 
     def flush(self) -> None:
         """Record what is held. All that was recorded is on disk when this returns: a checkpoint of step n comes after
-        the values of step n. Raises UserError as `step`."""
+        the values of step n. Raises NotFiniteError as `step`."""
         self._write_held()
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -112,12 +122,10 @@ class Metrics:
         step, on_device, tokens = self._held
         self._held = None
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise UserError(
-                    f"step {step + 1}: {name} is {value}: the run is stopped, checkpoints of earlier steps are kept. A "
-                    "smaller --lr may help, if the weights are right"
-                )
+        finite = values.pop(FINITE, True)
+        check_numbers(step + 1, values)
+        if not finite:
+            raise NotFiniteError(step + 1, "the gradient is not finite")
         if self._quiet:
             return
         now = time.monotonic()
@@ -155,6 +163,13 @@ class Metrics:
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
             self._said = now
             self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *pace]))
+
+
+def check_numbers(step: int, values: Mapping[str, float], what: str = "") -> None:
+    """NotFiniteError for the first of the values after `step` updates that is not finite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise NotFiniteError(step, f"{what}{name} is {value}")
 
 
 class _Bar(Progress):

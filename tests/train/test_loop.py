@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse
 from kvjax.train.loop import Run, plan, train
+from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
@@ -213,7 +215,7 @@ def test_the_end_of_a_run_says_what_it_left(whole):
         assert part in text, part
 
 
-@pytest.mark.parametrize("broken", ["loss", "gates"])
+@pytest.mark.parametrize("broken", ["loss", "gradient", "gates"])
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
     folder, made = tmp_path / "run", []
 
@@ -223,18 +225,34 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
             bad = len(made) == 4
             if bad and broken == "gates":
                 state.params.b2[...] = state.params.b2[...] * jnp.nan
-            return state, {"loss": jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)}
+            loss = jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)
+            return state, {"loss": loss, FINITE: jnp.bool_(not (bad and broken == "gradient"))}
 
         return update
 
     found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
+    said = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
+    problem = said.get(broken, "the parameters are no longer finite")
     with pytest.raises(
-        UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"
+        UserError,
+        match=f"^step 4 of 6: {problem}: the run is stopped and exports nothing; the last good checkpoint is of step "
+        f"2, in {folder}/checkpoints: python -m kvjax.export {folder} exports it. If weights and data are right, start "
+        "another run with a smaller --lr than 0.01$",
     ):
         train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
     assert [file.name for file in (folder / "checkpoints").iterdir()] == ["2"]
+    assert not (folder / "gates").exists()
+
+
+def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
+    """Really: the weights of the gates run away until nothing is finite any more."""
+    folder = tmp_path / "run"
+    with pytest.raises(
+        UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
+    ):
+        train(parse([*ARGS, "--lr", "1e36", "--mesh", "8", "--out", str(folder)]))
     assert not (folder / "gates").exists()
 
 
@@ -255,8 +273,8 @@ def test_a_finished_run_is_left_as_it_is(whole):
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
-def run_two_processes(*args):
-    """`kvjax.train` in two processes with a device each."""
+def run_two_processes(*args, code=0):
+    """`kvjax.train` in two processes with a device each, which both end with an exit code; what each said."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -281,7 +299,8 @@ def run_two_processes(*args):
         for process in both:
             process.kill()
             process.wait()
-    assert [process.returncode for process in both] == [0, 0], said
+    assert [process.returncode for process in both] == [code, code], said
+    return said
 
 
 def test_two_processes_train_like_one(whole, tmp_path):
@@ -289,6 +308,14 @@ def test_two_processes_train_like_one(whole, tmp_path):
     run_two_processes(*ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
+
+
+def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
+    said = run_two_processes(*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run"), code=2)
+    lines = [text.splitlines()[-1] for text in said]
+    assert lines[0] == lines[1]
+    assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])
+    assert not (tmp_path / "run" / "gates").exists()
 
 
 def test_two_processes_save_a_model_that_they_trained(tmp_path):
