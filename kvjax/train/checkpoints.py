@@ -91,6 +91,11 @@ class Checkpoints:
             self.close()
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether a complete one is there."""
+    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+
+
 @jax.jit
 def all_finite(tree: Any) -> Bool[Array, ""]:
     """Whether every number of every array is finite."""

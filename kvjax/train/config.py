@@ -110,3 +110,8 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
     except OSError as error:
         raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
     return config.out
+
+
+def release_folder(folder: Path) -> None:
+    """Let another run have the folder: this one left nothing to go on from. What it logged stays until then."""
+    (folder / SAVED).unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """A training run from its configuration to what it exports."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,8 +23,8 @@ from kvjax.errors import UserError
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
-from kvjax.train.checkpoints import Checkpoints, all_finite
-from kvjax.train.config import prepare_folder
+from kvjax.train.checkpoints import Checkpoints, all_finite, has_checkpoint
+from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import draw_step_lengths, open_data
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
@@ -100,7 +101,7 @@ def train(config: Recipe) -> RunOutput:
         )
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=jax.process_index() == 0)
-        with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+        with _free_if_it_fails(folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             dtypes = param_dtypes(phases, model)
             run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
             state, first = run.begin(model)
@@ -111,6 +112,17 @@ def train(config: Recipe) -> RunOutput:
             except NotFiniteError as error:
                 raise UserError(not_finite(config, folder, error, checkpoints.last_written())) from None
         return _export(phases[-1], mesh, folder, round_parameters(state.params, dtypes[-1]), read, found)
+
+
+@contextlib.contextmanager
+def _free_if_it_fails(folder: Path) -> Iterator[None]:
+    """Free the folder of a run that fails before its first checkpoint. One that is stopped may be gone on with."""
+    try:
+        yield
+    except Exception:
+        if jax.process_index() == 0 and not has_checkpoint(folder / "checkpoints"):
+            release_folder(folder)
+        raise
 
 
 def _export(

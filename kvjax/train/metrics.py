@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -66,7 +67,7 @@ class Metrics:
         quiet: bool = False,
     ):
         self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
-        self._events = None if quiet or not tensorboard else _event_writer(out)
+        self._events = None if quiet or not tensorboard else _event_writer(out, first)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
         self._bar: _Bar | None = None
         self._started = self._said = time.monotonic()
@@ -221,7 +222,9 @@ def check_tensorboard() -> None:
         raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'")
 
 
-def _event_writer(out: Path) -> Any:
+def _event_writer(out: Path, first: int) -> Any:
     from tensorboardX import SummaryWriter
 
+    if not first:  # of a run that left no checkpoint
+        shutil.rmtree(out / "tensorboard", ignore_errors=True)
     return SummaryWriter(str(out / "tensorboard"))

@@ -1,6 +1,7 @@
 """Whole runs on the test-size model: what they leave, and that one which is killed ends like one which is not."""
 
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +29,7 @@ from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
-from kvjax.train.config import parse
+from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import Run, plan, train
 from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
@@ -46,7 +48,7 @@ ARGS = [
 KILLED = """
 import os, signal, sys
 import orbax.checkpoint as ocp
-from kvjax.train.config import parse
+from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import train
 
 saves, save = [], ocp.JsonCheckpointHandler.async_save
@@ -256,14 +258,55 @@ def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
     assert not (folder / "gates").exists()
 
 
-def test_a_folder_is_not_taken_by_a_run_that_cannot_start(tmp_path):
-    folder, data = tmp_path / "run", tmp_path / "data"
-    data.mkdir()
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--data", "no-such-data"], "--data no-such-data: no such file or folder"),
+        (["--data", "{files}/empty"], "has no .txt"),
+        (["--data", "{files}/short.jsonl"], "no document has 64 or more tokens"),
+        (["--model", "{files}/cut"], "model.safetensors"),
+        (["--tensorboard"], "needs tensorboardX"),
+        (["--mesh", "64"], "needs 64 devices"),
+        (["--lr", "1e36"], "is not finite|is nan|is inf|no longer finite"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_a_launch_that_fails_does_not_block_the_next(wrong, message, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.jsonl").write_text('{"text": "short"}\n')
+    shutil.copytree(builtin_model("test_model"), tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    find_spec = importlib.util.find_spec
+    found = lambda name, *rest: None if name == "tensorboardX" else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(datasets, "load_dataset", missing)
     args = [*ARGS, "--mesh", "8", "--out", str(folder)]
-    with pytest.raises(UserError, match="has no .txt"):
-        train(parse([*args, "--data", str(data)]))
-    assert not folder.exists()
+    with pytest.raises(UserError, match=message):
+        train(parse([*args, *(part.format(files=tmp_path) for part in wrong)]))
+    assert not (folder / SAVED).exists()
     assert parse(args).out == folder
+
+
+def missing(*_, **__):
+    raise FileNotFoundError
+
+
+def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypatch):
+    args = [*ARGS, "--mesh", "8", "--out", str(tmp_path / "run")]
+    broken = ValueError("no export today")
+
+    def fails(*_):
+        raise broken
+
+    monkeypatch.setattr(WriteGates, "export", fails)
+    with pytest.raises(ValueError, match="no export today"):
+        train(parse(args))
+    with pytest.raises(UserError, match="already holds a run: pass --resume"):
+        parse(args)
+    monkeypatch.undo()
+    assert (train(parse(["--resume", *args])).folder / "gates").is_dir()
 
 
 def test_a_finished_run_is_left_as_it_is(whole):
