@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -25,7 +24,7 @@ from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.orbax_export import abstract, export
 from kvjax.train.checkpoints import Checkpoints, all_finite, has_checkpoint
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import draw_step_lengths, open_data
+from kvjax.train.data import Data, draw_step_lengths, open_data
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.rows import Rows, to_mesh
@@ -87,7 +86,7 @@ def train(config: Recipe) -> RunOutput:
         lengths = np.concatenate(
             [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
         )
-        sequences, held_out = open_data(
+        data = open_data(
             config.data,
             rows=rows,
             step_lengths=lengths,
@@ -103,7 +102,7 @@ def train(config: Recipe) -> RunOutput:
         folder = prepare_folder(config, write=jax.process_index() == 0)
         with _free_if_it_fails(folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             dtypes = param_dtypes(phases, model)
-            run = Run(config, phases, folder, mesh, rows, sequences, held_out, checkpoints, dtypes)
+            run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes)
             state, first = run.begin(model)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
@@ -209,8 +208,7 @@ class Run:
     folder: Path
     mesh: Mesh
     rows: Rows
-    sequences: grain.DatasetIterator
-    held_out: list[np.ndarray]
+    data: Data
     checkpoints: Checkpoints
     dtypes: tuple[Any, ...]
     """Of each phase's parameters with master weights (`param_dtypes`)."""
@@ -242,7 +240,7 @@ class Run:
                 f"--resume: this run's data was read in {len(positions)} parts, one for each process; now there are "
                 f"{self.rows.groups}"
             )
-        self.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
+        self.data.sequences.set_state(positions[self.rows.group if len(positions) == self.rows.groups else 0])
         return state, step
 
     def steps(
@@ -268,10 +266,12 @@ class Run:
             quiet=jax.process_index() > 0,
         ) as metrics:
             metrics.say(plan(config, first, tokens))
+            if self.data.remark:
+                metrics.say(self.data.remark)
             metrics.say(f"the run is kept in {self.folder}")
             for at, recipe in enumerate(self.phases):
                 began, last = ([0, *ends][at], ends[at])
-                validate = make_validate(recipe, self.mesh, self.held_out, self.dtypes[at])
+                validate = make_validate(recipe, self.mesh, self.data.held_out, self.dtypes[at])
                 if first >= last:
                     continue
                 if at and first <= began:
@@ -280,7 +280,7 @@ class Run:
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, counted = (
                     make_update(recipe, self.dtypes[at], before=began),
-                    TokenCount(self.sequences, self.rows.total),
+                    TokenCount(self.data.sequences, self.rows.total),
                 )
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
@@ -307,7 +307,7 @@ class Run:
 
     def positions(self) -> list[Any]:
         """Where each of the `rows.groups` parts of the data stands, a JSON value each."""
-        own = self.sequences.get_state()
+        own = self.data.sequences.get_state()
         if jax.process_count() == 1:
             return [own]
         text = np.frombuffer(json.dumps([self.rows.group, own]).encode(), np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -74,7 +74,8 @@ class Recipe(abc.ABC):
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Tokens of a sequence: a document is cut to the largest length that it fills."""
     shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
-    """How often each length is trained on, relative to the others."""
+    """How often each length is trained on, relative to the others; where --lengths alone are told, inversely
+    proportional to them, as these are."""
     sequences: int = 7500
     """Sequences to train on in all, on any mesh. Warm-up takes the first tenth, a cosine to 0 the rest."""
     batch: int = 1
@@ -135,6 +136,13 @@ class Recipe(abc.ABC):
         yield self.keep >= 1, "--keep", "at least 1", self.keep
         known = None, "float32", "bfloat16", "float16"
         yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
+
+    def fitted(self, told: Container[str]) -> Recipe:
+        """With what follows from the options that were `told` together (their fields' names) where others were not:
+        the shares of lengths."""
+        if "lengths" not in told or "shares" in told or not self.lengths or min(self.lengths) < 1:
+            return self
+        return dataclasses.replace(self, shares=tuple(self.lengths[-1] / length for length in self.lengths))
 
     def check(self) -> None:
         """Refuse values that cannot be trained with.

@@ -411,7 +411,7 @@ def resuming(notes, group, groups):
             mesh=mesh,
             rows=SimpleNamespace(group=group, groups=groups),
             checkpoints=checkpoints,
-            sequences=SimpleNamespace(set_state=places.append),
+            data=SimpleNamespace(sequences=SimpleNamespace(set_state=places.append)),
         )
         run.first_state = functools.partial(Run.first_state, run)
         assert Run.begin(run, tiny_model())[1] == 3
@@ -437,8 +437,8 @@ def test_positions_are_by_group(monkeypatch):
 
     monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
     rows = SimpleNamespace(group=1, groups=2)
-    data = SimpleNamespace(get_state=lambda: {"next": 7})
-    assert Run.positions(SimpleNamespace(rows=rows, sequences=data)) == [{"next": 12}, {"next": 7}]
+    data = SimpleNamespace(sequences=SimpleNamespace(get_state=lambda: {"next": 7}))
+    assert Run.positions(SimpleNamespace(rows=rows, data=data)) == [{"next": 12}, {"next": 7}]
 
 
 def test_a_run_says_what_its_mesh_makes_of_the_batch():
