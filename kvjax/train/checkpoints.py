@@ -21,14 +21,19 @@ class Checkpoints:
     """The last `keep` checkpoints of a run, in numbered folders. A context, which ends when all is on disk.
 
     A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
-    latest.
+    latest. Some that are only read (`keep` None) may be those of a run that goes on.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int | None):
         # what fails in its threads Orbax raises here again, after logging it in every one of them
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        writes = keep is not None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=True
+            max_to_keep=keep,
+            enable_async_checkpointing=writes,
+            cleanup_tmp_directories=writes,
+            create=writes,
+            read_only=not writes,
         )
         self._folder = folder
         handlers = {STATE: ocp.StandardCheckpointHandler(), NOTES: ocp.JsonCheckpointHandler()}
@@ -48,12 +53,6 @@ class Checkpoints:
     def latest(self) -> int | None:
         """The step of the newest complete checkpoint, if there is one."""
         return self._manager.latest_step()
-
-    def last_written(self) -> int | None:
-        """The same once the save under way has ended, well or not."""
-        with contextlib.suppress(Exception):
-            self._manager.wait_until_finished()
-        return self.latest()
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """The pytree and the notes saved at `step`.
@@ -91,9 +90,10 @@ class Checkpoints:
             self.close()
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether a complete one is there."""
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, rising; none, if there is no such folder."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 @jax.jit

@@ -18,7 +18,17 @@ RUNS = Path("runs")
 SAVED = "config.yaml"
 """What a run was told, in its folder."""
 MAY_CHANGE = {
-    *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tensorboard"),
+    *(
+        "mesh",
+        "batch",
+        "accumulate",
+        "checkpoint_every",
+        "validate_every",
+        "keep",
+        "report",
+        "tasks",
+        "tensorboard",
+    ),
     *("out", "resume", "config"),
 }
 """What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""

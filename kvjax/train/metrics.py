@@ -24,6 +24,8 @@ from rich.text import Text
 from kvjax.errors import UserError
 from kvjax.files import write_text
 
+FORETOLD = 10
+"""Steps after which a run says when it ends."""
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
 LINE = "step", "seconds", "tokens_per_second", "validation"
@@ -158,6 +160,9 @@ class Metrics:
         shown = [f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values]
         done = len(self._recent) - 1
         left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
+        if step - self._first + 1 == FORETOLD and self._total - 1 > step:
+            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+            self.say(f"after {FORETOLD} steps: {_clock(left)} left, it ends about {end}")
         pace = [f"{speed:.0f} tokens/s", f"{_clock(left)} left"] if done else []
         if self._bar is not None:
             self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))

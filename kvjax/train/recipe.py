@@ -99,7 +99,10 @@ class Recipe(abc.ABC):
     keep: int = 2
     """Checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
-    """The table at the end: with at least 192 answers a cell, with at least 500, or none. Built-in model only."""
+    """The table at the end: of the built-in model with at least 192 answers a cell, with at least 500, or none; of
+    another held-out text against KV size, its last 128 tokens or its last eighth predicted."""
+    tasks: tuple[str, ...] = ()
+    """RULER's tasks that the report of another model than the built-in one adds: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs tensorboardX)."""
 
@@ -269,6 +272,12 @@ class Recipe(abc.ABC):
     @abc.abstractmethod
     def deploy(self, params: Any, model: Decoder) -> Policy:
         """The policy of the method's own parameters, for a model."""
+
+    def sweep(self, params: Any, model: Decoder) -> Mapping[str, Policy]:
+        """What the report of a user's own model measures, by what `--set` is told for each: the deployed policy first,
+        then smaller and larger ones of the same parameters. By default the deployed one alone, which is told nothing.
+        """
+        return {"": self.deploy(params, model)}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:

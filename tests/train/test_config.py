@@ -89,8 +89,9 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
     )
     assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
-    told = ["--model", str(folder), "--data", str(empty), "--report", "full"]
-    assert "--report full is for the built-in model, got --model" in refusal(capsys, told)
+    assert "--tasks are for the report of another model than the built-in" in refusal(
+        capsys, ["--tasks", "vt"]
+    )
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -136,7 +137,7 @@ def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
     lengths = draw_step_lengths(config.steps, config.lengths, config.shares, config.seed)
     tokens = config.rows * int(lengths.sum())
     assert tokens == pytest.approx(65_536_000, rel=0.01)
-    assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens)
+    assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens, 1)
     if config.rows == 1:
         assert (config.steps, tokens) == (7500, 65_536_000)
 

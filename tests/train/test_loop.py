@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -21,7 +22,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import MeshShape
+from kvjax.command.launch import MeshShape, Termination
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -309,6 +310,35 @@ def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypa
     assert (train(parse(["--resume", *args])).folder / "gates").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("updates", "said"),
+    [
+        (1, "there is no checkpoint yet: {use} begins again with the same options"),
+        (3, "the last checkpoint is of step 2: {use} goes on from there"),
+    ],
+)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Termination])
+def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, monkeypatch):
+    folder, made, make_update = tmp_path / "a run", [], loop.make_update
+
+    def stopping(*args, **options):
+        update = make_update(*args, **options)
+
+        def stopped(*args):
+            if len(made) == updates:
+                raise stop
+            made.append(1)
+            return update(*args)
+
+        return stopped
+
+    monkeypatch.setattr(loop, "make_update", stopping)
+    use = f"python -m kvjax.train --resume --out '{folder}'"
+    with pytest.raises(stop, match=f"^{re.escape(said.format(use=use))}$"):
+        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+    assert parse(shlex.split(use)[3:]).resume
+
+
 def test_a_finished_run_is_left_as_it_is(whole):
     before = (whole.folder / "metrics.jsonl").read_text()
     again = train(parse(["--resume", "--out", str(whole.folder), "--mesh", str(MeshShape(fsdp=8))]))
@@ -413,7 +443,8 @@ def resuming(notes, group, groups):
             checkpoints=checkpoints,
             data=SimpleNamespace(sequences=SimpleNamespace(set_state=places.append)),
         )
-        run.first_state = functools.partial(Run.first_state, run)
+        for name in ("first_state", "restore", "phase"):
+            setattr(run, name, functools.partial(getattr(Run, name), run))
         assert Run.begin(run, tiny_model())[1] == 3
     return places
 
@@ -443,12 +474,12 @@ def test_positions_are_by_group(monkeypatch):
 
 def test_a_run_says_what_its_mesh_makes_of_the_batch():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
-    assert plan(config, 0, 65_536_000) == (
-        "7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch into 8 (its axis "
-        "`tensor` does not)"
+    assert plan(config, 0, 65_536_000, 1234) == (
+        "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "
+        "into 8 (its axis `tensor` does not)"
     )
     builtin = parse(["--mesh", "8"])
     assert (builtin.steps, builtin.rows) == (200, 8)
-    assert plan(builtin, 50, 512_000) == (
-        "1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
+    assert plan(builtin, 50, 512_000, 10) == (
+        "10 parameters, 1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
     )

@@ -23,6 +23,9 @@ from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gat
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe, Rule, Validation
 
+TAUS = 0.01, 0.03, 0.1, 0.3, 0.6, 0.9
+"""Thresholds that a report measures beside the run's own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteGates(Recipe):
@@ -171,6 +174,10 @@ class WriteGates(Recipe):
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
         # without rates the pool takes everything: the real size is not known yet
         return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
+
+    def sweep(self, params: WriteGate, model: Decoder) -> Mapping[str, Policy]:
+        taus = dict.fromkeys([self.tau, *TAUS])
+        return {f"tau={tau:g}": dataclasses.replace(self, tau=tau).deploy(params, model) for tau in taus}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, **options: Any) -> Policy:
