@@ -6,10 +6,10 @@
 
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
-Folders: cache, policies, models, inference, tasks, train, evaluate, command, builtin. Commands: train, evaluate,
-generate, convert. Files: step: what a layer shows methods; top: selection of the best scores; struct: dataclasses that
-are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files; exported, orbax_export: what training
-leaves; plugins: what other packages bring.
+Folders: cache, policies, models, inference, tasks, train, evaluate, command, builtin. Commands: train, export,
+evaluate, generate, convert. Files: step: what a layer shows methods; top: selection of the best scores; struct:
+dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files; exported,
+orbax_export: what training leaves; plugins: what other packages bring.
 """
 
 import importlib
