@@ -45,7 +45,7 @@ def main(args: list[str] | None = None) -> None:
         if speaks_builtin(config.model):
             rows = report.table(report.report(trained.model, trained.params, config, trained.folder, print))
         else:
-            own = trained.model, trained.params, config, trained.folder, trained.held_out, trained.validation
+            own = trained.model, trained.params, config, trained.folder, trained.held_out
             rows = held_out_report.table(held_out_report.report(*own, text, print))
     print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 

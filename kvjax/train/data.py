@@ -141,14 +141,12 @@ class Count:
         """What is left out, in a line; nothing, if nothing is."""
         parts = []
         if self.short:
-            parts.append(f"{self.short} are shorter than {shortest} tokens and not trained on")
+            parts.append(f"{self.short} shorter than {shortest} tokens and not trained on")
         if self.cut:
             share = 1 - self.kept / self.tokens
-            parts.append(
-                f"{self.cut} are cut, which leaves out {100 * share:.2g}% of the tokens of those used"
-            )
-        of = f"of all {self.read} documents" if all_read else f"of the first {self.read} documents read"
-        return f"{of} {', '.join(parts)}" if parts else ""
+            parts.append(f"{self.cut} cut, which leaves out {100 * share:.2g}% of the tokens")
+        of = f"of all {self.read} documents" if all_read else f"of the first {self.read} documents"
+        return f"{of}: {'; '.join(parts)}" if parts else ""
 
 
 def hold_out(

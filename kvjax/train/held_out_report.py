@@ -24,7 +24,7 @@ from kvjax.tasks.sample import Sample, score_agreements
 from kvjax.tasks.sources import SAME_AS_FULL, Material, check_separable, source
 from kvjax.tasks.splits import Split
 from kvjax.tasks.text import continuation
-from kvjax.train.recipe import Recipe, Validation
+from kvjax.train.recipe import Recipe
 from kvjax.train.report import draw_heads
 
 PREDICTED = {"default": 128, "full": None}
@@ -71,13 +71,12 @@ def report(
     config: Recipe,
     folder: Path,
     held_out: Sequence[Int[ndarray, " _"]],
-    validation: Validation,
-    use: str,
+    summary: str,
     say: Callable[[str], None],
 ) -> list[Row]:
     """Measure, write report.md, report.json, tradeoff.png and heads.png into `folder`, and return the rows.
 
-    use: how the export is used, in lines.
+    summary: of the run, in lines: where the export is, its last validation, how it is used.
     """
     how = str(config.report)
     tasks = {TEXT: [continuation(tokens, most=PREDICTED[how]) for tokens in held_out]}
@@ -85,7 +84,7 @@ def report(
     sweep = config.sweep(params, model)
     policies = {f"{config.method} {told}".rstrip(): policy for told, policy in sweep.items()}
     rows, rates = compare(model, policies, tasks, shards=config.mesh.batch_shards, say=say)
-    write(folder, rows, rates, f"{validation}\n\n{use}")
+    write(folder, rows, rates, summary)
     return rows
 
 
@@ -139,7 +138,8 @@ def write(folder: Path, rows: Sequence[Row], rates: Float[ndarray, "l k"], notes
     figures = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
     (folder / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
     (folder / "report.md").write_text(
-        f"# Held-out text against KV size\n\n{table(rows)}\n\nThe score of {TEXT}: {SAME_AS_FULL}.\n\n{notes}\n"
+        f"# Held-out text against KV size\n\n{table(rows)}\n\nThe score of {TEXT}: {SAME_AS_FULL}. What stands "
+        f"behind a policy's name is what `--set` is told for it.\n\n{notes}\n"
     )
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in rows:

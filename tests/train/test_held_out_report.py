@@ -12,7 +12,6 @@ from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.tasks.text import continuation
 from kvjax.train.held_out_report import TEXT, compare, report, task_samples
-from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import TAUS, WriteGates
 from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.recipes.whole_model import WholeModel
@@ -29,9 +28,8 @@ def held_out():
 def measured(folder, held_out, said=None):
     model = tiny_model()
     config = WriteGates(window=5, tau=0.4)
-    validation = Validation({"distillation": 0.25, "hard_distillation": 0.5}, {}, 3)
     say = print if said is None else said.append
-    return report(model, tiny_gates(model), config, folder, held_out, validation, "use them: so", say)
+    return report(model, tiny_gates(model), config, folder, held_out, "use them: so", say)
 
 
 def test_a_row_for_every_threshold_and_the_full_cache_by_size(held_out, tmp_path):
@@ -47,7 +45,6 @@ def test_a_row_for_every_threshold_and_the_full_cache_by_size(held_out, tmp_path
     assert falling[-1] < 0.5 < falling[0]
     assert len(said) == len(by_tau)
     written = (tmp_path / "report.md").read_text()
-    assert "held out (3 sequences): distillation 0.25, hard_distillation 0.5" in written
     assert "use them: so" in written
     assert f"| {TEXT} | full | 1.000 | 1.000 | 100.0% |" in written
     heads = json.loads((tmp_path / "report.json").read_text())["rates"]
