@@ -7,9 +7,9 @@
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
 Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
-evaluate, generate, plan, convert. Files: step: what a layer shows methods; top: selection of the best scores; struct:
-dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files; plugins: what other
-packages bring.
+export, evaluate, generate, plan, convert. Files: step: what a layer shows methods; top: selection of the best scores;
+struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files; plugins:
+what other packages bring.
 """
 
 import importlib

@@ -32,7 +32,7 @@ class GenerateConfig:
     selection: str | None = None
     """How a decoded token chooses the pages that it reads: quest:tokens=1024."""
     gates: Path | None = None
-    """What was trained for the policy: the `gates` or `parameters` of a training run's --out, or for wgkv `builtin`,
+    """What was trained for the policy: a training run's --out or the folder that it exported, or for wgkv `builtin`,
     those of the built-in model."""
     window: int | None = None
     """Last tokens that are always visible."""

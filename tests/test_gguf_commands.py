@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import generate
+from kvjax.errors import UserError
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
 from kvjax.evaluate.run import Evaluation, pairs
@@ -17,6 +18,7 @@ from kvjax.models import load_model
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.tasks import heldout_files
 from kvjax.train import __main__ as train
+from kvjax.train import held_out_report
 from kvjax.train.loop import RunOutput
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
@@ -54,14 +56,26 @@ def printed(said, use):
     return shlex.split(line.removeprefix(use))
 
 
-def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys):
+def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys, monkeypatch):
     run, text = tmp_path / "a run", tmp_path / "text.txt"
     text.write_text("\n\n".join(heldout_files().values()))
-    train.main([
-        "--model", str(model), "--data", str(text), "--lengths", "64", "--shares", "1", "--window", "16",
-        "--sequences", "2", "--validation", "1", "--out", str(run),
-    ])  # fmt: skip
+    args = [
+        "--model", str(model), "--data", str(text), "--window", "16", "--sequences", "2", "--validation", "1",
+        "--tasks", "vt", "--out", str(run),
+    ]  # fmt: skip
+    with pytest.raises(UserError, match="vt: 64 tokens are too few"):
+        train.main([*args, "--lengths", "64"])
+    monkeypatch.setitem(held_out_report.SAMPLES, "default", 2)
+    train.main([*args, "--lengths", "1100"])
     said = capsys.readouterr().out
+    report = (run / "report.md").read_text()
+    assert "| held-out text | full | 1.000 | 1.000 | 100.0% |" in report
+    assert "use them: python -m kvjax.generate " in report
+    assert "hard_distillation" in report
+    rows = json.loads((run / "report.json").read_text())["rows"]
+    assert [row["task"] for row in rows] == 7 * ["held-out text"] + 7 * ["vt"]
+    assert {row["policy"] for row in rows} >= {"full", "wgkv tau=0.1", "wgkv tau=0.9"}
+    assert (run / "heads.png").is_file()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3, "two steps and their validation"
 
     text.write_text("def main(")

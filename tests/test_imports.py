@@ -23,7 +23,7 @@ LAYERS = (
     {"kvjax.cache", "kvjax.policies"},
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},
-    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.plan"},
+    {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.plan", "kvjax.export"},
 )
 """Lowest first. A module imports its own layer and those below it."""
 

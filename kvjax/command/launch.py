@@ -240,10 +240,10 @@ def run_command(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         _leave(str(error), 2)
-    except Termination:
-        _leave("stopped by SIGTERM", 143)
-    except KeyboardInterrupt:
-        _leave("stopped by the keyboard", 130)
+    except Termination as stop:
+        _leave(_said("stopped by SIGTERM", stop), 143)
+    except KeyboardInterrupt as stop:
+        _leave(_said("stopped by the keyboard", stop), 130)
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -264,6 +264,11 @@ def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> st
     if issubclass(category, Doubt):
         return f"warning: {' '.join(str(message).split())}\n"
     return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
+
+
+def _said(line: str, stop: KeyboardInterrupt) -> str:
+    """With what the command says of how to go on, if it does."""
+    return f"{line}: {stop}" if str(stop) else line
 
 
 def _terminate(*_: object) -> None:

@@ -4,6 +4,7 @@ it."""
 
 import hashlib
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,22 @@ def is_exported(folder: str | Path) -> bool:
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:
-    """The weights and the description; of `builtin` those that come with kvjax. Raises UserError if one is missing."""
-    folder = builtin_gates() if str(folder) == BUILTIN else Path(folder)
+    """The weights and the description; of `builtin` those that come with kvjax, of a training run's folder those that
+    it exported. Raises UserError if one is missing."""
+    folder = builtin_gates() if str(folder) == BUILTIN else _of_run(Path(folder))
     files = folder / WEIGHTS, folder / DESCRIPTION
     for file in files:
         if not file.is_file():
-            raise UserError(f"{folder} holds no gates: it has no {file.name}")
+            hint = ""
+            if (folder / "checkpoints").is_dir():
+                hint = f": python -m kvjax.export {shlex.quote(str(folder))} exports a run's last checkpoint"
+            raise UserError(f"{folder} holds no gates: it has no {file.name}{hint}")
     return files
+
+
+def _of_run(folder: Path) -> Path:
+    """What a run exported, where `folder` is a run's; else the folder itself."""
+    if (folder / WEIGHTS).is_file() or not (folder / "checkpoints").is_dir():
+        return folder
+    inside = [file.parent for file in folder.glob(f"*/{WEIGHTS}") if not file.parent.name.startswith(".")]
+    return inside[0] if len(inside) == 1 else folder

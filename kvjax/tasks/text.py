@@ -34,12 +34,14 @@ def split_text(text: Tokens) -> tuple[Tokens, Tokens]:
     return text[:cut], text[cut:]
 
 
-def continuation(tokens: Tokens) -> Sample:
-    """A text whose last eighth is the answer, which is given, the one token before it the prompt, the rest the context.
+def continuation(tokens: Tokens, most: int | None = None) -> Sample:
+    """A text whose last eighth is the answer, `most` tokens of it at most, which is given; the one token before it the
+    prompt, the rest the context.
 
     The score is the share of the next tokens that the model says, and that of the full cache's next tokens once these
     are known (`score_agreements`).
     """
-    n_context = len(tokens) - len(tokens) // PARTS - 1
+    eighth = len(tokens) // PARTS
+    n_context = len(tokens) - (eighth if most is None else min(eighth, most)) - 1
     prompt, answer = tokens[n_context : n_context + 1], tokens[n_context + 1 :]
     return Sample(tokens[:n_context], (Question(prompt, answer, "text", given=True),))

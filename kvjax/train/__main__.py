@@ -36,18 +36,23 @@ def main(args: list[str] | None = None) -> None:
         text = summary(config, trained, policy)
     if jax.process_index() == 0:
         print(text)
-    skipped = config.report == "none" or jax.process_count() > 1 or not speaks_builtin(config.model)
-    if skipped or not measured(policy):
+    if config.report == "none" or not measured(policy):
+        return
+    if jax.process_count() > 1:
+        if jax.process_index() == 0:
+            print("no report: it is made by one process")
         return
 
-    from kvjax.train import report
+    from kvjax.train import held_out_report, report
 
     with jax.set_mesh(trained.mesh):
         print("the report: each method's cache is filled before the questions come")
-        rows = report.report(trained.model, trained.params, config, trained.folder, print)
-    print(
-        f"\n{report.table(rows)}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}"
-    )
+        if speaks_builtin(config.model):
+            rows = report.table(report.report(trained.model, trained.params, config, trained.folder, print))
+        else:
+            own = trained.model, trained.params, config, trained.folder, trained.held_out
+            rows = held_out_report.table(held_out_report.report(*own, text, print))
+    print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 
 
 def measured(policy: "Policy") -> bool:

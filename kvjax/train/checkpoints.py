@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jaxtyping import Array, Bool
 
 from kvjax.errors import UserError
 from kvjax.exported.orbax import check_room, wrong_shape
@@ -20,14 +21,19 @@ class Checkpoints:
     """The last `keep` checkpoints of a run, in numbered folders. A context, which ends when all is on disk.
 
     A checkpoint counts once it is complete, so that a crash in the middle of a save leaves the one before it as the
-    latest.
+    latest. Some that are only read (`keep` None) may be those of a run that goes on.
     """
 
-    def __init__(self, folder: Path, keep: int):
+    def __init__(self, folder: Path, keep: int | None):
         # what fails in its threads Orbax raises here again, after logging it in every one of them
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        writes = keep is not None
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=True, create=True
+            max_to_keep=keep,
+            enable_async_checkpointing=writes,
+            cleanup_tmp_directories=writes,
+            create=writes,
+            read_only=not writes,
         )
         self._folder = folder
         handlers = {STATE: ocp.StandardCheckpointHandler(), NOTES: ocp.JsonCheckpointHandler()}
@@ -84,15 +90,13 @@ class Checkpoints:
             self.close()
 
 
-def check_finite(what: str, tree: Any) -> None:
-    """UserError if an array of `tree` holds a number that is not finite: such a state must not replace a good one."""
-    if not all(jax.tree.leaves(jax.device_get(_finite(tree)))):
-        raise UserError(
-            f"{what}: the parameters are no longer finite: the run is stopped, checkpoints of earlier steps are kept. "
-            "A smaller --lr may help"
-        )
+def saved_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, rising; none, if there is no such folder."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 @jax.jit
-def _finite(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), tree)
+def all_finite(tree: Any) -> Bool[Array, ""]:
+    """Whether every number of every array is finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()

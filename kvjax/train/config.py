@@ -18,8 +18,8 @@ RUNS = Path("runs")
 SAVED = "config.yaml"
 """What a run was told, in its folder."""
 MAY_CHANGE = {
-    *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tensorboard"),
-    *("out", "resume", "config", "dry_run"),
+    *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
+    *("tensorboard", "out", "resume", "config", "dry_run"),
 }
 """What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""
 
@@ -38,6 +38,8 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     if name is None and model in (None, BUILTIN):
         name = recipe.builtin
     config = parse_command(recipe, args, default=_from_file(recipe, name, arguments) if name else None)
+    fields = [field.name for field in dataclasses.fields(recipe)]
+    config = config.fitted({field for field in fields if find_value(arguments, option(field)) is not None})
     if config.resume:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
@@ -75,13 +77,14 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
     """The options of a YAML file. Raises UserError, which says so if the file was written for another method."""
     try:
-        return load_config(recipe, name)
+        loaded = load_config(recipe, name)
     except UserError as error:
         written = read_values(find_config(name)).get("method", Recipe.method)
         told = find_value(arguments, "--method")
         if told in (None, written):
             raise
         raise UserError(f"{error}. The file is for --method {written}, not {told}") from None
+    return loaded.fitted({str(key).replace("-", "_") for key in read_values(find_config(name))})
 
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
@@ -112,3 +115,8 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
     except OSError as error:
         raise UserError(f"--out {config.out} cannot be written: {error.strerror or error}") from None
     return config.out
+
+
+def release_folder(folder: Path) -> None:
+    """Let another run have the folder: this one left nothing to go on from. What it logged stays until then."""
+    (folder / SAVED).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -119,14 +119,45 @@ def digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
+COUNTED = 64
+"""Documents that are read at least, to say how much of their text is left out."""
+
+
+class Count:
+    """What becomes of documents: how many were read, are too short, are cut, and how many tokens that leaves."""
+
+    def __init__(self):
+        self.read = self.short = self.cut = self.tokens = self.kept = 0
+
+    def add(self, tokens: int, length: int | None) -> None:
+        """A document of so many tokens that is cut to `length`; None: it is too short for every length."""
+        self.read += 1
+        self.short += length is None
+        if length is not None:
+            self.cut += tokens > length
+            self.tokens, self.kept = self.tokens + tokens, self.kept + length
+
+    def remark(self, shortest: int, *, all_read: bool) -> str:
+        """What is left out, in a line; nothing, if nothing is."""
+        parts = []
+        if self.short:
+            parts.append(f"{self.short} shorter than {shortest} tokens and not trained on")
+        if self.cut:
+            share = 1 - self.kept / self.tokens
+            parts.append(f"{self.cut} cut, which leaves out {100 * share:.2g}% of the tokens")
+        of = f"of all {self.read} documents" if all_read else f"of the first {self.read} documents"
+        return f"{of}: {'; '.join(parts)}" if parts else ""
+
+
 def hold_out(
     reader: Reader, bins: Bins, wanted: Sequence[int], trained: Sequence[int], source: str
-) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes]]:
+) -> tuple[list[Int[np.ndarray, " _"]], frozenset[bytes], str]:
     """Held-out sequences: of each length's documents the second, fourth, … in the reader's order, as many as `wanted`
     lists it, or as there are. Independent of the mesh, the processes, and where a run stands.
 
     Returns:
-        the sequences, cut to their lengths, and the digests of their documents.
+        the sequences, cut to their lengths, the digests of their documents, and what the lengths leave out of the
+        documents that were read (all, or `COUNTED` or more), in words.
 
     Raises:
         UserError: no text at all, no document for one of the lengths that are `trained` on, or none to hold out.
@@ -135,11 +166,13 @@ def hold_out(
     found: dict[int, list[Int[np.ndarray, " _"]]] = {length: [] for length in left}
     held, others, longest = set[bytes](), set[bytes](), 0
     passed: Counter[int] = Counter()
-    while (missing or +left) and (text := reader.next()) is not None:
+    count, text = Count(), ""
+    while (missing or +left or count.read < COUNTED) and (text := reader.next()) is not None:
         if not text:
             continue
         tokens = bins.tokens(text)
         longest, length, name = max(longest, len(tokens)), bins.of(len(tokens)), digest(text)
+        count.add(len(tokens), length)
         if length is None or name in held or name in others:
             continue
         passed[length] += 1
@@ -156,7 +189,8 @@ def hold_out(
         raise UserError(
             f"--data {source}: there is but one document for each of --lengths {list(found)}: validation needs another"
         )
-    return [tokens for length in sorted(found) for tokens in found[length]], frozenset(held)
+    remark = count.remark(bins.lengths[0], all_read=text is None)
+    return [tokens for length in sorted(found) for tokens in found[length]], frozenset(held), remark
 
 
 def _no_document(source: str, bins: Bins, length: int, longest: int) -> UserError:
@@ -231,6 +265,17 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
             reader.set_state(state["positions"][str(length)])
 
 
+class Data(NamedTuple):
+    """A run's data."""
+
+    sequences: grain.DatasetIterator
+    """The steps, each int32 [rows of this process, length of that step]."""
+    held_out: list[Int[np.ndarray, " _"]]
+    """The held-out sequences, the same in every process."""
+    remark: str = ""
+    """What the lengths leave out of the documents, if anything."""
+
+
 def open_data(
     source: str,
     *,
@@ -241,7 +286,7 @@ def open_data(
     seed: int,
     tokenizer: Any = None,
     instruction: str = "",
-) -> tuple[grain.DatasetIterator, list[Int[np.ndarray, " _"]]]:
+) -> Data:
     """The run's data.
 
     Args:
@@ -250,15 +295,11 @@ def open_data(
         lengths: those that documents are cut to, rising.
         validation: the length of every held-out sequence.
 
-    Returns:
-        an iterator over the steps, each int32 [rows of this process, length of that step], and the held-out sequences,
-        the same in every process.
-
     Raises:
         UserError: nothing there, no text in it, or no document long enough for one of the lengths.
     """
     if source == "builtin":
-        return builtin_sequences(rows, step_lengths, seed), builtin_validation(validation, seed)
+        return Data(builtin_sequences(rows, step_lengths, seed), builtin_validation(validation, seed))
     bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
     if Path(source).exists():
         documents = Documents(Path(source), seed, piece=16 * max(lengths))
@@ -272,6 +313,9 @@ def open_data(
             return HubReader(hub, group, groups)
 
     wanted = [int(length) for length in validation]
-    sequences, held_out = hold_out(readers(0, 1), bins, wanted, sorted(set(step_lengths.tolist())), source)
+    sequences, held_out, remark = hold_out(
+        readers(0, 1), bins, wanted, sorted(set(step_lengths.tolist())), source
+    )
     dataset = DocumentSequences(readers, bins, rows.count, step_lengths, source, held_out)
-    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)), sequences
+    prefetched = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
+    return Data(iter(prefetched), sequences, remark)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -23,12 +24,24 @@ from rich.text import Text
 from kvjax.errors import UserError
 from kvjax.files import write_text
 
+FORETOLD = 10
+"""Steps after which a run says when it ends."""
 LINE_SECONDS = 10.0
 """Seconds between two plain lines."""
 LINE = "step", "seconds", "tokens_per_second", "validation"
 """What a line of `metrics.jsonl` holds besides a recipe's scalars."""
+FINITE = "finite"
+"""Among a step's values: whether its loss and its gradients are. It is looked at and not written."""
 RECENT_STEPS = 33
 """Steps over which speed is averaged: few enough that compilation of a length drops out of it soon."""
+
+
+class NotFiniteError(Exception):
+    """After `step` updates a number of the run is not finite: `what` says which."""
+
+    def __init__(self, step: int, what: str):
+        super().__init__(f"step {step}: {what}")
+        self.step, self.what = step, what
 
 
 class Metrics:
@@ -56,7 +69,7 @@ class Metrics:
         quiet: bool = False,
     ):
         self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
-        self._events = None if quiet or not tensorboard else _event_writer(out)
+        self._events = None if quiet or not tensorboard else _event_writer(out, first)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
         self._bar: _Bar | None = None
         self._started = self._said = time.monotonic()
@@ -86,14 +99,14 @@ class Metrics:
         step before.
 
         Raises:
-            UserError: one of those is not finite.
+            NotFiniteError: one of those is not finite, or was made with a gradient that is not (`FINITE`).
         """
         self._write_held()
         self._held = (step, values, tokens)
 
     def flush(self) -> None:
         """Record what is held. All that was recorded is on disk when this returns: a checkpoint of step n comes after
-        the values of step n. Raises UserError as `step`."""
+        the values of step n. Raises NotFiniteError as `step`."""
         self._write_held()
         if self._file is not None:
             os.fsync(self._file.fileno())
@@ -112,12 +125,10 @@ class Metrics:
         step, on_device, tokens = self._held
         self._held = None
         values = {name: float(value) for name, value in jax.device_get(on_device).items()}
-        for name, value in values.items():
-            if not math.isfinite(value):
-                raise UserError(
-                    f"step {step + 1}: {name} is {value}: the run is stopped, checkpoints of earlier steps are kept. A "
-                    "smaller --lr may help, if the weights are right"
-                )
+        finite = values.pop(FINITE, True)
+        check_numbers(step + 1, values)
+        if not finite:
+            raise NotFiniteError(step + 1, "the gradient is not finite")
         if self._quiet:
             return
         now = time.monotonic()
@@ -149,12 +160,22 @@ class Metrics:
         shown = [f"{name} {values[name]:{form}}" for name, form in self._shown.items() if name in values]
         done = len(self._recent) - 1
         left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
+        if step - self._first + 1 == FORETOLD and self._total - 1 > step:
+            end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
+            self.say(f"after {FORETOLD} steps: {_clock(left)} left, it ends about {end}")
         pace = [f"{speed:.0f} tokens/s", f"{_clock(left)} left"] if done else []
         if self._bar is not None:
             self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
             self._said = now
             self.say("  ".join([f"step {step + 1}/{self._total}", *shown, *pace]))
+
+
+def check_numbers(step: int, values: Mapping[str, float], what: str = "") -> None:
+    """NotFiniteError for the first of the values after `step` updates that is not finite."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise NotFiniteError(step, f"{what}{name} is {value}")
 
 
 class _Bar(Progress):
@@ -206,7 +227,9 @@ def check_tensorboard() -> None:
         raise UserError("--tensorboard needs tensorboardX: pip install 'kvjax[tensorboard]'")
 
 
-def _event_writer(out: Path) -> Any:
+def _event_writer(out: Path, first: int) -> Any:
     from tensorboardX import SummaryWriter
 
+    if not first:  # of a run that left no checkpoint
+        shutil.rmtree(out / "tensorboard", ignore_errors=True)
     return SummaryWriter(str(out / "tensorboard"))

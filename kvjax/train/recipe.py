@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -74,7 +74,8 @@ class Recipe(abc.ABC):
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Tokens of a sequence: a document is cut to the largest length that it fills."""
     shares: tuple[float, ...] = (4000.0, 2000.0, 1000.0, 500.0)
-    """How often each length is trained on, relative to the others."""
+    """How often each length is trained on, relative to the others; where --lengths alone are told, inversely
+    proportional to them, as these are."""
     sequences: int = 7500
     """Sequences to train on in all, on any mesh."""
     batch: int = 1
@@ -101,7 +102,10 @@ class Recipe(abc.ABC):
     keep: int = 2
     """Checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
-    """The table at the end: with at least 192 answers a cell, with at least 500, or none. Built-in model only."""
+    """The table at the end: of the built-in model with at least 192 answers a cell, with at least 500, or none; of
+    another held-out text against KV size, its last 128 tokens or its last eighth predicted."""
+    tasks: tuple[str, ...] = ()
+    """RULER's tasks that the report of another model than the built-in one adds: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False
     """Also write TensorBoard events (needs tensorboardX)."""
 
@@ -138,6 +142,13 @@ class Recipe(abc.ABC):
         yield self.keep >= 1, "--keep", "at least 1", self.keep
         known = None, "float32", "bfloat16", "float16"
         yield self.dtype in known, "--dtype", "float32, bfloat16 or float16", self.dtype
+
+    def fitted(self, told: Container[str]) -> Recipe:
+        """With what follows from the options that were `told` together (their fields' names) where others were not:
+        the shares of lengths."""
+        if "lengths" not in told or "shares" in told or not self.lengths or min(self.lengths) < 1:
+            return self
+        return dataclasses.replace(self, shares=tuple(self.lengths[-1] / length for length in self.lengths))
 
     def check(self) -> None:
         """Refuse values that cannot be trained with.
@@ -264,6 +275,12 @@ class Recipe(abc.ABC):
     @abc.abstractmethod
     def deploy(self, params: Any, model: Decoder) -> Policy:
         """The policy of the method's own parameters, for a model."""
+
+    def sweep(self, params: Any, model: Decoder) -> Mapping[str, Policy]:
+        """What the report of a user's own model measures, by what `--set` is told for each: the deployed policy first,
+        then smaller and larger ones of the same parameters. By default the deployed one alone, which is told nothing.
+        """
+        return {"": self.deploy(params, model)}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:

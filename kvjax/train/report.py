@@ -173,10 +173,11 @@ def write(
         title = f"{row.task}, {row.context} tokens, {row.answers} answers"
         panels.setdefault(title, {})[row.method] = [(row.kv_ratio, row.accuracy)]
     pictures.draw_tradeoff(out / "tradeoff.png", panels, "share of the full KV cache")
-    _draw_heads(out / "heads.png", rates)
+    draw_heads(out / "heads.png", rates)
 
 
-def _draw_heads(file: Path, rates: Float[np.ndarray, "l k"]) -> None:
+def draw_heads(file: Path, rates: Float[np.ndarray, "l k"]) -> None:
+    """The share of tokens that each head keeps, as a map."""
     layers, heads = rates.shape
     figure = pictures.figure(2.5 + 0.45 * heads, 1.6 + 0.3 * layers)
     image = pictures.draw_heads(figure.add_subplot(), rates, "share of tokens admitted")

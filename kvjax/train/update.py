@@ -11,7 +11,8 @@ from jax.sharding import reshard
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
 from kvjax.struct import struct
-from kvjax.train.metrics import LINE
+from kvjax.train.checkpoints import all_finite
+from kvjax.train.metrics import FINITE, LINE
 from kvjax.train.recipe import Recipe
 
 MASTER = jnp.float32
@@ -83,7 +84,8 @@ Update = Callable[[TrainState, Decoder | None, Any, Any], tuple[TrainState, dict
 
 
 def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
-    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over.
+    """The jitted step `(state, model, batch, step) -> (state, numbers)`; it takes the state's memory over. Beside the
+    loss and the recipe's scalars the numbers say whether loss and gradients are finite (`FINITE`).
 
     Args:
         dtypes: of parameters with master weights (`param_dtypes`).
@@ -98,7 +100,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
         def loss(params):
             frozen = recipe.frozen(model, state.constants)
             value, numbers = recipe.loss(round_parameters(params, dtypes), frozen, batch, key, step)
-            if taken := {"loss", *LINE} & numbers.keys():
+            if taken := {"loss", FINITE, *LINE} & numbers.keys():
                 raise ValueError(
                     f"{type(recipe).__name__}.loss: {min(taken)!r} is the log's own, call it otherwise"
                 )
@@ -115,6 +117,7 @@ def make_update(recipe: Recipe, dtypes: Any = None, before: int = 0) -> Update:
             found, numbers = _accumulate(recipe.accumulate, gradient, state, model, batch, key, step)
             # moments have the parameters' dtypes, and keep them
             found = jax.tree.map(lambda x, param: x.astype(param.dtype), found, state.params)
+        numbers[FINITE] = all_finite((numbers["loss"], found))
         change, opt = tx.update(found, state.opt, state.params)
         return TrainState(optax.apply_updates(state.params, change), opt, state.constants), numbers
 

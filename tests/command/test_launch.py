@@ -7,7 +7,7 @@ import pytest
 import tyro
 
 from kvjax.command import launch
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.launch import MeshShape, Termination, parse_command, run_command, start
 from kvjax.errors import UserError
 
 
@@ -113,6 +113,8 @@ def test_help_leaves_quietly_with_the_defaults(capsys):
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "error: out: Permission denied\n"),
         (ValueError("write failed [No space left on device]"), 2, "error: the disk is full"),
         (KeyboardInterrupt(), 130, "stopped by the keyboard\n"),
+        (KeyboardInterrupt("say so"), 130, "stopped by the keyboard: say so\n"),
+        (Termination("say so"), 143, "stopped by SIGTERM: say so\n"),
     ],
 )
 def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):

@@ -50,7 +50,7 @@ def refusal(capsys, args):
         (["--expand", "inf"], ["--expand must be a number, got inf"]),
         (["--expand", "0.01"], ["--expand 0.01 makes gates 0.32 wide for the model's head_dim of 32"]),
         (["--expand", "1e308"], ["--expand 1e+308 makes gates inf wide"]),
-        (["--lengths", "16"], ["--lengths 16 is not above --window 16"]),
+        (["--lengths", "16", "--window", "16"], ["--lengths 16 is not above --window 16"]),
         (["--lengths", "512", "256"], ["--lengths", "rising", "[512, 256]"]),
         (["--lengths", "64", "128", "--shares", "1"], ["--shares", "2 lengths"]),
         (["--lengths", "32", "--shares", "1"], ["--lengths 32", "at least 64"]),
@@ -89,8 +89,9 @@ def test_files_of_the_user_are_refused_by_name(tmp_path, capsys):
         (packaged_configs().parent / "kvjax/builtin/model/config.json").read_text()
     )
     assert "--data builtin" in refusal(capsys, ["--model", str(folder)])
-    told = ["--model", str(folder), "--data", str(empty), "--report", "full"]
-    assert "--report full is for the built-in model, got --model" in refusal(capsys, told)
+    assert "--tasks are for the report of another model than the built-in" in refusal(
+        capsys, ["--tasks", "vt"]
+    )
 
 
 @pytest.mark.parametrize("name", PACKAGED)
@@ -109,13 +110,34 @@ def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_pa
     assert parse(["--config", "builtin", "--window", "9"]).window == 9
 
 
+@pytest.mark.parametrize(
+    ("told", "found"),
+    [
+        ([], ((4096, 8192, 16384, 32768), (4000, 2000, 1000, 500), 256)),
+        (["--lengths", "512", "1024", "2048"], ((512, 1024, 2048), (4, 2, 1), 256)),
+        (["--lengths", "256"], ((256,), (1,), 64)),
+        (["--lengths=300"], ((300,), (1,), 256)),
+        (["--lengths", "256", "512", "--shares", "1", "3", "--window", "8"], ((256, 512), (1, 3), 8)),
+        (["--config", "llama-3.1-8b", "--lengths", "512", "768"], ((512, 768), (1.5, 1), 256)),
+        (["--config", "{file}"], ((512, 2048), (4, 1), 256)),
+    ],
+)
+def test_lengths_that_are_told_alone_bring_their_shares_and_a_window(told, found, tmp_path):
+    (tmp_path / "mine.yaml").write_text("lengths: [512, 2048]\n")
+    told = [part.format(file=tmp_path / "mine.yaml") for part in told]
+    config = parse(["--model", "some/folder", "--data", "some/data", *told])
+    assert (config.lengths, config.shares, config.window) == found
+    if told == ["--lengths", "256"]:
+        assert parse(told).shares == (1,), "of the built-in model's two"
+
+
 @pytest.mark.parametrize("mesh", ["1", "8", "3", "4x2", "tensor=8", "data=4,fsdp=8"])
 def test_the_papers_tokens_are_trained_on_whatever_the_mesh(mesh):
     config = parse(["--config", "llama-3.1-8b", "--mesh", mesh])
     lengths = draw_step_lengths(config.steps, config.lengths, config.shares, config.seed)
     tokens = config.rows * int(lengths.sum())
     assert tokens == pytest.approx(65_536_000, rel=0.01)
-    assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens)
+    assert f"{tokens:,} tokens in all: {config.steps} updates of {config.rows}" in plan(config, 0, tokens, 1)
     if config.rows == 1:
         assert (config.steps, tokens) == (7500, 65_536_000)
 

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from kvjax.train.data import (
     DocumentSequences,
     Encoder,
     draw_step_lengths,
+    hold_out,
     open_data,
 )
 from kvjax.train.readers import HubReader
@@ -45,7 +47,7 @@ class Chat(Letters):
 
 def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
     """The iterator and the held-out sequences."""
-    return open_data(
+    data = open_data(
         source,
         rows=rows,
         step_lengths=np.asarray(step_lengths),
@@ -55,6 +57,7 @@ def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=No
         tokenizer=tokenizer or Letters(),
         instruction="Read:",
     )
+    return data.sequences, data.held_out
 
 
 def opened(source, step_lengths, rows=ALL, seed=0, tokenizer=None):
@@ -119,6 +122,28 @@ def test_a_document_goes_to_the_largest_length_that_it_fills_and_to_no_other(tmp
         step_lengths = [length] * len(letters) + [other for other in lengths if other != length]
         own = [written(t[0]) for t in opened(source, step_lengths, Rows(0, 1, 1)) if t.shape[1] == length]
         assert sorted(own) == [letter * length for letter in letters]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "remark"),
+    [
+        ([8, 8, 16, 16], ""),
+        ([3, 7, 8, 8, 16, 16], "of all 6 documents: 2 shorter than 8 tokens and not trained on"),
+        # 34 of 82 tokens: 2 of a document between the lengths, 32 of one above them
+        (
+            [7, 10, 16, 48, 8],
+            "of all 5 documents: 1 shorter than 8 tokens and not trained on; 2 cut, which leaves out 41% of the tokens",
+        ),
+        ([24] * 100 + [8], "of the first 101 documents: 100 cut, which leaves out 33% of the tokens"),
+        ([8, 16, *[24] * 100], "of the first 64 documents: 62 cut, which leaves out 33% of the tokens"),
+    ],
+)
+def test_what_the_lengths_leave_out_is_counted(sizes, remark):
+    """Of documents that are read in this order, for 8 and 16 tokens."""
+    documents = iter([*(chr(97 + i) * size for i, size in enumerate(sizes)), None])
+    reader = SimpleNamespace(next=lambda: next(documents), get_state=int, set_state=int)
+    found = hold_out(reader, Bins((8, 16), Encoder(Letters(), "", 16)), [], [8, 16], "x")[2]
+    assert found == remark
 
 
 def held_out_of(source, step_lengths, validation, **changes):

@@ -1,8 +1,11 @@
 """Whole runs on the test-size model: what they leave, and that one which is killed ends like one which is not."""
 
 import functools
+import importlib.util
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import socket
@@ -11,6 +14,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +22,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import MeshShape
+from kvjax.command.launch import MeshShape, Termination
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -26,8 +30,9 @@ from kvjax.policies import make_policy
 from kvjax.train import loop
 from kvjax.train.__main__ import summary
 from kvjax.train.checkpoints import Checkpoints
-from kvjax.train.config import parse
+from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import Run, plan, train
+from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
@@ -44,7 +49,7 @@ ARGS = [
 KILLED = """
 import os, signal, sys
 import orbax.checkpoint as ocp
-from kvjax.train.config import parse
+from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import train
 
 saves, save = [], ocp.JsonCheckpointHandler.async_save
@@ -213,7 +218,7 @@ def test_the_end_of_a_run_says_what_it_left(whole):
         assert part in text, part
 
 
-@pytest.mark.parametrize("broken", ["loss", "gates"])
+@pytest.mark.parametrize("broken", ["loss", "gradient", "gates"])
 def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tmp_path, monkeypatch):
     folder, made = tmp_path / "run", []
 
@@ -223,29 +228,115 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
             bad = len(made) == 4
             if bad and broken == "gates":
                 state.params.b2[...] = state.params.b2[...] * jnp.nan
-            return state, {"loss": jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)}
+            loss = jnp.float32(jnp.nan if bad and broken == "loss" else 1.0)
+            return state, {"loss": loss, FINITE: jnp.bool_(not (bad and broken == "gradient"))}
 
         return update
 
     found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
+    said = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
+    problem = said.get(broken, "the parameters are no longer finite")
     with pytest.raises(
-        UserError, match=r"^step 4: (loss is nan|the parameters are no longer finite): the run is"
+        UserError,
+        match=f"^step 4 of 6: {problem}: the run is stopped and exports nothing; the last good checkpoint is of step "
+        f"2, in {folder}/checkpoints: python -m kvjax.export {folder} exports it. If weights and data are right, start "
+        "another run with a smaller --lr than 0.01$",
     ):
         train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
     assert [file.name for file in (folder / "checkpoints").iterdir()] == ["2"]
     assert not (folder / "gates").exists()
 
 
-def test_a_folder_is_not_taken_by_a_run_that_cannot_start(tmp_path):
-    folder, data = tmp_path / "run", tmp_path / "data"
-    data.mkdir()
+def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
+    """Really: the weights of the gates run away until nothing is finite any more."""
+    folder = tmp_path / "run"
+    with pytest.raises(
+        UserError, match=r"^step \d of 6: .*no checkpoint before it.* smaller --lr than 1e\+36$"
+    ):
+        train(parse([*ARGS, "--lr", "1e36", "--mesh", "8", "--out", str(folder)]))
+    assert not (folder / "gates").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--data", "no-such-data"], "--data no-such-data: no such file or folder"),
+        (["--data", "{files}/empty"], "has no .txt"),
+        (["--data", "{files}/short.jsonl"], "no document has 64 or more tokens"),
+        (["--model", "{files}/cut"], "model.safetensors"),
+        (["--tensorboard"], "needs tensorboardX"),
+        (["--mesh", "64"], "needs 64 devices"),
+        (["--lr", "1e36"], "is not finite|is nan|is inf|no longer finite"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_a_launch_that_fails_does_not_block_the_next(wrong, message, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.jsonl").write_text('{"text": "short"}\n')
+    shutil.copytree(builtin_model("test_model"), tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    find_spec = importlib.util.find_spec
+    found = lambda name, *rest: None if name == "tensorboardX" else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+    monkeypatch.setattr(datasets, "load_dataset", missing)
     args = [*ARGS, "--mesh", "8", "--out", str(folder)]
-    with pytest.raises(UserError, match="has no .txt"):
-        train(parse([*args, "--data", str(data)]))
-    assert not folder.exists()
+    with pytest.raises(UserError, match=message):
+        train(parse([*args, *(part.format(files=tmp_path) for part in wrong)]))
+    assert not (folder / SAVED).exists()
     assert parse(args).out == folder
+
+
+def missing(*_, **__):
+    raise FileNotFoundError
+
+
+def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypatch):
+    args = [*ARGS, "--mesh", "8", "--out", str(tmp_path / "run")]
+    broken = ValueError("no export today")
+
+    def fails(*_):
+        raise broken
+
+    monkeypatch.setattr(WriteGates, "export", fails)
+    with pytest.raises(ValueError, match="no export today"):
+        train(parse(args))
+    with pytest.raises(UserError, match="already holds a run: pass --resume"):
+        parse(args)
+    monkeypatch.undo()
+    assert (train(parse(["--resume", *args])).folder / "gates").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("updates", "said"),
+    [
+        (1, "there is no checkpoint yet: {use} begins again with the same options"),
+        (3, "the last checkpoint is of step 2: {use} goes on from there"),
+    ],
+)
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, Termination])
+def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, monkeypatch):
+    folder, made, make_update = tmp_path / "a run", [], loop.make_update
+
+    def stopping(*args, **options):
+        update = make_update(*args, **options)
+
+        def stopped(*args):
+            if len(made) == updates:
+                raise stop
+            made.append(1)
+            return update(*args)
+
+        return stopped
+
+    monkeypatch.setattr(loop, "make_update", stopping)
+    use = f"python -m kvjax.train --resume --out '{folder}'"
+    with pytest.raises(stop, match=f"^{re.escape(said.format(use=use))}$"):
+        train(parse([*ARGS, "--mesh", "8", "--out", str(folder)]))
+    assert parse(shlex.split(use)[3:]).resume
 
 
 def test_a_finished_run_is_left_as_it_is(whole):
@@ -255,8 +346,8 @@ def test_a_finished_run_is_left_as_it_is(whole):
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
-def run_two_processes(*args):
-    """`kvjax.train` in two processes with a device each."""
+def run_two_processes(*args, code=0):
+    """`kvjax.train` in two processes with a device each, which both end with an exit code; what each said."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -281,7 +372,8 @@ def run_two_processes(*args):
         for process in both:
             process.kill()
             process.wait()
-    assert [process.returncode for process in both] == [0, 0], said
+    assert [process.returncode for process in both] == [code, code], said
+    return said
 
 
 def test_two_processes_train_like_one(whole, tmp_path):
@@ -289,6 +381,14 @@ def test_two_processes_train_like_one(whole, tmp_path):
     run_two_processes(*ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
+
+
+def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
+    said = run_two_processes(*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run"), code=2)
+    lines = [text.splitlines()[-1] for text in said]
+    assert lines[0] == lines[1]
+    assert re.match(r"error: step \d of 6: .* the run is stopped and exports nothing", lines[0])
+    assert not (tmp_path / "run" / "gates").exists()
 
 
 def test_two_processes_save_a_model_that_they_trained(tmp_path):
@@ -341,9 +441,10 @@ def resuming(notes, group, groups):
             mesh=mesh,
             rows=SimpleNamespace(group=group, groups=groups),
             checkpoints=checkpoints,
-            sequences=SimpleNamespace(set_state=places.append),
+            data=SimpleNamespace(sequences=SimpleNamespace(set_state=places.append)),
         )
-        run.first_state = functools.partial(Run.first_state, run)
+        for name in ("first_state", "restore", "phase"):
+            setattr(run, name, functools.partial(getattr(Run, name), run))
         assert Run.begin(run, tiny_model())[1] == 3
     return places
 
@@ -367,18 +468,18 @@ def test_positions_are_by_group(monkeypatch):
 
     monkeypatch.setattr(multihost_utils, "process_allgather", allgather)
     rows = SimpleNamespace(group=1, groups=2)
-    data = SimpleNamespace(get_state=lambda: {"next": 7})
-    assert Run.positions(SimpleNamespace(rows=rows, sequences=data)) == [{"next": 12}, {"next": 7}]
+    data = SimpleNamespace(sequences=SimpleNamespace(get_state=lambda: {"next": 7}))
+    assert Run.positions(SimpleNamespace(rows=rows, data=data)) == [{"next": 12}, {"next": 7}]
 
 
 def test_a_run_says_what_its_mesh_makes_of_the_batch():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
-    assert plan(config, 0, 65_536_000) == (
-        "7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch into 8 (its axis "
-        "`tensor` does not)"
+    assert plan(config, 0, 65_536_000, 1234) == (
+        "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "
+        "into 8 (its axis `tensor` does not)"
     )
     builtin = parse(["--mesh", "8"])
     assert (builtin.steps, builtin.rows) == (200, 8)
-    assert plan(builtin, 50, 512_000) == (
-        "1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
+    assert plan(builtin, 50, 512_000, 10) == (
+        "10 parameters, 1,600 sequences, 512,000 tokens in all: 200 updates of 8; going on with update 51"
     )

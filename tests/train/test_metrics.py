@@ -6,9 +6,8 @@ import time
 import jax.numpy as jnp
 import pytest
 
-from kvjax.errors import UserError
 from kvjax.train import metrics as module
-from kvjax.train.metrics import Metrics
+from kvjax.train.metrics import FINITE, Metrics, NotFiniteError
 
 
 def run(folder, *, steps=range(3), total=3, first=0, **changes):
@@ -68,11 +67,19 @@ def test_a_loss_that_is_no_number_stops_every_process(tmp_path, value, quiet):
     with Metrics(tmp_path, total=3, first=0, shown={}, quiet=quiet) as metrics:
         metrics.step(0, {"loss": jnp.float32(1)}, tokens=1)
         metrics.step(1, {"loss": jnp.float32(value)}, tokens=1)
-        with pytest.raises(
-            UserError, match=f"step 2: loss is {value}: .* earlier steps are kept. A smaller --lr"
-        ):
+        with pytest.raises(NotFiniteError, match=f"step 2: loss is {value}"):
             metrics.flush()
     assert quiet or [line["step"] for line in lines(tmp_path)] == [0]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_gradient_that_is_no_number_stops_every_process_though_the_loss_is_one(tmp_path, quiet):
+    with Metrics(tmp_path, total=3, first=0, shown={}, quiet=quiet) as metrics:
+        metrics.step(0, {"loss": jnp.float32(1), FINITE: jnp.bool_(True)}, tokens=1)
+        metrics.step(1, {"loss": jnp.float32(1), FINITE: jnp.bool_(False)}, tokens=1)
+        with pytest.raises(NotFiniteError, match="step 2: the gradient is not finite"):
+            metrics.flush()
+    assert quiet or [line.keys() & {"loss", FINITE} for line in lines(tmp_path)] == [{"loss"}]
 
 
 def test_a_resumed_run_drops_what_the_killed_one_wrote_too_far(tmp_path):
@@ -90,6 +97,19 @@ def test_speed_and_time_left(tmp_path, monkeypatch, capsys):
     run(tmp_path, steps=range(3), total=40)
     assert lines(tmp_path)[-1]["tokens_per_second"] == 5
     assert capsys.readouterr().err.splitlines()[-1] == "step 3/40  loss 1.00  5 tokens/s  1:14 left"
+
+
+@pytest.mark.parametrize(("first", "total", "told"), [(0, 12, 1), (5, 16, 1), (0, 10, 0), (0, 9, 0)])
+def test_after_ten_steps_a_run_says_when_it_ends(first, total, told, tmp_path, monkeypatch, capsys):
+    """Steps of two seconds, seen when the next one has begun."""
+    clock = iter(range(0, 1000, 2))
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(module.time, "time", lambda: 1e9)
+    run(tmp_path, steps=range(first, total), total=total, first=first)
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("after")]
+    left = 2 * (total - first - 10)
+    end = time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9 + left))
+    assert said == told * [f"after 10 steps: 0:{left:02} left, it ends about {end}"]
 
 
 def test_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):

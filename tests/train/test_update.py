@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from kvjax.mesh import P, make_mesh
+from kvjax.train.metrics import FINITE
 from kvjax.train.recipe import Recipe
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
@@ -105,3 +106,26 @@ def test_groups_have_their_own_rates_and_are_clipped_apart(name):
     for group, rate in {"fast": 1.0, "slow": 0.01}.items():
         down = before[group] / np.linalg.norm(before[group])
         np.testing.assert_allclose(before[group] - state.params[group], rate * down, rtol=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Steep(TwoGroups):
+    """A loss of zero everywhere, whose slope at `at` = 0 is that of a square root."""
+
+    at: float = 1.0
+
+    def loss(self, params, frozen, batch, key, step):
+        square = self.at * jnp.sum(params["slow"]) + 0 * jnp.sum(params["fast"])
+        return 0 * jnp.sum(batch) + jnp.sqrt(square**2), {}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("at", "finite"), [(1.0, True), (0.0, False)])
+def test_an_update_says_whether_its_gradients_are_finite(at, finite, accumulate):
+    recipe, mesh = Steep(at=at, accumulate=accumulate), make_mesh(fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        _, numbers = make_update(recipe)(state, model, batch(mesh), np.int32(0))
+    assert jnp.isfinite(numbers["loss"])
+    assert bool(numbers[FINITE]) == finite

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +23,9 @@ from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gat
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe, Rule, Validation
 
+TAUS = 0.01, 0.03, 0.1, 0.3, 0.6, 0.9
+"""Thresholds that a report measures beside the run's own."""
+
 
 @dataclasses.dataclass(frozen=True)
 class WriteGates(Recipe):
@@ -35,7 +38,8 @@ class WriteGates(Recipe):
     lambda_: Annotated[float, tyro.conf.arg(name="lambda")] = 0.04
     """Weight of the sparsity term: a larger one keeps less."""
     window: int = 256
-    """The last tokens that are always visible."""
+    """The last tokens that are always visible; where --lengths are told that are not above it, and it is not, a quarter
+    of the shortest."""
     tau: float = 0.1
     """A token is kept for good iff its gate is at least this."""
     sparsity: Literal["lifetime", "paper"] = "lifetime"
@@ -65,6 +69,12 @@ class WriteGates(Recipe):
         yield self.expand is None or self.expand > 0, "--expand", "a finite number above 0", self.expand
         yield self.lr > 0, "--lr", "above 0", self.lr
         yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
+
+    def fitted(self, told: Container[str]) -> Recipe:
+        fitted = super().fitted(told)
+        if "lengths" not in told or "window" in told or not 1 < min(self.lengths, default=0) <= self.window:
+            return fitted
+        return dataclasses.replace(fitted, window=max(1, self.lengths[0] // 4))
 
     def check(self) -> None:
         if self.lengths and self.lengths[0] <= self.window:
@@ -164,6 +174,10 @@ class WriteGates(Recipe):
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
         # without rates the pool takes everything: the real size is not known yet
         return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
+
+    def sweep(self, params: WriteGate, model: Decoder) -> Mapping[str, Policy]:
+        taus = dict.fromkeys([self.tau, *TAUS])
+        return {f"tau={tau:g}": dataclasses.replace(self, tau=tau).deploy(params, model) for tau in taus}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:

@@ -1,0 +1,47 @@
+"""`python -m kvjax.export RUN`: what a training run's checkpoint is worth, and its parameters for use, at any time."""
+
+import dataclasses
+from pathlib import Path
+
+import tyro
+
+from kvjax.command.launch import parse_command, run_command
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Export the trained parameters of a checkpoint of a run, as the run does at its end.
+
+    The held-out sequences are measured again, so the run's model and data must still be there.
+    """
+
+    run: tyro.conf.Positional[Path]
+    """The run's folder, kvjax.train's --out."""
+    step: int | None = None
+    """The checkpoint of so many updates; by default the last one."""
+    out: Path | None = None
+    """A new folder for the export; by default the run's own, as `gates`, where an export that is there is replaced."""
+    mesh: str | None = None
+    """Devices, as kvjax.train is told; by default those of the run."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Export, then say where to and what it is worth."""
+    told = parse_command(ExportConfig, args)
+
+    from kvjax.train.config import parse
+
+    mesh = [] if told.mesh is None else ["--mesh", told.mesh]
+    config = parse(["--resume", "--out", str(told.run), *mesh])
+
+    import jax
+
+    from kvjax.train.loop import export_checkpoint
+
+    found, step, folder = export_checkpoint(config, told.step, told.out)
+    if jax.process_index() == 0:
+        print(f"step {step}: {found.validation}\n{config.exports}: {folder}")
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,150 @@
+"""What training bought on a model of one's own: held-out text, and tasks that are named, against measured KV size.
+
+Every row is measured through the paged cache: contexts are read in four chunks; then a text's end is predicted, each
+token after the true ones before it, and a task's questions are asked. What was trained stands there as a sweep
+(`Recipe.sweep`), beside the full cache.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float, Int
+from numpy import ndarray
+
+from kvjax.evaluate import pictures
+from kvjax.evaluate.config import default_chunk
+from kvjax.evaluate.measuring import Manner, measure
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.tasks.ruler import Files
+from kvjax.tasks.sample import Sample, score_agreements
+from kvjax.tasks.sources import SAME_AS_FULL, Material, check_separable, source
+from kvjax.tasks.splits import Split
+from kvjax.tasks.text import continuation
+from kvjax.train.recipe import Recipe
+from kvjax.train.report import draw_heads
+
+PREDICTED = {"default": 128, "full": None}
+"""Tokens at the end of each held-out sequence that are predicted, by --report: so many at most, or its last eighth."""
+SAMPLES = {"default": 16, "full": 64}
+"""Contexts of each task that is named, by --report. Their seeds do not depend on the run's."""
+TOKENS = 16384
+"""Of the contexts that are read at a time, where the mesh has not more sequences at a time."""
+TEXT = "held-out text"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One size of what was trained, or the full cache, on held-out text or a task."""
+
+    task: str
+    policy: str
+    """The method with what `--set` is told for it."""
+    kv_ratio: float
+    """Of the full cache's entries, once the contexts were read."""
+    footprint: float
+    """Of the entries over all steps."""
+    score: float
+    """Of a text the share of next tokens that are the full cache's; of a task its own."""
+    perplexity: float | None
+    """Of a text's tokens; None: of a task."""
+    answers: int
+
+
+def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
+    """So many samples of each task that --tasks names, as long as the longest sequence that is trained on. Raises
+    UserError for a task that is not for the model, or not for that length."""
+    material = Material(config.model, Files(), ruler_data=None, chat=True)
+    made = {}
+    for name in config.tasks:
+        made[name] = source(name, material).samples(Split(0, count), count, max(config.lengths))
+        check_separable(name, made[name])
+    return made
+
+
+def report(
+    model: Decoder,
+    params: Any,
+    config: Recipe,
+    folder: Path,
+    held_out: Sequence[Int[ndarray, " _"]],
+    summary: str,
+    say: Callable[[str], None],
+) -> list[Row]:
+    """Measure, write report.md, report.json, tradeoff.png and heads.png into `folder`, and return the rows.
+
+    summary: of the run, in lines: where the export is, its last validation, how it is used.
+    """
+    how = str(config.report)
+    tasks = {TEXT: [continuation(tokens, most=PREDICTED[how]) for tokens in held_out]}
+    tasks |= task_samples(config, SAMPLES[how])
+    sweep = config.sweep(params, model)
+    policies = {f"{config.method} {told}".rstrip(): policy for told, policy in sweep.items()}
+    rows, rates = compare(model, policies, tasks, shards=config.mesh.batch_shards, say=say)
+    write(folder, rows, rates, summary)
+    return rows
+
+
+def compare(
+    model: Decoder,
+    policies: Mapping[str, Policy],
+    tasks: Mapping[str, Sequence[Sample]],
+    *,
+    shards: int,
+    say: Callable[[str], None],
+) -> tuple[list[Row], Float[ndarray, "l k"]]:
+    """Measure the full cache and every policy on every task, each from the smallest cache on; and the share of tokens
+    that the first policy keeps in each head on the first task. Texts that are given are scored by their agreement with
+    the full cache."""
+    rows: list[Row] = []
+    rates = None
+    for task, samples in tasks.items():
+        longest = max(len(sample.context) for sample in samples)
+        manner = Manner(batch=max(shards, TOKENS // longest), chunk=default_chunk(longest))
+        full = measure(model, make_policy("full", model=model), samples, manner)
+        if full.perplexity is not None:
+            full = dataclasses.replace(full, score=1.0)  # by its own next tokens
+        found, scored = {"full": full}, score_agreements(samples, full.outputs)
+        for name, policy in policies.items():
+            found[name] = one = measure(model, policy, scored, manner)
+            rates = one.rates if rates is None else rates
+            say(f"{task}: {name} {100 * one.score:.1f}% at {one.kv_ratio:.3f} of the cache")
+        own = (
+            Row(task, name, one.kv_ratio, one.footprint, one.score, one.perplexity, one.answers)
+            for name, one in found.items()
+        )
+        rows += sorted(own, key=lambda row: (row.kv_ratio, row.policy == "full"))
+    assert rates is not None
+    return rows, rates
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    names = "task", "policy", "KV size", "KV footprint", "score", "perplexity", "answers"
+    lines = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    lines += [
+        f"| {row.task} | {row.policy} | {row.kv_ratio:.3f} | {row.footprint:.3f} | {100 * row.score:.1f}% | "
+        f"{'' if row.perplexity is None else f'{row.perplexity:.4g}'} | {row.answers} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def write(folder: Path, rows: Sequence[Row], rates: Float[ndarray, "l k"], notes: str) -> None:
+    """`report.md`, `report.json`, `tradeoff.png` and `heads.png` in `folder`."""
+    figures = {"rows": [dataclasses.asdict(row) for row in rows], "rates": rates.tolist()}
+    (folder / "report.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (folder / "report.md").write_text(
+        f"# Held-out text against KV size\n\n{table(rows)}\n\nThe score of {TEXT}: {SAME_AS_FULL}. What stands "
+        f"behind a policy's name is what `--set` is told for it.\n\n{notes}\n"
+    )
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in rows:
+        method = row.policy.split(" ")[0]
+        points = panels.setdefault(f"{row.task}, {row.answers} answers", {})
+        points.setdefault(method, []).append((row.kv_ratio, row.score))
+    pictures.draw_tradeoff(folder / "tradeoff.png", panels, "share of the full KV cache")
+    draw_heads(folder / "heads.png", rates)

@@ -1,0 +1,125 @@
+"""`python -m kvjax.export`: from any checkpoint what a run itself exports, whole or not at all; how it is found."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import export as command
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.exported.folder import describe, exported_files
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from kvjax.train import loop
+from kvjax.train.config import parse
+from kvjax.train.loop import export_checkpoint, train
+
+
+def arguments(method, folder):
+    """Of a run of four updates, of which all checkpoints are kept."""
+    return [
+        *(
+            "--method",
+            method,
+            "--model",
+            str(builtin_model("test_model")),
+            "--dtype",
+            "float32",
+            "--mesh",
+            "2",
+        ),
+        *("--lengths", "64", "--window", "8", "--batch", "4", "--sequences", "16", "--checkpoint-every", "1"),
+        *("--validation", "2", "--keep", "9", "--report", "none", "--out", str(folder)),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of write gates."""
+    return train(parse(arguments("wgkv", tmp_path_factory.mktemp("runs") / "run"))).folder
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in ("gates.safetensors", "config.json")}
+
+
+def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
+    before = contents(run / "gates")
+    command.main([str(run), "--out", str(tmp_path / "new" / "gates")])
+    assert contents(tmp_path / "new" / "gates") == before
+    assert (tmp_path / "new" / "gates" / "orbax").is_dir()
+    said = capsys.readouterr().out
+    assert said.startswith("step 4: held out (2 sequences): ")
+    assert said.endswith(f"gates: {tmp_path}/new/gates\n")
+    command.main([str(run), "--mesh", "1"])
+    assert contents(run / "gates")["gates.safetensors"] == before["gates.safetensors"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        *("checkpoints", "config.yaml", "gates", "metrics.jsonl")
+    ]
+
+
+def test_an_earlier_checkpoint_gives_the_parameters_of_its_step(run, tmp_path, monkeypatch):
+    """They are those of a run that ended there; the numbers are those of its validation."""
+    found, step, folder = export_checkpoint(parse(["--resume", "--out", str(run)]), 2, tmp_path / "gates")
+    assert (step, folder) == (2, tmp_path / "gates")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (numbers,) = (line["validation"] for line in lines if line["step"] == 1 and "validation" in line)
+    assert describe(folder)["validation"] == pytest.approx(numbers, rel=1e-5)
+    last, *_ = export_checkpoint(parse(["--resume", "--out", str(run)]), 4, tmp_path / "last")
+    assert not np.array_equal(found.params.w1[...], last.params.w1[...])
+    with jax.set_mesh(make_mesh()):
+        model = load_model(builtin_model("test_model"))
+        policy = make_policy("wgkv", gates=folder, model=model)
+    np.testing.assert_array_equal(policy.admission.gates.w1[...], found.params.w1[...])
+
+
+def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
+    before = contents(run / "gates")
+
+    def fails(*_):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(loop, "export", fails)
+    with pytest.raises(UserError, match="the disk is full"):
+        command.main([str(run), "--step", "1"])
+    assert contents(run / "gates") == before
+    assert exported_files(run)[0].parent == run / "gates"
+
+
+def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
+    method = "tests.train.recipes.whole_model:WholeModel"
+    folder = train(parse(arguments(method, tmp_path / "run"))).folder
+    found, _, into = export_checkpoint(parse(["--resume", "--out", str(folder)]), 2, tmp_path / "first")
+    for mine, theirs in zip(
+        jax.tree.leaves(load_model(into / "model", dtype="float32")),
+        jax.tree.leaves(found.model),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_cannot_be_exported_is_one_line(run, tmp_path):
+    config = parse(["--resume", "--out", str(run)])
+    with pytest.raises(
+        UserError, match=r"has no checkpoint of step 3000; it has those of steps \[1, 2, 3, 4\]"
+    ):
+        export_checkpoint(config, 3000, None)
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(UserError, match="mine exists: name a new folder"):
+        export_checkpoint(config, None, tmp_path / "mine")
+    with pytest.raises(UserError, match="holds no run"):
+        command.main([str(tmp_path / "mine")])
+
+
+def test_the_gates_of_a_run_are_found_by_the_runs_folder(run, tmp_path):
+    assert exported_files(run) == exported_files(run / "gates")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=f"no gates.safetensors: python -m kvjax.export {tmp_path}/run exports"
+    ):
+        exported_files(tmp_path / "run")
+    with pytest.raises(UserError, match=r"holds no gates: it has no gates.safetensors$"):
+        exported_files(tmp_path)
