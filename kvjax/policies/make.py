@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError, one_of, shown, whole_number
+from kvjax.errors import UserError, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import describe, is_exported
 from kvjax.mesh import use_mesh
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
-from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
-from kvjax.policies.eviction.critical_kv import CriticalKV
+from kvjax.policies.eviction.adaptive import Adaptive
 from kvjax.policies.eviction.protected import Protected
+from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Admission, Eviction, Selection
 from kvjax.policies.moment import NOTHING, moment
 from kvjax.policies.policy import Policy
@@ -30,7 +30,7 @@ from kvjax.policies.registry import (
     role,
 )
 
-WRAPPING = "over", "pinned", "pyramid", "critical", "first_stage", "first", "last"
+WRAPPING = "over", "pinned", "first", "last"
 MOMENT = "when", *NOTHING
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
 """Arguments of `make_policy` that are the policy's where there is an eviction, whatever its methods."""
@@ -51,18 +51,18 @@ def make_policy(
     `Policy(eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1))`.
 
     Args:
-        name: one of `POLICIES`: an admission, an eviction, one around the scores of `eviction` (adakv, pyramidkv,
-            critical_kv; SnapKV's unless it is given), or a selection; or what another package brings (`find_policy`).
+        name: one of `POLICIES`: an admission, an eviction, one around another `eviction` (adakv, pyramidkv,
+            critical_kv; SnapKV unless it is given), or a selection; or what another package brings (`find_policy`).
             None: the first of the others.
         admission, eviction, selection: methods beside it, as an object (`SnapKV(observed=32)`), a name (`"snapkv"`) or
-            a name with its arguments (`"snapkv:observed=32,pool=7"`).
+            a name with its arguments (`"snapkv:observed=32,pool=7"`, `"critical_kv:eviction=tova"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are held against each that it is used with.
         force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
-            pyramid: `Pyramid`; critical and first_stage: `CriticalKV`; first and last: `Protected`). With an admission,
-            or no eviction, `window`. All others are the own arguments of `name`, the fields of its class.
+            first and last: `Protected`). With an admission, or no eviction, `window`. All others are the own arguments
+            of `name`, the fields of its class; of one around another eviction, then that one's.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -79,21 +79,28 @@ def make_policy(
     evicting = parts.get("eviction")
     words, known = {}, []
     if evicting is not None:
-        for word, needed in evicting.words.items():
-            if needed and not arguments.get(word, needed):
-                raise UserError(f"{evicting.name} is not without {word}, got {word}={shown(arguments[word])}")
-        words = evicting.words | {x: arguments.pop(x) for x in WORDS if x in arguments}
+        around = [] if own.inner is None else own.own_fields
+        words = {x: arguments.pop(x) for x in WORDS if x in arguments and x not in around}
         known = [*WORDS]
     window = None
     if ("admission" in parts or evicting is None) and not own.makes_policies:
         known = ["window", *known]
         if "window" in arguments:
             window = whole_number(label, "window", arguments.pop("window"))
-    parts[own.role] = own.with_more(arguments, known)
+    parts[own.role] = own = own.with_more(arguments, known)
+    taken = [x for x in words if x in own.own_fields and x not in own.arguments]
     with use_mesh(model):
         if not force:
             _check_files(parts, model)
-        policy = _composed(label, parts, words, window, model, force)
+        try:
+            policy = _composed(label, parts, words, window, model, force)
+        except UserError as error:
+            if taken and str(error).startswith(own.name):
+                told = f"{taken[0]}={shown(words[taken[0]])} is the eviction's here"
+                raise UserError(
+                    f"{error}; {told}, its own goes behind its name: {own.name}:{taken[0]}=…"
+                ) from None
+            raise
         policy = policy.unchecked if force else policy
         return policy if model is None else policy.for_model(model)
 
@@ -103,9 +110,8 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
     own = _part("policy", name) if name else next(iter(parts.values()), None) or _part("admission", "full")
     if not name:
         return own, _label(parts | {own.role: own})
-    if own.role in parts and own.words:
-        beside = parts[own.role]
-        own = dataclasses.replace(beside, name=own.name, words=own.words | beside.words)
+    if own.role in parts and own.inner is not None:
+        own = own.around(parts[own.role])
     elif own.role in parts and given[own.role] != name:
         article = "a" if own.role == "selection" else "an"
         raise UserError(
@@ -150,24 +156,9 @@ def _composed(
 
 
 def _wrapped(
-    eviction: Eviction,
-    *,
-    critical: bool = False,
-    first_stage: float | None = None,
-    pyramid: float | None = None,
-    first: int | None = None,
-    last: int | None = None,
-    **shares: Any,
+    eviction: Eviction, *, first: int | None = None, last: int | None = None, **shares: Any
 ) -> Eviction:
     """The eviction within what the words say."""
-    one_of("critical_kv", "critical", critical, (True, False))
-    if critical:
-        stage = {} if first_stage is None else {"first_stage": first_stage}
-        eviction = CriticalKV(eviction, **stage)
-    elif first_stage is not None:
-        raise UserError(f"critical_kv: first_stage={shown(first_stage)} needs critical=True")
-    if pyramid is not None:
-        eviction = Pyramid(eviction, pyramid)
     if shares:
         eviction = Adaptive(eviction, **({"over": "head", "pinned": 0.0} | shares))
     return eviction if first is None and last is None else Protected(eviction, first, last)
@@ -181,22 +172,32 @@ class _Part:
     name: str
     method: Any
     """An object, its class, or a function that makes a policy."""
-    arguments: dict[str, Any]
-    words: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Of `make_policy`, that the name stands for."""
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inner: "_Part | None" = None
+    """The eviction that it is around."""
 
     @property
     def makes_policies(self) -> bool:
         return callable(self.method) and not is_method(self.method)
 
     @property
-    def known(self) -> list[str]:
-        """Its own arguments."""
+    def own_fields(self) -> list[str]:
+        """Its own arguments, without those of what it is around."""
         if self.makes_policies:
             return [x for x in inspect.signature(self.method).parameters if x not in ("model", "force")]
         if not is_method(self.method):
             return []
-        return [field.name for field in dataclasses.fields(self.method) if field.init]
+        names = [field.name for field in dataclasses.fields(self.method) if field.init]
+        return names if self.inner is None else [x for x in names if x != "eviction"]
+
+    @property
+    def known(self) -> list[str]:
+        """Its own arguments, then those of what it is around."""
+        return self.own_fields if self.inner is None else [*self.own_fields, *self.inner.known]
+
+    def around(self, inner: "_Part") -> "_Part":
+        """The same around another eviction."""
+        return dataclasses.replace(self, inner=inner)
 
     def with_more(self, arguments: dict[str, Any], more: Sequence[str] = ()) -> "_Part":
         """With these arguments of its own, too. Raises UserError for what it does not have; `more` is what else it
@@ -210,13 +211,19 @@ class _Part:
             if argument not in self.known and not open_ended:
                 known = ", ".join(dict.fromkeys([*self.known, *more])) or "none"
                 raise UserError(f"{self.name} has no argument {argument!r}; it has {known}")
-        return dataclasses.replace(self, arguments=self.arguments | arguments)
+        if self.inner is None:
+            return dataclasses.replace(self, arguments=self.arguments | arguments)
+        own = {x: given for x, given in arguments.items() if x in self.own_fields}
+        others = {x: given for x, given in arguments.items() if x not in own}
+        return dataclasses.replace(self, arguments=self.arguments | own, inner=self.inner.with_more(others))
 
     def build(self, model: Any, force: bool = False) -> Any:
         """The method, or another package's policy. force: of another model's files."""
         if not callable(self.method):
             return self.method
         parameters, given = inspect.signature(self.method).parameters, self.arguments
+        if self.inner is not None:
+            given = {"eviction": self.inner.build(model, force)} | given
         if self.makes_policies and model is not None and "model" in parameters:
             given = given | {"model": model}
         if self.makes_policies and force and "force" in parameters:
@@ -232,9 +239,9 @@ class _Part:
 
 KNOWN: dict[str, dict[str, Any]] = {
     "admission": dict(ADMISSIONS),
-    "eviction": EVICTIONS | WRAPPERS,
+    "eviction": {**EVICTIONS, **WRAPPERS},
     "selection": dict(SELECTIONS),
-    "policy": ADMISSIONS | EVICTIONS | SELECTIONS | WRAPPERS,
+    "policy": {**ADMISSIONS, **EVICTIONS, **SELECTIONS, **WRAPPERS},
 }
 
 
@@ -242,19 +249,17 @@ def _part(what: str, given: Any) -> _Part:
     """A method that is given as an object, a name, or a name with arguments."""
     objects = {"admission": Admission, "eviction": Eviction, "selection": Selection}
     if isinstance(given, objects.get(what, ())):
-        return _Part(what, given.label, given, {})
+        return _Part(what, given.label, given)
     if not isinstance(given, str):
         raise UserError(f"make_policy: {what} must be a method or the name of one, got {shown(given)}")
     known = KNOWN[what]
     name, told = with_arguments(given, known)
-    made: Callable[..., Any] | None = find_policy(name)
-    if name in WRAPPERS:
-        part = _Part("eviction", name, EVICTIONS["snapkv"], {}, WRAPPERS[name])
-    else:
-        method = known.get(name) or made
-        if method is None or (what != "policy" and role(method) != what):
-            candidates = POLICIES if what == "policy" else known
-            near = difflib.get_close_matches(name, candidates) or list(candidates)
-            raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
-        part = _Part(role(method), name, method, {})
-    return part if told is None else part.with_more(told)
+    method: Callable[..., Any] | None = known.get(name) or find_policy(name)
+    if method is None or (what != "policy" and role(method) != what):
+        candidates = POLICIES if what == "policy" else known
+        near = difflib.get_close_matches(name, candidates) or list(candidates)
+        raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
+    told, inner = dict(told or {}), None
+    if isinstance(method, type) and issubclass(method, Wrapper):
+        inner = _part("eviction", told.pop("eviction", "snapkv"))
+    return _Part(role(method), name, method, inner=inner).with_more(told)

@@ -13,6 +13,7 @@ from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
+from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
@@ -21,6 +22,7 @@ from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
+from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
 from kvjax.policies.selection.quest import Quest
 
@@ -41,12 +43,12 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "r_kv": RKV,
     "random_eviction": RandomEviction,
 }
-WRAPPERS: dict[str, dict[str, Any]] = {
-    "adakv": {"over": Adaptive.over, "pinned": Adaptive.pinned},
-    "pyramidkv": {"pyramid": Pyramid.beta},
-    "critical_kv": {"critical": True},
+WRAPPERS: dict[str, type[Wrapper]] = {
+    "adakv": Adaptive,
+    "pyramidkv": Pyramid,
+    "critical_kv": CriticalKV,
 }
-"""Evictions that hold another one (SnapKV unless another is named), by the words of `make_policy` that they are."""
+"""Evictions that hold another one: SnapKV unless another is named."""
 SELECTIONS: dict[str, type[Selection]] = {
     "quest": Quest,
 }
@@ -62,12 +64,28 @@ def find_policy(name: str | None) -> Callable[..., Any] | None:
     """
     if name is None or name in POLICIES:
         return None
-    found = find(name, PLUGINS, "policy") or find(name, METHODS, "policy")
+    found = find(name, PLUGINS, "policy")
+    found = find(name, METHODS, "policy") if found is None else found
     if found is None:
         return None
-    if not callable(made := getattr(found, "policy", found)):
-        raise UserError(f"policy {name}: {shown(found)} is neither a function nor a recipe")
+    made = getattr(found, "policy", found)
+    if is_method(made):
+        _check_class(name, made)
+    elif isinstance(made, type) or not callable(made):
+        raise UserError(
+            f"policy {name}: expected a method's class, a function that makes a policy, or a recipe, got {shown(made)}"
+        )
     return made
+
+
+def _check_class(name: str, kind: type[Method]) -> None:
+    """Refuse a method's class that is not finished. Raises UserError, which says what it lacks."""
+    if not issubclass(kind, Admission | Eviction | Selection):
+        raise UserError(f"policy {name}: {kind.__name__} must be an Admission, an Eviction or a Selection")
+    if lacking := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UserError(f"policy {name}: {kind.__name__} does not define {', '.join(lacking)}")
+    if "__dataclass_fields__" not in vars(kind):
+        raise UserError(f"policy {name}: {kind.__name__} needs @struct (kvjax.struct) above its class")
 
 
 def role(kind: Any) -> str:

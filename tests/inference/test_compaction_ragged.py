@@ -21,7 +21,7 @@ QUESTIONS = 7, 3
 
 @pytest.fixture(scope="module")
 def policy(model):
-    return make_policy("adakv", model=model, ratio=0.4, observed=6, pyramid=2.0)
+    return make_policy("adakv", eviction="pyramidkv:beta=2.0", model=model, ratio=0.4, observed=6)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ POLICIES = {
     "r_kv": {"ratio": 0.5, "observed": 4},
     "random_eviction": {"ratio": 0.5},
     "adakv": {"ratio": 0.5, "observed": 4},
-    "pyramidkv": {"ratio": 0.5, "observed": 4, "pyramid": 3.0},
+    "pyramidkv": {"ratio": 0.5, "observed": 4, "beta": 3.0},
     "critical_kv": {"ratio": 0.5, "observed": 4},
     "quest": {"ratio": 0.5},
 }

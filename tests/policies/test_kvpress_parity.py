@@ -49,7 +49,7 @@ METHODS = {
     # at a quarter the default β leaves the last layers less than the window, and all layers get the same
     "pyramidkv, β 4": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED, beta=4),
-        {"observed": OBSERVED, "pyramid": 4.0},
+        {"observed": OBSERVED, "beta": 4.0},
     ),
     "tova": (lambda ratio: presses.TOVAPress(1 - ratio), {}),
     "knorm": (lambda ratio: presses.KnormPress(1 - ratio), {}),
@@ -68,7 +68,7 @@ METHODS = {
     ),
     "adakv, critical_kv": (
         lambda ratio: presses.AdaKVPress(presses.CriticalKVPress(snapkv(ratio))),
-        {"observed": OBSERVED, "critical": True},
+        {"observed": OBSERVED, "eviction": "critical_kv"},
     ),
 }
 CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", "expected_attention")]

@@ -34,7 +34,25 @@ from kvjax.policies import (
     Threshold,
     make_policy,
 )
+from kvjax.policies.eviction.wrapper import Wrapper
+from kvjax.policies.interfaces import Eviction
+from kvjax.struct import static, struct
 from tests.tiny_models import tiny_gates
+
+
+@struct
+class Twice(Wrapper):
+    """An eviction's scores, several times as large."""
+
+    times: float = static(default=2.0)
+
+    @property
+    def traced(self):
+        return self
+
+    def score(self, state, stored):
+        return self.times * self.eviction.score(state, stored)
+
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 SAME = {
@@ -75,11 +93,11 @@ SAME = {
     ),
     "pyramidkv": (
         lambda: Policy(eviction=Pyramid(KNorm(), beta=4.0), budget=Entries(9), when=EveryChunk(16)),
-        lambda: make_policy("pyramidkv", eviction=KNorm(), pyramid=4.0, entries=9, when="chunk", chunk=16),
+        lambda: make_policy("pyramidkv", eviction=KNorm(), beta=4.0, entries=9, when="chunk", chunk=16),
     ),
     "adakv of a pyramid": (
         lambda: Policy(eviction=Adaptive(Pyramid(SnapKV(6), 2.0)), budget=Ratio(0.4)),
-        lambda: make_policy("adakv", observed=6, pyramid=2.0, ratio=0.4),
+        lambda: make_policy("adakv", eviction="pyramidkv:beta=2.0", observed=6, ratio=0.4),
     ),
     "critical_kv": (
         lambda: Policy(eviction=CriticalKV(SnapKV()), budget=Ratio(0.4)),
@@ -87,7 +105,19 @@ SAME = {
     ),
     "adakv of critical_kv": (
         lambda: Policy(eviction=Adaptive(CriticalKV(TOVA(), first_stage=0.2)), budget=Ratio(0.4)),
-        lambda: make_policy("adakv", eviction="tova", critical=True, first_stage=0.2, ratio=0.4),
+        lambda: make_policy("adakv", eviction="critical_kv:eviction=tova", first_stage=0.2, ratio=0.4),
+    ),
+    "adakv's own beside the same of what it is around": (
+        lambda: Policy(eviction=CriticalKV(ExpectedAttention(epsilon=0.5), epsilon=0.25), budget=Ratio(0.4)),
+        lambda: make_policy("critical_kv", eviction="expected_attention:epsilon=0.5", epsilon=0.25, ratio=0.4),
+    ),
+    "adakv of tova over a window": (
+        lambda: Policy(StreamingLLM(), 8, Adaptive(TOVA(), over="layer", pinned=0.1), Ratio(0.4)),
+        lambda: make_policy("streaming_llm", window=8, eviction="adakv:eviction=tova,pinned=0.1", ratio=0.4),
+    ),
+    "another package's around an eviction": (
+        lambda: Policy(name=f"{__name__}:Twice", eviction=Twice(KNorm(), times=3.0), budget=Ratio(0.4)),
+        lambda: make_policy(f"{__name__}:Twice", eviction="knorm", times=3.0, ratio=0.4),
     ),
     "critical_kv of expected attention": (
         lambda: Policy(eviction=CriticalKV(ExpectedAttention(values=False)), budget=Ratio(0.4)),
@@ -98,6 +128,10 @@ SAME = {
             eviction=Protected(Adaptive(KeyDiff(), over="model", pinned=0.0), first=4, last=2), budget=Threshold(-0.5)
         ),
         lambda: make_policy("keydiff", over="model", first=4, last=2, threshold=-0.5),
+    ),
+    "two ratios": (
+        lambda: Policy(Random(ratio=0.5), 8, KNorm(), Ratio(0.25)),
+        lambda: make_policy("random:ratio=0.5", window=8, eviction="knorm", ratio=0.25),
     ),
     "h2o": (
         lambda: Policy(eviction=H2O(recent=0.2), budget=Entries(64), when=Every(16), selection=Quest(tokens=32)),
@@ -161,7 +195,7 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (
             lambda: make_policy("wgkv", gates="builtin", eviction="snapkv", observed=8, ratio=0.5),
             "wgkv has no argument 'observed'; it has gates, tau, rate, window, ratio, entries, size, threshold, when, "
-            "chunk, every, drop, observers, over, pinned, pyramid, critical, first_stage, first, last",
+            "chunk, every, drop, observers, over, pinned, first, last",
         ),
         (lambda: make_policy("full", ratio=0.5), "full has no argument 'ratio'; it has window"),
         (
@@ -213,12 +247,28 @@ def test_mistakes_are_named_in_one_line(model, name, arguments, says):
             "budget: pinned must be a finite number, at least 0 and at most 1, got 2.0",
         ),
         (
-            {"name": "pyramidkv", "pyramid": 0.5, "ratio": 0.5},
-            "budget: pyramid must be a finite number, above 1, got 0.5",
+            {"name": "pyramidkv", "beta": 0.5, "ratio": 0.5},
+            "pyramidkv: beta must be a finite number, above 1, got 0.5",
         ),
         (
             {"name": "random", "eviction": "knorm", "ratio": 0.5, "window": 9},
             "random: give either ratio (one number) or rates (layers × kv heads)",
+        ),
+        (
+            {"name": "random", "eviction": "knorm", "ratio": 0.5, "window": 9},
+            "; ratio=0.5 is the eviction's here, its own goes behind its name: random:ratio=…",
+        ),
+        (
+            {"name": "quest", "eviction": "knorm", "ratio": 0.5},
+            "; ratio=0.5 is the eviction's here, its own goes behind its name: quest:ratio=…",
+        ),
+        (
+            {"name": "adakv", "eviction": "tova", "beta": 4.0, "ratio": 0.5},
+            "adakv has no argument 'beta'; it has over, pinned, ratio, entries",
+        ),
+        (
+            {"name": "adakv", "eviction": "critical_kv:over=model", "ratio": 0.5},
+            "critical_kv has no argument 'over'; it has first_stage, epsilon, observed, pool",
         ),
         ({"name": "snapkv", "over": "row", "ratio": 0.5}, "over is one of head, layer, model, got 'row'"),
         ({"name": "snapkv", "ratio": 0.5, "window": 9}, "snapkv has no argument 'window'"),
@@ -262,7 +312,35 @@ def test_a_policy_is_called_by_all_its_methods():
     assert make_policy(admission="streaming_llm", window=9).name == "streaming_llm"
 
 
-@pytest.mark.parametrize(("name", "word"), [("critical_kv", "critical"), ("pyramidkv", "pyramid")])
-def test_a_wrapper_is_not_undone(name, word):
-    with pytest.raises(UserError, match=f"{name} is not without {word}"):
-        make_policy(name, ratio=0.5, **{word: None if word == "pyramid" else False})
+class Unfinished(Eviction):
+    """An eviction without a score."""
+
+
+class Bare(KNorm):
+    """A method without @struct."""
+
+    power: float = 1.0
+
+
+@pytest.mark.parametrize(
+    ("brought", "says"),
+    [
+        (f"{__name__}:Unfinished", "Unfinished does not define score"),
+        (f"{__name__}:Bare", "Bare needs @struct (kvjax.struct) above its class"),
+        ("kvjax.policies.interfaces:Method", "Method must be an Admission, an Eviction or a Selection"),
+        (
+            "builtins:dict",
+            "expected a method's class, a function that makes a policy, or a recipe, got <class 'dict'>",
+        ),
+        (
+            f"{__name__}:RATES",
+            "expected a method's class, a function that makes a policy, or a recipe, got array",
+        ),
+    ],
+)
+def test_what_another_package_brings_unfinished_is_one_line(brought, says):
+    with pytest.raises(UserError) as error:
+        make_policy(brought, ratio=0.5)
+    assert says in str(error.value)
+    assert str(error.value).startswith(f"policy {brought}: ")
+    assert "\n" not in str(error.value)

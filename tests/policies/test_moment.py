@@ -27,10 +27,6 @@ ENTRIES = 24
             {"when": "overflow", "last": 2},
             "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
         ),
-        (
-            {"critical": True, "entries": None, "threshold": 0.1},
-            "critical_kv shares out the places of a budget",
-        ),
         ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
         ({"group": "sum"}, "snapkv: group is one of mean, max, got 'sum'"),
         ({"entries": None, "threshold": float("nan")}, "threshold must be a finite number, got nan"),

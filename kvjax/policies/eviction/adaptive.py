@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from kvjax.errors import real_number
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.struct import assign, host, struct
@@ -42,7 +43,7 @@ class Pyramid(Wrapper):
 
     def __post_init__(self):
         super().__post_init__()
-        assign(self, beta=Shares(pyramid=self.beta).pyramid)
+        assign(self, beta=real_number(self.name, "beta", self.beta, above=1.0))
 
     @property
     def shares(self) -> Shares:

@@ -11,7 +11,7 @@ from tests.tiny_models import tiny_model
 
 SHARES = {
     "snapkv": {},
-    "pyramidkv": {"pyramid": 2.0},
+    "pyramidkv": {"beta": 2.0},
     "adakv": {},
     "global": {"over": "model"},
 }
@@ -57,7 +57,7 @@ def test_a_pyramid_needs_layers(prompts, when):
     ("make", "says"),
     [
         (lambda: Adaptive(KNorm(), over="row"), "budget: over is one of head, layer, model, got 'row'"),
-        (lambda: Pyramid(KNorm(), beta=1.0), "budget: pyramid must be a finite number, above 1, got 1.0"),
+        (lambda: Pyramid(KNorm(), beta=1.0), "pyramidkv: beta must be a finite number, above 1, got 1.0"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_refused_in_one_line(make, says):
