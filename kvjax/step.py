@@ -40,6 +40,7 @@ class Step:
     k_pre: Float[Array, "b k t h"]
     """Before RoPE, after QK-norm where the model has one."""
     v: Float[Array, "b k t h"]
+    """Of the tokens."""
     position: Int[Array, "b t"]
     """True token positions, −1 for padding."""
     layer: Int[Array, ""]
@@ -96,6 +97,7 @@ class Stored:
     rope_scale: float = static()
     """What RoPE multiplies cosines and sines by."""
     layer: Int[Array, ""]
+    """Its index."""
     head: Int[Array, " k"]
     """As in `Step`."""
     planes: dict[str, Shaped[Array, "b k s"]]

@@ -100,5 +100,5 @@ def test_what_is_no_method_is_refused_in_one_line():
             find_recipe(method)
     with pytest.raises(UserError, match="unknown policy 'nosuch'"):
         make_policy("nosuch")
-    with pytest.raises(UserError, match="is neither a function nor a recipe"):
+    with pytest.raises(UserError, match="a function that makes a policy, or a recipe, got"):
         make_policy("kvjax.plugins:METHODS")

@@ -32,8 +32,11 @@ class Standing(NamedTuple):
     """The stored entries of a layer by place, unspecified where there is none."""
 
     exists: Bool[Array, "b k s"]
+    """Whether there is one."""
     priority: Float[Array, "b k s"]
+    """What it was admitted with."""
     position: Int[Array, "b k s"]
+    """Its token's, from 0."""
 
 
 def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:

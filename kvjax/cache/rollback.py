@@ -29,8 +29,11 @@ class Mark:
     free: Int[Array, " p"]
     """As in `Pages`, like the next three."""
     free_count: Int[Array, " shards"]
+    """Of each shard's free list."""
     bounds: Float[Array, "p kv"] | None
+    """The pages' bounds of keys, where the cache has them."""
     planes: dict[str, Shaped[Array, "p page"]]
+    """The numbers beside the entries."""
     rings: Shaped[Array, "l b k r page kv"] | None
     """The rings' pages; None with `pool`, which has them."""
     pool: Shaped[Array, "p page kv"] | None

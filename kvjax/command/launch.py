@@ -35,8 +35,11 @@ class MeshShape:
     """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads."""
 
     data: int = 1
+    """Splits the batch."""
     fsdp: int = 1
+    """Splits the batch, and weights."""
     tensor: int = 1
+    """Splits heads."""
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
@@ -129,7 +132,33 @@ def _one_line(box: str) -> str:
     offered = [
         word for hint in hints if hint.startswith("Perhaps") for word in hint.split() if word.startswith("--")
     ]
+    message = _in_our_words(message)
     return f"{message}; the nearest known: {', '.join(offered)}" if offered else message
+
+
+def _in_our_words(message: str) -> str:
+    """What tyro says of one option: the option, what was expected and what was given, without its parser's words."""
+    if unknown := re.fullmatch(r"Unrecognized options: (.*)", message):
+        words = unknown[1].split(", ")
+        options = [word for word in words if word.startswith("-")]
+        return f"unknown option {', '.join(options)}" if options else f"no option takes {', '.join(words)}"
+    if missing := re.match(r"Missing value for argument '(--[\w-]+)'", message):
+        return f"{missing[1]} needs a value"
+    if choice := re.match(
+        r"invalid choice '(.*)' for argument '(--[\w-]+)'. Expected one of \((.*)\)", message
+    ):
+        return f"{choice[2]} must be one of {choice[3].replace(chr(39), '').rstrip(',')}, got {choice[1]!r}"
+    wrong = re.match(r"Error parsing (--[\w-]+): (.*)", message)
+    if wrong is None:
+        return message
+    option, why = wrong.groups()
+    given = re.search(r"\[('.*?')\]|: ('.*')$", why)
+    kind = "whole number" if "int()" in why else "number" if "to float" in why else ""
+    if given is None or not (kind or "valid parse" in why):
+        own = f"{option[2:]} "
+        return f"{option} {why.removeprefix(own)}" if why.startswith(own) else f"{option}: {why}"
+    value = given[1] or given[2]
+    return f"{option} must be a {kind}, got {value}" if kind else f"{option} does not take {value}"
 
 
 def start(shape: MeshShape) -> Mesh:

@@ -44,7 +44,9 @@ class Answer:
     """An answer. log_likelihood: of the true tokens where they are given, each after those before it (nats)."""
 
     tokens: Tokens
+    """What was said."""
     log_likelihood: float
+    """Of the true tokens where they are given, each after those before it (nats)."""
 
 
 def answer(

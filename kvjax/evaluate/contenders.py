@@ -32,6 +32,7 @@ class Sizing:
     """What a policy is made for."""
 
     model: Decoder
+    """On its mesh."""
     ratio: float
     """Of the entries that it keeps, or reads."""
     tokens: int
@@ -68,6 +69,7 @@ class Contender:
     """A way to make a policy for a budget, and how it is measured."""
 
     make: Callable[[Sizing], Policy]
+    """The policy of a budget."""
     one_size: bool = False
     """It has one size, whatever the budget."""
     reads: str = ""

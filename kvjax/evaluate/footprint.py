@@ -22,8 +22,11 @@ class Occupancy:
     are no part of the sequence; None: no call's."""
 
     held: Float[np.ndarray, " calls"]
+    """Entries before each call."""
     tokens: Int[np.ndarray, " calls"]
+    """In it."""
     passing: Bool[np.ndarray, " calls"] | None = None
+    """Whether they were only read to look."""
 
     @property
     def _own(self) -> Bool[np.ndarray, " calls"]:
@@ -124,7 +127,9 @@ class Crossing:
     """Where a sweep crosses a score, or that it does so below its smallest or above its largest footprint."""
 
     relation: Literal["=", "<", ">"]
+    """"=" at the footprint, "<" below it, ">" above it."""
     footprint: float
+    """A share of full attention's."""
 
     def __str__(self) -> str:
         return f"{'' if self.relation == '=' else self.relation}{100 * self.footprint:.0f}%"

@@ -15,6 +15,7 @@ class JointEviction(Eviction):
     nothing."""
 
     methods: tuple[Eviction | None, ...]
+    """Those whose memories are kept."""
 
     @property
     def planes(self) -> Mapping[str, str]:

@@ -67,7 +67,9 @@ class Measurement:
     footprint: float
     """Mean over the answers, as the next two (see `Occupancy`)."""
     footprint_held: float
+    """The same with what was only read to look and dropped again."""
     peak: float
+    """The most entries at one time, of full attention's."""
     kv_ratio: float
     """Entries over those of a full cache once the contexts were read."""
     kv_ratios: Float[np.ndarray, "l k"]
@@ -87,6 +89,7 @@ class Reading:
     """Contexts in a cache, what was held while they were read, and how long that took."""
 
     cache: Cache
+    """Once the contexts were read."""
     calls: Calls
     """What was held at each call."""
     seconds: float

@@ -37,8 +37,11 @@ class Cell:
     """What one policy at one budget did on one task at one length. A line of results.jsonl."""
 
     policy: str
+    """A contender's name, with its arguments."""
     budget: float
+    """A share of the full cache's entries."""
     task: str
+    """Its name."""
     context: int
     """Tokens."""
     metric: str

@@ -37,6 +37,7 @@ class Candidate:
     """A policy of a budget."""
 
     policy: Policy
+    """Made for the budget."""
     gates: str | None
     """The folder of its gates."""
     choice: str
@@ -66,10 +67,15 @@ class Evaluation:
     """
 
     config: EvaluateConfig
+    """What it was told."""
     model: Decoder
+    """On its mesh."""
     workloads: Sequence[Workload]
+    """Every task at every length."""
     watch: Stopwatch = field(default_factory=Stopwatch)
+    """What is not counted into speeds."""
     choice_samples: dict[tuple[str, int], ChoiceSamples] = field(default_factory=dict, init=False)
+    """By task and length, made when they are first needed."""
 
     def __post_init__(self):
         for gates in self.config.gates:

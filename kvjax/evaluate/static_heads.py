@@ -90,8 +90,11 @@ class StaticPattern:
     """The heads that are `whole`; the others keep `sink` first tokens and the last `window`."""
 
     whole: Bool[np.ndarray, "l k"]
+    """By layer and kv head."""
     sink: int
+    """First tokens of the others."""
     window: int
+    """Last tokens of the others."""
 
     def policy(self, model: Decoder) -> Policy:
         if not self.whole.any():
@@ -132,7 +135,9 @@ class Choice:
     """What was chosen, and among what, in words."""
 
     pattern: StaticPattern
+    """What was chosen."""
     words: str
+    """That, and among what."""
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ class AnswerRows:
     """Contexts, each with its questions and their expected answers side by side behind it."""
 
     token: Int[Array, "b t"]
+    """Ids; unspecified where there is padding."""
     position: Int[Array, "b t"]
     """In its own sequence, −1 for padding."""
     part: Int[Array, "b t"]
@@ -45,8 +46,11 @@ class Pattern:
     """The heads that are `whole`; the others see `sink` first tokens and the last `window`."""
 
     whole: Bool[Array, "*l k"]
+    """By layer and kv head."""
     sink: Int[Array, ""]
+    """First tokens of the others."""
     window: Int[Array, ""]
+    """Last tokens of the others."""
 
 
 @dataclass(frozen=True)

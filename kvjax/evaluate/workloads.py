@@ -23,11 +23,17 @@ class Workload:
     """A task at a length, with its samples and those that τ is searched on, if it is. batch: samples at a time."""
 
     task: str
+    """Its name."""
     length: int
+    """Tokens of a context with a question and its answer, at most."""
     source: Source
+    """Where its samples come from."""
     samples: Sequence[Sample]
+    """Those that are compared."""
     calibration: Sequence[Sample]
+    """Those that τ is searched on; none where it is not searched."""
     batch: int
+    """Samples at a time."""
 
     @property
     def tokens(self) -> int:

@@ -40,7 +40,9 @@ class MadeFor:
     """The model that something was made for, by a name that people know it by and by its fingerprint."""
 
     model: str
+    """The name that people know it by."""
     fingerprint: str
+    """Of its weights, in hexadecimal."""
 
     @classmethod
     def of(cls, model: Any, name: str | None = None) -> "MadeFor":

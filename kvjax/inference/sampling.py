@@ -111,6 +111,7 @@ class Draw:
     """How the next token is drawn (temperature 0: the most likely), and which tokens end a sequence."""
 
     temperature: float = 0.0
+    """What logits are divided by; 0: the most likely token."""
     top_k: int = 0
     """From the k most likely tokens; 0: from all."""
     top_p: float = 1.0

@@ -60,8 +60,11 @@ class GgufFile:
     """The header of a GGUF file: its metadata by name, and its tensors by their names in llama.cpp."""
 
     path: Path
+    """Of the file."""
     metadata: JsonObject
+    """By name."""
     tensors: dict[str, GgufTensor]
+    """By their names in llama.cpp."""
 
     @classmethod
     def read(cls, path: Path) -> "GgufFile":

@@ -14,7 +14,9 @@ class JsonObject:
     """A JSON object and where it stands. Every failure is a UserError that says so."""
 
     data: dict[str, Any]
+    """By key."""
     where: str
+    """The file, and the keys on the way, for messages."""
 
     @classmethod
     def read(cls, file: Path) -> "JsonObject":

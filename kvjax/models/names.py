@@ -20,7 +20,9 @@ class Name:
     """A tensor's name in a Hugging Face file, and how many of our leading axes are its inputs (0: it is a vector)."""
 
     hf: str
+    """Within its layer."""
     inputs: int = 0
+    """How many of our leading axes are its inputs; 0: it is a vector."""
 
 
 LAYER = {

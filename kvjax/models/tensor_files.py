@@ -20,9 +20,13 @@ class TensorInFile:
     """One tensor in a file. kind: its dtype as safetensors spells it."""
 
     name: str
+    """In the file."""
     file: Path
+    """Where it is."""
     shape: tuple[int, ...]
+    """As it is stored."""
     kind: str
+    """Its dtype as safetensors spells it."""
 
     @property
     def dtype(self) -> np.dtype:

@@ -22,9 +22,11 @@ class Job:
     stage: str
     """train, prefill or decode."""
     topology: str
+    """As `Topology.parse` takes it."""
     arguments: tuple[str, ...]
     """Of `kvjax.train` for train, else of `kvjax.plan serve`."""
     mesh: str
+    """As `MeshShape.parse` takes it."""
     length: int
     """Tokens of a training sequence, or of a prompt."""
     phase: int = 0

@@ -18,6 +18,7 @@ class Chip:
     """One device. Peak rates are the vendors' for dense bfloat16 products."""
 
     name: str
+    """As --topology has it."""
     flops: float
     """A second."""
     bandwidth: float
@@ -52,8 +53,11 @@ class Topology:
     """So many chips of a kind, as the compiler is told of them."""
 
     text: str
+    """As it was given."""
     chip: Chip
+    """Each of them."""
     count: int
+    """How many."""
 
     @classmethod
     def parse(cls, text: str) -> Topology:

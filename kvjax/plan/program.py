@@ -33,6 +33,7 @@ class Program:
     donated: int
     """The argument whose memory is taken over."""
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments that are compiled in."""
     steps: int = 1
     """Of which the program takes so many in a loop: figures are of one."""
 

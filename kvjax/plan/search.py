@@ -18,7 +18,9 @@ class Bracket:
     """The largest number that was compiled and fits, and the smallest that does not; None: there was none."""
 
     fits: int | None
+    """The largest that fits."""
     fails: int | None
+    """The smallest that does not."""
 
 
 def fits(found: Figures, usable: int) -> bool:

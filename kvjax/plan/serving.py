@@ -104,9 +104,13 @@ class Serving:
     """A configuration for a model on the current mesh."""
 
     told: ServeConfig
+    """The options."""
     config: ModelConfig
+    """The model's."""
     dtype: str
+    """Of the weights."""
     mesh: Mesh
+    """The current one."""
 
     @functools.cached_property
     def model(self) -> Decoder:

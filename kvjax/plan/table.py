@@ -44,11 +44,17 @@ class Cell:
     """One place of the table."""
 
     model: str
+    """A name of `kvjax.plan.shapes`."""
     stage: str
+    """train, prefill or decode."""
     topology: str
+    """Of one host."""
     length: int
+    """Tokens of a sequence, or of a context."""
     batch: int = 1
+    """Sequences."""
     kept: float = 1.0
+    """The share of the entries that stay."""
 
     def job(self) -> Job:
         """What is compiled for it."""
@@ -78,6 +84,7 @@ class Known:
     total: int
     """Bytes a device."""
     fits: bool
+    """Whether it does."""
     refused: bool
     """By the compiler, whose need is then its own estimate."""
 

@@ -49,6 +49,7 @@ class Ratio(Budget):
 
     proportional = True
     ratio: float
+    """Of the entries."""
 
     def __post_init__(self):
         assign(self, ratio=real_number("budget", "ratio", self.ratio, above=0.0, most=1.0))
@@ -62,6 +63,7 @@ class Entries(Budget):
     """So many entries of each kv head on average."""
 
     entries: int
+    """At least 1."""
 
     def __post_init__(self):
         assign(self, entries=whole_number("budget", "entries", self.entries, most=MOST))
@@ -75,6 +77,7 @@ class Size(Budget):
     """So many bytes of a sequence, keys and values of all layers and heads together: a number, or "2GiB"."""
 
     size: int | str
+    """Bytes."""
 
     def __post_init__(self):
         size = self.size
@@ -92,6 +95,7 @@ class Threshold(Budget):
 
     proportional = True
     threshold: float
+    """The least score that stays."""
 
     def __post_init__(self):
         assign(self, threshold=real_number("budget", "threshold", self.threshold))

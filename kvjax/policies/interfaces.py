@@ -228,8 +228,11 @@ class Mask(NamedTuple):
     None: weight 1, plain causal attention, no gate."""
 
     weight: Float[Array, " k"] | None = None
+    """By kv head."""
     end: Int[Array, "b k t"] | None = None
+    """The index from which on no query sees the key."""
     log_gate: Float[Array, "b k t"] | None = None
+    """Added to the logits of keys beyond the window."""
 
 
 @runtime_checkable

@@ -64,6 +64,7 @@ class AtPrompt(Moment):
 
     when = "prompt"
     observers: Any = "own"
+    """Who looks."""
 
     def __post_init__(self):
         assign(self, observers=observers(self.observers, ("own",)))
@@ -80,7 +81,9 @@ class EveryChunk(Moment):
 
     when = "chunk"
     chunk: int = 0
+    """Tokens."""
     observers: Any = "own"
+    """Who looks."""
 
     def __post_init__(self):
         looking = observers(self.observers, OBSERVERS)
@@ -93,6 +96,7 @@ class Every(Moment):
 
     when = "every"
     every: int = 0
+    """Tokens of an answer."""
 
     def __post_init__(self):
         assign(self, every=whole_number("eviction", "every", self.every))
@@ -105,6 +109,7 @@ class Overflow(Moment):
 
     when = "overflow"
     drop: float = 0.1
+    """Share of what a head has beyond the window."""
 
     def __post_init__(self):
         assign(self, drop=real_number("eviction", "drop", self.drop, above=0.0, most=1.0))

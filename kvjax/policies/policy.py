@@ -63,11 +63,13 @@ class Policy:
     window: Any = static(default=None)
     """A whole number; by default the admission's own."""
     eviction: Eviction | None = None
+    """What scores entries; None: none is evicted."""
     budget: Budget | None = static(default=None)
     """Of the eviction, which needs one."""
     when: Moment | None = static(default=None)
     """Of the eviction: by default once the prompt was read."""
     selection: Selection | None = None
+    """Which pages a decoded token reads; None: all."""
     name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
     """How reports call it: by default the names of its methods."""
 

@@ -26,10 +26,15 @@ class Copy:
     """
 
     vocabulary: Vocabulary
+    """The marks that the task is written with."""
     text: Tokens
+    """Where the filler comes from."""
     families: int = 2
+    """How many."""
     passages: int = 4
+    """Of each family."""
     name: str = "copy"
+    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))

@@ -26,8 +26,11 @@ class Mixture:
     """
 
     vocabulary: Vocabulary
+    """The marks that the task is written with."""
     text: Tokens
+    """Where the filler comes from."""
     shares: Sequence[float] = (0.6, 0.1, 0.1, 0.2)
+    """Of recall, needle, copy and text."""
 
     def __call__(
         self, seed: int, index: int, length: int

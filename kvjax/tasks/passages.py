@@ -40,7 +40,9 @@ class Paragraph:
     """Its text, with the white space after it, and how many tokens that has."""
 
     text: str
+    """With the white space after it."""
     tokens: int
+    """Of that text."""
 
 
 Document = Sequence[Paragraph]

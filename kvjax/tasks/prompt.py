@@ -69,7 +69,9 @@ class Draft:
     question."""
 
     context: str
+    """Ends with the line break before the question."""
     questions: tuple[DraftQuestion, ...]
+    """Each asked on its own."""
     templated: bool = False
     """Whether the text has a model's chat template already."""
 

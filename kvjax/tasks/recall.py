@@ -44,11 +44,17 @@ class Recall:
     """
 
     vocabulary: Vocabulary
+    """The marks that the task is written with."""
     text: Tokens
+    """Where the filler comes from."""
     spacing: float = 64
+    """Tokens of context for a record, at least 4."""
     lookalikes: float = 0.5
+    """For each record, on average."""
     questions: int = 16
+    """At most."""
     name: str = "recall"
+    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         v, rng = self.vocabulary, np.random.default_rng((seed, length))

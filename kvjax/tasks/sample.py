@@ -22,6 +22,7 @@ class Question:
     """Tokens right after the context, and what should follow them."""
 
     prompt: Tokens
+    """Follows the context directly."""
     answer: Tokens
     """A right answer."""
     kind: str
@@ -57,7 +58,9 @@ class Sample:
     """A context and its questions. Each question is asked on its own, directly after the context."""
 
     context: Tokens
+    """What is read, and kept or not."""
     questions: tuple[Question, ...]
+    """Each asked on its own."""
     separable: bool = True
     """Whether the context can be read before a question is known."""
     known: bool = False

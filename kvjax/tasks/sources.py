@@ -70,10 +70,15 @@ class Material:
     """What sources are made of: the model's name, and files."""
 
     model: str
+    """Whose tokenizer it is."""
     files: Files
+    """Of RULER's tasks."""
     ruler_data: Path | None
+    """RULER's own samples; None: they are made here."""
     chat: bool
+    """Whether prompts go through the chat template, if there is one."""
     documents: Path | None = None
+    """A text file or a folder of them."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -120,8 +125,11 @@ class FromSeeds:
     """A task whose samples are made here, each from a seed. `make`: the task for a length."""
 
     make: Callable[[int], Task]
+    """The task for a length."""
     metric: str
+    """What the score is, in words."""
     published: bool = False
+    """Whether these are RULER's own samples."""
 
     def worth(self, length: int) -> int:
         return len(self.make(length).sample(0, length).questions)
@@ -136,7 +144,9 @@ class BuiltInText:
     """Slices of the packaged text, of which the end is predicted."""
 
     metric: str = SAME_AS_FULL
+    """What the score is, in words."""
     published: bool = False
+    """Whether these are RULER's own samples."""
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
@@ -152,10 +162,15 @@ class PublishedSamples:
     """RULER's own samples of the task called `name`, in their order."""
 
     name: str
+    """Of the task."""
     data: Path
+    """A folder, or a hub data set."""
     material: Material
+    """The tokenizer's."""
     metric: str = HOLDS
+    """What the score is, in words."""
     published: bool = True
+    """Whether these are RULER's own samples."""
     _read: dict[int, list[Draft]] = field(default_factory=dict, init=False, repr=False)
 
     def worth(self, length: int) -> int:
@@ -202,8 +217,11 @@ class DocumentQuestions:
     """Questions about passages of documents."""
 
     material: Material
+    """Documents and tokenizer."""
     metric: str = HOLDS
+    """What the score is, in words."""
     published: bool = False
+    """Whether these are RULER's own samples."""
 
     def worth(self, length: int) -> int:
         return QUESTIONS
@@ -220,8 +238,11 @@ class DocumentText:
     """Passages of documents, of which the end is predicted."""
 
     material: Material
+    """Documents and tokenizer."""
     metric: str = SAME_AS_FULL
+    """What the score is, in words."""
     published: bool = False
+    """Whether these are RULER's own samples."""
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR

@@ -18,8 +18,11 @@ class Text:
     """A slice of the text, continued."""
 
     vocabulary: Vocabulary
+    """The marks that the task is written with."""
     text: Tokens
+    """Where the filler comes from."""
     name: str = "text"
+    """As reports call it."""
 
     def sample(self, seed: int, length: int) -> Sample:
         rng = np.random.default_rng((seed, length))

@@ -32,14 +32,23 @@ class Vocabulary:
     """
 
     ordinary: int
+    """How many are pieces of text."""
     begin: int
+    """Begins a sequence."""
     end: int
+    """Ends an answer."""
     record: int
+    """Begins a record."""
     separator: int
+    """Parts a record's fields."""
     question: int
+    """Begins a question."""
     types: tuple[int, int, int]
+    """The three ways to ask for a record."""
     copy: int
+    """Begins a passage to be copied."""
     token_bytes: np.ndarray
+    """Of the ordinary ones."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: "Tokenizer") -> "Vocabulary":

@@ -11,7 +11,7 @@ from kvjax.command.launch import parse_command
 from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.train.recipe import Recipe, option
-from kvjax.train.recipes import find_recipe
+from kvjax.train.recipes import DEFAULT, find_recipe
 
 RUNS = Path("runs")
 """Where runs without an --out go."""
@@ -79,7 +79,7 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
     try:
         loaded = load_config(recipe, name)
     except UserError as error:
-        written = read_values(find_config(name)).get("method", Recipe.method)
+        written = read_values(find_config(name)).get("method", DEFAULT)
         told = find_value(arguments, "--method")
         if told in (None, written):
             raise
@@ -90,7 +90,7 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
     """The recipe that the command line names, else the file, else the default one."""
     method = read_values(file).get("method") if file else None
-    return find_recipe(find_value(arguments, "--method") or str(method or Recipe.method))
+    return find_recipe(find_value(arguments, "--method") or str(method or DEFAULT))
 
 
 def _newest_run() -> int:

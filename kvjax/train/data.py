@@ -75,8 +75,11 @@ class Encoder:
     """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template."""
 
     tokenizer: Any
+    """The model's."""
     instruction: str
+    """What the turn begins with."""
     longest: int
+    """Tokens that are needed at most."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         # no tokenizer makes so few tokens of so many characters that the cut would show
@@ -94,7 +97,9 @@ class Bins:
     """The lengths that documents are cut to, rising. Each document belongs to the largest length that it fills."""
 
     lengths: tuple[int, ...]
+    """Rising."""
     encode: Callable[[str], Int[np.ndarray, " t"]]
+    """A document's tokens."""
 
     def tokens(self, text: str, shortest: int = 0) -> Int[np.ndarray, " t"]:
         """The document's tokens. One that is surely shorter than `shortest` and than every length needs no tokenizer

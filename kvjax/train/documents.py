@@ -17,9 +17,13 @@ class Block:
     """Documents that are read together: `count` of them in `file`, from `start` (a byte, or a parquet row group)."""
 
     file: Path
+    """Where."""
     start: int
+    """A byte, or a row group."""
     size: int
+    """Bytes, or row groups."""
     count: int
+    """How many."""
 
 
 class Documents:

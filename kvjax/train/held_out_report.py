@@ -41,6 +41,7 @@ class Row:
     """One size of what was trained, or the full cache, on held-out text or a task."""
 
     task: str
+    """Its name."""
     policy: str
     """The method with what `--set` is told for it."""
     kv_ratio: float
@@ -52,6 +53,7 @@ class Row:
     perplexity: float | None
     """Of a text's tokens; None: of a task."""
     answers: int
+    """How many; of a text its tokens."""
 
 
 def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:

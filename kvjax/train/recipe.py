@@ -57,8 +57,8 @@ class Recipe(abc.ABC):
 
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2. Virtual CPU devices where there is no accelerator."""
-    method: str = "wgkv"
-    """What is trained: wgkv, a method that an installed package brings, or package.module:NAME."""
+    method: str = ""
+    """What is trained: one of kvjax's own, a method that an installed package brings, or package.module:NAME."""
     config: str | None = None
     """A YAML file of these options, or the name of one that comes with kvjax: builtin, smollm2-135m, llama-3.2-1b,
     llama-3.1-8b, qwen2.5-7b, qwen3-4b."""

@@ -41,8 +41,11 @@ class Row:
     """One method on one task."""
 
     method: str
+    """As the report calls it."""
     task: str
+    """Its name."""
     context: int
+    """Tokens."""
     kv_ratio: float
     """Of the full cache's entries, once the context was read."""
     footprint: float
@@ -50,7 +53,9 @@ class Row:
     accuracy: float
     """Over the answers, from 0 to 1."""
     answers: int
+    """How many."""
     by_kind: dict[str, float]
+    """The accuracy by kind of question."""
     choice: str = ""
     """What was chosen on calibration contexts, in words."""
 

@@ -14,8 +14,11 @@ class Rows:
     """The rows `start … stop − 1` of a step's `total`: those that one process reads."""
 
     start: int
+    """The first."""
     stop: int
+    """Behind the last."""
     total: int
+    """Of all processes."""
 
     @classmethod
     def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":

@@ -18,6 +18,8 @@ class Options:
     mesh: MeshShape = MeshShape()
     steps: int = 3
     kind: Literal["one", "two"] = "one"
+    rate: float | None = None
+    lengths: tuple[int, ...] = (8,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +67,14 @@ def test_command_line_over_default():
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        (["--mesh", "0"], ["--mesh", "'0'", "at least 1"]),
-        (["--stepz", "3"], ["--stepz", "nearest known", "--steps"]),
-        (["--steps", "many"], ["--steps", "many"]),
-        (["--kind", "three"], ["three", "one", "two"]),
-        (["--steps"], ["--steps"]),
+        (["--mesh", "0"], ["--mesh '0': expected 8 (fsdp), 4x2", "at least 1"]),
+        (["--stepz", "3"], ["unknown option --stepz; the nearest known: --steps"]),
+        (["--steps", "many"], ["--steps must be a whole number, got 'many'"]),
+        (["--rate", "high"], ["--rate must be a number, got 'high'"]),
+        (["--lengths", "8", "x"], ["--lengths does not take '8', 'x'"]),
+        (["--kind", "three"], ["--kind must be one of one, two, got 'three'"]),
+        (["--steps"], ["--steps needs a value"]),
+        (["more"], ["no option takes more"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line(args, parts, capsys):

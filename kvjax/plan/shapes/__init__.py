@@ -18,6 +18,7 @@ class ModelShape:
     """What compiling needs of a model."""
 
     config: ModelConfig
+    """Sizes and flags."""
     dtype: str
     """Of the weights, as its `config.json` states it; float32 where it does not."""
 

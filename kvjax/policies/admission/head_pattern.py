@@ -32,7 +32,9 @@ class HeadPattern(Admission):
     ratio: float | None = host(default=None)
     """The share of heads that do, the highest weights first; None: those of weights ≥ 0.5."""
     sink: Any = None
+    """First positions that every head keeps."""
     window: int | None = host(default=None, repr=False)
+    """The policy's, where it names none."""
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "head_pattern"

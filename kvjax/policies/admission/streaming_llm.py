@@ -15,9 +15,12 @@ class StreamingLLM(HeadPattern):
     """Every head keeps the first `sink` tokens and the last of the window; sink 0 is plain local attention."""
 
     pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)
+    """No head is whole."""
     ratio: None = dataclasses.field(default=None, init=False, metadata={"static": True})
+    """Nothing is taken of a pattern."""
     sink: Any = 4
     window: None = dataclasses.field(default=None, init=False, metadata={"static": True})
+    """The policy's."""
     name = "streaming_llm"
 
     def __post_init__(self):

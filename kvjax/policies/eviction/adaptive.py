@@ -17,7 +17,9 @@ class Adaptive(Wrapper):
     """
 
     over: str = host(default="layer")
+    """Who competes: "head", "layer" or "model"."""
     pinned: float = host(default=0.2)
+    """α, from 0 to 1."""
     name = "adakv"
 
     def __post_init__(self):
@@ -39,6 +41,7 @@ class Pyramid(Wrapper):
     the average. All layers get the average if that is below what must stay."""
 
     beta: float = host(default=20.0)
+    """β, above 1."""
     name = "pyramidkv"
 
     def __post_init__(self):

@@ -21,7 +21,9 @@ class CriticalKV(Wrapper):
     ‖W_O v‖₁ (Alg. 1). Values weigh once: the method is taken without them (`without_values`)."""
 
     first_stage: float = static(default=0.5)
+    """The share of the places that go by the other method's scores alone, from 0 to 1."""
     epsilon: float = static(default=1e-4)
+    """ε, so that a score of 0 does not hide the values."""
     name = "critical_kv"
 
     def __post_init__(self):

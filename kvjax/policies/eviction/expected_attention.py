@@ -19,8 +19,11 @@ class QuerySums(NamedTuple):
     """Of the queries before RoPE, by query head: how many, their sum, and that of their products."""
 
     number: Float[Array, " b"]
+    """How many queries."""
     total: Float[Array, "b n h"]
+    """Their sum."""
     products: Float[Array, "b n h h"]
+    """The sum of q qᵀ."""
 
 
 @struct
@@ -39,6 +42,7 @@ class ExpectedAttention(Eviction):
     sink: int = static(default=4)
     """Entries at the start that are not scored and stay."""
     epsilon: Number = 0.0
+    """ε, added to the expected attention before values weigh it."""
     values: bool = static(default=True)
     """Whether ‖v‖₂ is part of the score (not under CriticalKV)."""
     name = "expected_attention"

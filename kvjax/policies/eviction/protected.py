@@ -12,7 +12,9 @@ class Protected(Wrapper):
     method's own numbers; None: they are the method's."""
 
     first: int | None = host(default=None)
+    """So many of the very first entries."""
     last: int | None = host(default=None)
+    """So many of the newest."""
 
     def __post_init__(self):
         super().__post_init__()

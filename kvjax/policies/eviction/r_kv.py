@@ -32,11 +32,15 @@ class RKV(queries.LastQueries):
     """
 
     observed: int = static(default=8)
+    """Last tokens whose queries are looked through."""
     pool: int = static(default=7)
+    """Neighbours over which the maximum is taken."""
     balance: Number = 0.07
     """λ."""
     alike: Number = 0.5
+    """The cosine above which a key forgives another."""
     sink: int = host(default=0)
+    """Entries at the start that always stay."""
     name = "r_kv"
 
     def __post_init__(self):

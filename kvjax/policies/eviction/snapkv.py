@@ -20,6 +20,7 @@ class SnapKV(queries.LastQueries):
     of a group for each query, and of the neighbours. The last `observed` entries stay."""
 
     observed: int = static(default=64)
+    """Last tokens whose queries are looked through, and which stay."""
     pool: int = static(default=5)
     """How many neighbours share their attention."""
     pooling: str = static(default="average")

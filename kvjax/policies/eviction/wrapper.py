@@ -17,6 +17,7 @@ class Wrapper(Eviction):
     """Another eviction, which is asked for everything; compiled programs see that one alone."""
 
     eviction: Eviction
+    """The other one."""
 
     def __post_init__(self):
         if not isinstance(self.eviction, Eviction):

@@ -51,7 +51,9 @@ class RulerEntry:
     """Reserved answer tokens, and what makes the task's recipe of its name and its files."""
 
     reserved: int
+    """Tokens of an answer."""
     open: Callable[[str, Files], RecipeOf]
+    """Makes the task of its name and its files."""
 
 
 def _lines(name: str, files: Files) -> RecipeOf:

@@ -33,9 +33,13 @@ class CommonWords:
     """
 
     length: int
+    """Tokens of a context, which decides how often words occur."""
     name: str = "cwe"
+    """As reports call it."""
     common: int = 10
+    """Words that occur often."""
     fewest: int = 1
+    """Units that a context has at least."""
 
     @property
     def repeats(self) -> tuple[int, int]:
@@ -84,10 +88,13 @@ class CodedWords:
     """
 
     tokens: int
+    """For the list."""
     name: str = "fwe"
+    """As reports call it."""
     fewest: int = 73
     """From here on the fourth word occurs more often than the fifth."""
     supply: None = None
+    """How many units there are; None: without end."""
 
     def write(self, seed: int, units: int) -> Draft:
         rng = generator(self, seed)

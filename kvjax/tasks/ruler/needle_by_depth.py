@@ -19,9 +19,13 @@ class NeedleByDepth:
     """
 
     haystacks: tuple[Essays, ...]
+    """One for each depth."""
     name: str = "needle"
+    """As reports call it."""
     fewest: int = 1
+    """Units that a context has at least."""
     supply: None = None
+    """How many units there are; None: without end."""
 
     def write(self, seed: int, units: int) -> Draft:
         index = seed % len(DEPTHS)

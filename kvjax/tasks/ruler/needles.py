@@ -31,13 +31,21 @@ class Needles:
     """
 
     name: str
+    """As reports call it."""
     haystack: Haystack | None
+    """What needles are hidden in; None: other needles."""
     keys: int = 1
+    """How many."""
     values: int = 1
+    """Of each key."""
     wanted: int = 1
+    """Keys that are asked for."""
     key_kind: Literal["words", "UUID"] = "words"
+    """How keys look."""
     value_kind: Literal["number", "UUID"] = "number"
+    """How values look."""
     fewest: int = 1
+    """Units that a context has at least."""
 
     @property
     def supply(self) -> Supply | None:

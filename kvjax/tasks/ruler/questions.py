@@ -22,9 +22,13 @@ class DataQuestion:
     stand in its context, and others that are close to them (of the same article)."""
 
     question: str
+    """Its text."""
     answers: tuple[str, ...]
+    """Any of them is right."""
     given: tuple[int, ...]
+    """Documents that come with it."""
     near: tuple[int, ...] = ()
+    """Documents close to these."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,15 @@ class QuestionAnswering:
     """
 
     name: str
+    """As reports call it."""
     documents: tuple[str, ...]
+    """Of the data set."""
     questions: tuple[DataQuestion, ...]
+    """Of the data set."""
     fewest: int = 1
+    """Units that a context has at least."""
     supply: None = None
+    """How many units there are; None: without end."""
     _words: Int[np.ndarray, " documents"] = field(init=False, repr=False)
 
     def __post_init__(self):

@@ -31,8 +31,11 @@ class VariableTracking:
     """
 
     name: str = "vt"
+    """As reports call it."""
     hops: int = 4
+    """Variables after the first."""
     supply: None = None
+    """How many units there are; None: without end."""
 
     @property
     def fewest(self) -> int:

@@ -14,7 +14,9 @@ class Supply:
     """How many units there are at most, and what they are: "sentences in …"."""
 
     most: int
+    """How many."""
     of: str
+    """What: "sentences in …"."""
 
 
 @runtime_checkable

@@ -5,6 +5,8 @@ from kvjax.plugins import METHODS, find, names
 from kvjax.train.recipe import Recipe
 
 RECIPES = {"wgkv": "kvjax.train.recipes.wgkv:WriteGates"}
+DEFAULT = "wgkv"
+"""What is trained where no --method is named."""
 
 
 def find_recipe(method: str) -> type[Recipe]:

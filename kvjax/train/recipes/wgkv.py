@@ -35,6 +35,8 @@ class WriteGates(Recipe):
     measured cache size, checkpoints and plots. Without --config, another --model starts from the paper's values.
     """
 
+    method: str = "wgkv"
+    """What is trained."""
     lambda_: Annotated[float, tyro.conf.arg(name="lambda")] = 0.04
     """Weight of the sparsity term: a larger one keeps less."""
     window: int = 256

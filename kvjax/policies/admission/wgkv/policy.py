@@ -26,6 +26,7 @@ class WGKV(Admission):
     """
 
     gates: Any = dataclasses.field(repr=False)
+    """The gates, or where they are."""
     tau: Any = None
     """The threshold; a higher one keeps less. By default the folder's, else 0.1."""
     rate: Any = dataclasses.field(default=None, repr=False)

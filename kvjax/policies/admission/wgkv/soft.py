@@ -25,8 +25,11 @@ class WriteGateTraining:
     """
 
     gates: WriteGate
+    """What is trained."""
     tau: Float[Array, "*l"]
+    """The threshold of use, by layer or one."""
     window: int = static()
+    """Tokens that are seen whatever their gate."""
     sparsity: Literal["lifetime", "paper"] = static(default="lifetime")
     hard: bool = static(default=False)
 
