@@ -130,10 +130,18 @@ def measure(config: ThroughputConfig, paths: dict[str, Generate], vocabulary: in
         rows.append({
             "path": name,
             "prefill_tokens_per_s": int(lengths.sum()) / first,
-            "decode_tokens_per_s": config.prompts * (config.new_tokens - 1) / (all_ - first),
+            # None: so few tokens that they are lost in the noise of prefill
+            "decode_tokens_per_s": config.prompts * (config.new_tokens - 1) / (all_ - first) if all_ > first else None,
             "equal_answers": same,
         })  # fmt: skip
     return rows
+
+
+def _speed(speed: float | None, rival: float | None) -> str:
+    """Tokens per second, and as a multiple of the rival's."""
+    if speed is None:
+        return "too short to time (--new-tokens)"
+    return f"{speed:8.0f} tokens/s" + (f" ({speed / rival:.2f}×)" if rival else "")
 
 
 def main(args: list[str] | None = None) -> None:
@@ -153,12 +161,13 @@ def main(args: list[str] | None = None) -> None:
         model = kvjax.load_model(folder, dtype=config.dtype)
         paths = {TRANSFORMERS: rival} | {name: with_kvjax(model, name) for name in config.policies}
         rows = measure(config, paths, model.config.vocab_size)
-    base = rows[0]
     for row in rows:
-        ratios = [row[key] / base[key] for key in ("prefill_tokens_per_s", "decode_tokens_per_s")]
+        speeds = [
+            _speed(row[f"{phase}_tokens_per_s"], rows[0][f"{phase}_tokens_per_s"])
+            for phase in ("prefill", "decode")
+        ]
         print(
-            f"{row['path']:28} prefill {row['prefill_tokens_per_s']:8.0f} tokens/s ({ratios[0]:.2f}×), decode "
-            f"{row['decode_tokens_per_s']:7.0f} tokens/s ({ratios[1]:.2f}×), answers equal to {TRANSFORMERS}': "
+            f"{row['path']:28} prefill {speeds[0]}, decode {speeds[1]}, answers equal to {TRANSFORMERS}': "
             f"{row['equal_answers']} of {config.prompts}"
         )
     if config.json is not None:

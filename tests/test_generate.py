@@ -1,5 +1,7 @@
 """`python -m kvjax.generate`, as a person runs it."""
 
+import functools
+import inspect
 import re
 import subprocess
 import sys
@@ -7,6 +9,9 @@ import sys
 import pytest
 
 from kvjax.builtin import builtin_model
+from kvjax.command.launch import run_command
+from kvjax.generate import GenerateConfig, main
+from kvjax.policies import POLICIES
 
 SMALL = ["--model", str(builtin_model("test_model"))]
 
@@ -59,9 +64,16 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
         (["--prompt", "x", "--window", "8", "--set", "window=9"], "--set window=… and --window say the same"),
     ],
 )
-def test_mistakes_end_in_one_line(args, says):
-    done = generate(*SMALL, *args)
-    assert done.returncode == 2
-    (line,) = done.stderr.strip().splitlines()
+def test_mistakes_end_in_one_line(args, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        run_command(functools.partial(main, [*SMALL, *args]))
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert says in line
+
+
+def test_help_names_every_policy():
+    """The command imports no policies before it is known to be right, so it names them itself."""
+    text = inspect.getsource(GenerateConfig)
+    assert [name for name in POLICIES if not re.search(rf"\b{name}\b", text)] == []

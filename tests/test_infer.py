@@ -81,4 +81,5 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
     rival, own = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert (rival["path"], own["path"]) == ("transformers", "full")
     assert rival["equal_answers"] == own["equal_answers"] == 3
-    assert min(own["prefill_tokens_per_s"], own["decode_tokens_per_s"], rival["decode_tokens_per_s"]) > 0
+    assert min(rival["prefill_tokens_per_s"], own["prefill_tokens_per_s"]) > 0
+    assert all(row["decode_tokens_per_s"] is None or row["decode_tokens_per_s"] > 0 for row in (rival, own))

@@ -134,6 +134,9 @@ def test_a_batch_is_its_sequences(model, alike, name):
         alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
+SIZED = "streaming_llm", "adakv", "h2o", "quest", "capacity", "wgkv+snapkv"
+"""Admitted, kept of a prompt, with a plane, all of it with bounds, of a capacity, and both; the others only where all
+is asked for."""
 MESHED = "wgkv", "quest", *BESIDES
 """The others only where all is asked for: with them this file has more programs than a process may map."""
 
@@ -147,7 +150,10 @@ def test_a_mesh_is_one_device(alike, name):
     alike(name, split)
 
 
-@each
+@pytest.mark.parametrize(
+    "name",
+    [*SIZED, *(pytest.param(x, marks=pytest.mark.thorough) for x in (*POLICIES, *BESIDES) if x not in SIZED)],
+)
 def test_a_capacity_that_is_too_small_is_named(model, name):
     """The rings alone fit; what must be stored of 40 tokens does not, and does in the one that is named."""
     policy, rows = build(name, model), [np.tile(ROWS[0], 3)]
