@@ -1,7 +1,7 @@
 """What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,14 +21,26 @@ Prompts = Iterable[Any]
 """Token ids, a sequence a prompt."""
 
 
-def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
-    """The prompts as arrays of token ids, checked."""
+def listed(prompts: Prompts) -> list[Any]:
+    """The prompts, one by one. Raises UserError for what is no list of them."""
+    if isinstance(prompts, Mapping):
+        what = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
+        raise UserError(
+            f"prompts must be a list of lists of token ids, got {what}: give its 'input_ids', unpadded"
+        )
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list of prompts, got one text: [{shown(prompts)}]")
     try:
-        prompts = list(prompts)
+        return list(prompts)
     except TypeError:
         raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
+
+
+def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
+    """The prompts as arrays of token ids, checked."""
+    prompts = listed(prompts)
     if any(isinstance(prompt, str) for prompt in prompts):
-        raise UserError("prompts must be token ids, got text: encode it with the model's tokenizer")
+        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
     if not prompts:
         raise UserError("no prompt was given")
     rows = []
@@ -83,17 +95,12 @@ def check_arguments(
             )
 
 
-def check_key(key: Any) -> None:
-    """Refuse what is no single random key."""
-    if key is not None:
-        try:
-            jax.eval_shape(jax.random.fold_in, key, 0)
-        except (TypeError, ValueError):
-            raise UserError(f"sample: key must be one jax.random.key(seed), got {shown(key)}") from None
-
-
 def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
     """The stop tokens that the user named."""
+    if isinstance(eos, str):
+        raise UserError(
+            f"sample: eos must be a list of token ids, got the text {eos!r}: stop=[{eos!r}] ends an answer at a text"
+        )
     try:
         tokens = tuple(eos)
     except TypeError:

@@ -6,8 +6,8 @@ tokens, stop flags and the pool's free count between blocks only.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +16,41 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.errors import UserError, real_number, whole_number
+from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import schedule
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
     check_continues,
-    check_key,
     check_observers,
     stop_tokens,
     token_rows,
 )
+from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
-from kvjax.mesh import BATCH, P, adopt, put, use_mesh
+from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
-COLDEST = 1e-6
-"""Logits divided by a smaller temperature may not be finite."""
 BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
+
+
+OTHERS = {
+    "seed": "a seed is given as key=jax.random.key(seed)",
+    "max_length": "an answer's length is max_new_tokens",
+    "max_len": "an answer's length is max_new_tokens",
+    "new_tokens": "an answer's length is max_new_tokens",
+    "do_sample": "a temperature above 0 draws, 0 takes the most likely token",
+    "eos_token_id": "stop tokens are eos, a list",
+    "batch_size": "all prompts of a call are one batch",
+}
+"""Words of other libraries for arguments of these functions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +72,7 @@ def decode_block(
     cache: Cache,
     token: Int[Array, " b"],
     running: Bool[Array, " b"],
-    draw: dict[str, Any],
+    draw: Draw,
     key: jax.Array,
     drawn_before: Int[Array, ""],
     *,
@@ -88,9 +98,9 @@ def decode_block(
 
     def draw_next(carry, index, logits):
         token, running = carry
-        new = _draw(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
+        new = draw_token(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
         new = jnp.where(running & (index < limit), new, token)
-        return (new, running & ~_is_stop(new, draw)), new
+        return (new, running & ~draw.ends(new)), new
 
     cache, (token, running), drawn, before = decode(
         model,
@@ -105,48 +115,7 @@ def decode_block(
     return cache, drawn, token, running, before
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """How the next token is drawn (temperature 0: the most likely), and which tokens end a sequence."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    eos: tuple[int, ...] = ()
-
-    def arrays(self) -> dict[str, Any]:
-        eos = np.asarray(self.eos or (-1,), np.int32)
-        return {
-            "temperature": np.float32(self.temperature or 1),
-            "top_k": np.int32(self.top_k),
-            "top_p": np.float32(self.top_p),
-            "eos": eos,
-        }
-
-
-def _is_stop(token, draw):
-    return (token[:, None] == draw["eos"]).any(-1)
-
-
-def _draw(logits, draw, key, greedy):
-    logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
-    if greedy:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / draw["temperature"]
-    ranked = -jnp.sort(-logits, axis=-1)
-    vocabulary = logits.shape[-1]
-    kth = jnp.where(draw["top_k"] > 0, jnp.minimum(draw["top_k"], vocabulary), vocabulary) - 1
-    floor_k = ranked[:, kth]
-    p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
-    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them
-    inside = jnp.cumsum(p, -1) - p < draw["top_p"]
-    floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
-    logits = jnp.where(logits >= jnp.maximum(floor_k, floor_p)[:, None], logits, -jnp.inf)
-    noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
-    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
-
-
-_first_draw = jax.jit(_draw, static_argnums=3)
+_first_draw = jax.jit(draw_token, static_argnums=3)
 
 
 def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
@@ -155,6 +124,7 @@ def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
     return adopt(policy.for_model(model))
 
 
+@named_arguments(OTHERS)
 def prefill(
     model: Decoder,
     tokens: Prompts,
@@ -233,6 +203,7 @@ def _all_logits(model, tokens):
     return model.logits(model.hidden(tokens))
 
 
+@named_arguments(OTHERS)
 def stream(
     model: Decoder,
     prompts: Prompts,
@@ -243,7 +214,7 @@ def stream(
     top_k: int = 0,
     top_p: float = 1.0,
     key: jax.Array | None = None,
-    eos: Sequence[int] | None = None,
+    eos: Iterable[int] | None = None,
     cache: Cache | None = None,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
@@ -263,17 +234,10 @@ def stream(
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
-    temperature = real_number("sample", "temperature", temperature, 0.0)
-    if temperature > 0:
-        real_number("sample", "temperature above 0", temperature, COLDEST)
-    top_k = whole_number("sample", "top_k", top_k, 0)
-    top_p = real_number("sample", "top_p", top_p, above=0.0, most=1.0)
-    if temperature > 0 and key is None:
-        raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
-    check_key(key)
     stop = tuple(model.config.eos_ids if eos is None else stop_tokens(eos))
-    draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
-    key = jax.random.key(0) if key is None else key
+    draw = Draw(temperature, top_k, top_p, stop)
+    greedy = draw.greedy
+    key = checked_key(key, greedy)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
         policy = _on_mesh(policy, model)
@@ -298,7 +262,7 @@ def stream(
             held = schedule.at_end(model, policy, held, len(rows))
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
-        running = live & ~_is_stop(token, draw)
+        running = live & ~draw.ends(token)
     yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
@@ -324,12 +288,32 @@ def _tokens(drawn, running, draw, sequences):
     parts = []
     for row in range(sequences):
         column = drawn[:, row] if running[row] else drawn[:0, row]
-        stops = np.flatnonzero(np.isin(column, draw["eos"]))
+        stops = np.flatnonzero(np.isin(column, draw.eos))
         parts.append(column[: stops[0] + 1] if stops.size else column)
     return parts
 
 
-def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
+@named_arguments(OTHERS)
+def sample(
+    model: Decoder,
+    prompts: Prompts,
+    *,
+    policy: Policy | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    key: jax.Array | None = None,
+    eos: Iterable[int] | None = None,
+    cache: Cache | None = None,
+    capacity: int | str | None = None,
+    max_tokens: int | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+) -> Sampled:
     """Continue prompts.
 
     Args:
@@ -352,14 +336,15 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
     Raises:
         UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
     """
-    if arguments.get("eos") is not None:
-        arguments["eos"] = stop_tokens(arguments["eos"])
+    eos = None if eos is None else stop_tokens(eos)
     parts: list[list[np.ndarray]] = []
-    cache = None
-    for block, cache in stream(model, prompts, **arguments):
-        parts.append(block)
-        sizes = caches.stats(cache, len(block))
-    eos = arguments.get("eos")
+    for block_parts, held in stream(
+        model, prompts, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
+        top_p=top_p, key=key, eos=eos, cache=cache, capacity=capacity, max_tokens=max_tokens, page_size=page_size,
+        chunk=chunk, block=block, calls=calls, implementation=implementation,
+    ):  # fmt: skip
+        parts.append(block_parts)
+        sizes = caches.stats(held, len(block_parts))
     stop = list(model.config.eos_ids if eos is None else eos)
     tokens, reasons = [], []
     for row in zip(*parts, strict=True):

@@ -1,12 +1,11 @@
 """`make_policy`: names and flat arguments for the objects that a policy is composed of."""
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvjax.errors import UserError, one_of, shown, whole_number
+from kvjax.errors import UserError, nearest, one_of, refuse_unknown, shown, whole_number
 from kvjax.mesh import use_mesh
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
@@ -184,8 +183,7 @@ class _Part:
             if argument in self.arguments:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
-                known = ", ".join(dict.fromkeys([*self.known, *more])) or "none"
-                raise UserError(f"{self.name} has no argument {argument!r}; it has {known}")
+                refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])))
         return dataclasses.replace(self, arguments=self.arguments | arguments)
 
     def build(self, model: Any) -> Any:
@@ -228,7 +226,7 @@ def _part(what: str, given: Any) -> _Part:
         method = known.get(name) or made
         if method is None or (what != "policy" and role(method) != what):
             candidates = POLICIES if what == "policy" else known
-            near = difflib.get_close_matches(name, candidates) or list(candidates)
+            near = nearest(name, candidates) or list(candidates)
             raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
         part = _Part(role(method), name, method, {})
     return part if told is None else part.with_more(told)

@@ -70,7 +70,7 @@ def test_draws_follow_the_distribution():
     """top_p keeps the fewest tokens that reach it; frequencies match the renormalised probabilities."""
     p = np.array([0.5, 0.25, 0.15, 0.1])
     with use_mesh():
-        draw = sampling.Draw(temperature=1.0, top_p=0.8, top_k=0).arrays()
+        draw = sampling.Draw(temperature=1.0, top_p=0.8, top_k=0)
         many = jnp.broadcast_to(jnp.log(p), (20000, 4))
         found = np.bincount(sampling._first_draw(many, draw, jax.random.key(0), False), minlength=4) / 20000
     np.testing.assert_allclose(found, np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.015)
