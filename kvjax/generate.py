@@ -76,14 +76,6 @@ class GenerateConfig:
         return given | others
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The text's tokens: through the chat template, as the user's turn, where the tokenizer has one."""
-    if getattr(tokenizer, "chat_template", None):
-        turn = [{"role": "user", "content": text}]
-        return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
-    return list(tokenizer(text)["input_ids"])
-
-
 def _prompt(config: GenerateConfig) -> str:
     if (config.prompt is None) == (config.prompt_file is None):
         raise UserError("give either --prompt or --prompt-file")
@@ -114,6 +106,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import stream
     from kvjax.models import load_model, load_tokenizer
+    from kvjax.models.chat import encode
     from kvjax.policies import make_policy
 
     if config.mesh.batch_shards > 1:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from kvjax.cache import CAPACITY_PLANES, Cache
 from kvjax.errors import UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
+from kvjax.models.chat import encode, is_chat
 from kvjax.models.decoder import Decoder
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
@@ -18,7 +19,7 @@ from kvjax.step import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 Prompts = Iterable[Any]
-"""Token ids, a sequence a prompt."""
+"""Token ids, a sequence a prompt; with a tokenizer also texts and chats."""
 
 
 def listed(prompts: Prompts) -> list[Any]:
@@ -36,11 +37,26 @@ def listed(prompts: Prompts) -> list[Any]:
         raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
 
 
+def tokens_of(
+    prompts: Prompts, tokenizer: Any, part: Literal["whole", "beginning", "end"] = "whole"
+) -> list[Any]:
+    """The prompts, texts and chats among them as token ids. Raises UserError for these without a tokenizer."""
+    prompts = listed(prompts)
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
+    if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
+        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
+    if tokenizer is not None and not callable(tokenizer):
+        raise UserError(f"tokenizer must come from kvjax.load_tokenizer, got {shown(tokenizer)}")
+    return [
+        encode(tokenizer, prompt, part) if isinstance(prompt, str) or is_chat(prompt) else prompt
+        for prompt in prompts
+    ]
+
+
 def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     """The prompts as arrays of token ids, checked."""
-    prompts = listed(prompts)
-    if any(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
+    prompts = tokens_of(prompts, None)
     if not prompts:
         raise UserError("no prompt was given")
     rows = []

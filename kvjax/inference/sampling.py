@@ -7,7 +7,7 @@ tokens, stop flags and the pool's free count between blocks only.
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from kvjax.inference.checks import (
     check_observers,
     stop_tokens,
     token_rows,
+    tokens_of,
 )
 from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import Before, decode, feed, padded
@@ -63,6 +64,8 @@ class Sampled:
     """By prompt."""
     stats: Stats
     """Of the cache at the end."""
+    texts: list[str] | None = None
+    """The answers' text, if there is a tokenizer."""
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
@@ -129,6 +132,7 @@ def prefill(
     model: Decoder,
     tokens: Prompts,
     *,
+    tokenizer: Any = None,
     policy: Policy | None = None,
     max_new_tokens: int = 0,
     capacity: int | str | None = None,
@@ -142,7 +146,10 @@ def prefill(
     """Run prompts and keep what the policy keeps of them.
 
     Args:
-        tokens: token ids, one sequence a prompt, of any lengths.
+        tokens: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
+            messages: they go through its chat template, where it has one, and leave the user's turn open for what a
+            later call of `sample` asks.
+        tokenizer: from `kvjax.load`, for text.
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: room for what will follow. With no stated capacity `sample` makes room itself.
         capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
@@ -172,6 +179,8 @@ def prefill(
         whole_number("prefill", "page_size", page_size),
         whole_number("prefill", "chunk", chunk),
     )
+    tokens = tokens_of(tokens, tokenizer, "beginning")
+    observers = None if observers is None else tokens_of(observers, tokenizer, "end")
     with use_mesh(model):
         policy = _on_mesh(policy, model)
         rows, behind = token_rows(model, tokens), None
@@ -208,6 +217,7 @@ def stream(
     model: Decoder,
     prompts: Prompts,
     *,
+    tokenizer: Any = None,
     policy: Policy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -238,6 +248,7 @@ def stream(
     draw = Draw(temperature, top_k, top_p, stop)
     greedy = draw.greedy
     key = checked_key(key, greedy)
+    prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
         policy = _on_mesh(policy, model)
@@ -298,6 +309,7 @@ def sample(
     model: Decoder,
     prompts: Prompts,
     *,
+    tokenizer: Any = None,
     policy: Policy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
@@ -317,7 +329,9 @@ def sample(
     """Continue prompts.
 
     Args:
-        prompts: token ids, one sequence a prompt, of any lengths.
+        prompts: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
+            messages. A text is the user's turn where the tokenizer has a chat template, and with a cache the end of it.
+        tokenizer: from `kvjax.load`, for text; answers then come with theirs.
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: at most so many new tokens each.
         temperature: 0 (the default) takes the most likely token; above 0, `key` is needed.
@@ -339,9 +353,9 @@ def sample(
     eos = None if eos is None else stop_tokens(eos)
     parts: list[list[np.ndarray]] = []
     for block_parts, held in stream(
-        model, prompts, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k,
-        top_p=top_p, key=key, eos=eos, cache=cache, capacity=capacity, max_tokens=max_tokens, page_size=page_size,
-        chunk=chunk, block=block, calls=calls, implementation=implementation,
+        model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, key=key, eos=eos, cache=cache, capacity=capacity, max_tokens=max_tokens,
+        page_size=page_size, chunk=chunk, block=block, calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts))
@@ -352,4 +366,7 @@ def sample(
         stopped = line.size > 0 and bool(np.isin(line[-1], stop))
         tokens.append(line[:-1] if stopped else line)
         reasons.append("eos" if stopped else "length")
-    return Sampled(tokens, reasons, sizes)
+    texts = None
+    if tokenizer is not None:
+        texts = [tokenizer.decode(line, skip_special_tokens=True) for line in tokens]
+    return Sampled(tokens, reasons, sizes, texts)

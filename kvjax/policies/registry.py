@@ -1,6 +1,9 @@
 """Methods by name: a line adds one. What other packages bring is found by an entry point's name, or as
 `package.module:NAME`."""
 
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +16,7 @@ from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
+from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
@@ -51,6 +55,33 @@ SELECTIONS: dict[str, type[Selection]] = {
     "quest": Quest,
 }
 POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
+
+
+def described() -> dict[str, str]:
+    """Each of `POLICIES` with a line about it: the first of its file, or of its class where a file has several."""
+    classes = ADMISSIONS | EVICTIONS | SELECTIONS
+    found = {name: _first_line(_home(kind).__doc__) for name, kind in classes.items()}
+    found |= {"adakv": _first_line(Adaptive.__doc__), "pyramidkv": _first_line(Pyramid.__doc__)}
+    found["critical_kv"] = _first_line(_home(CriticalKV).__doc__)
+    return {name: found[name] for name in POLICIES}
+
+
+def listed() -> str:
+    """The same as text."""
+    lines = described()
+    wide = max(map(len, lines))
+    return "\n".join(f"{name:{wide}}  {line}" for name, line in lines.items())
+
+
+def _home(kind: type) -> Any:
+    """The method's file, or its package where it has one of its own."""
+    return sys.modules[kind.__module__.removesuffix(".policy")]
+
+
+def _first_line(doc: str | None) -> str:
+    """The first sentence, in a line."""
+    paragraph = " ".join(inspect.cleandoc(doc or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[^ .]{2}[.)])\s+(?=[A-Z])", paragraph)[0]
 
 
 def find_policy(name: str | None) -> Callable[..., Any] | None:

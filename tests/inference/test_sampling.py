@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax.builtin import builtin_model
 from kvjax.inference.forward import last_logits
 from kvjax.mesh import use_mesh
+from kvjax.models import load
 from kvjax.policies import make_policy
 from tests.tiny_models import policies_for
 
@@ -85,3 +88,25 @@ def test_prompts_of_about_one_length_share_programs(model):
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load(builtin_model("test_model"))
+
+
+def test_text_in_and_text_out(loaded):
+    model, tokenizer = loaded
+    texts = ["def main(", "import os\n"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    want = sampling.sample(model, ids, max_new_tokens=6)
+    assert want.texts is None
+    got = sampling.sample(model, texts, tokenizer=tokenizer, max_new_tokens=6)
+    for line, text, expected in zip(got.tokens, got.texts, want.tokens, strict=True):
+        np.testing.assert_array_equal(line, expected)
+        assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    cache = sampling.prefill(model, texts, tokenizer=tokenizer)
+    asked = sampling.sample(model, ["x", "y"], tokenizer=tokenizer, cache=cache, max_new_tokens=6)
+    more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
+    whole = sampling.sample(model, [a + b for a, b in zip(ids, more, strict=True)], max_new_tokens=6)
+    np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
