@@ -31,6 +31,7 @@ from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
+from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -48,6 +49,9 @@ OTHERS = {
     "max_len": "an answer's length is max_new_tokens",
     "new_tokens": "an answer's length is max_new_tokens",
     "do_sample": "a temperature above 0 draws, 0 takes the most likely token",
+    "n": "answers of each prompt are samples",
+    "num_return_sequences": "answers of each prompt are samples",
+    "stop_strings": "texts that end an answer are stop",
     "eos_token_id": "stop tokens are eos, a list",
     "batch_size": "all prompts of a call are one batch",
 }
@@ -59,13 +63,15 @@ class Sampled:
     """What `sample` returns."""
 
     tokens: list[np.ndarray]
-    """New tokens of each prompt, the stop token (if one came) not included."""
-    stop_reasons: list[Literal["eos", "length"]]
-    """By prompt."""
+    """New tokens of each prompt, the stop token or text (if one came) not included."""
+    stop_reasons: list[Literal["eos", "stop", "length"]]
+    """By answer: a stop token, a stop text, or max_new_tokens."""
     stats: Stats
     """Of the cache at the end."""
     texts: list[str] | None = None
     """The answers' text, if there is a tokenizer."""
+    logprobs: list[np.ndarray] | None = None
+    """Of each answer's tokens, float32, if they were wanted."""
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
@@ -83,14 +89,20 @@ def decode_block(
     greedy: bool,
     limit: Int[Array, ""] | None = None,
     implementation: str | None = None,
-) -> tuple[Cache, Int[Array, "count b"], Int[Array, " b"], Bool[Array, " b"], Before]:
+) -> tuple[
+    Cache,
+    tuple[Int[Array, "count b"], Float[Array, "count b"] | None],
+    Int[Array, " b"],
+    Bool[Array, " b"],
+    Before,
+]:
     """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing, and after
     `limit` tokens (None: `count`) none does.
 
     What is drawn does not depend on the blocks, but on how many were `drawn_before`.
 
-    Returns the cache, the drawn tokens, the last of them, which rows are still running, and what the cache was before
-    each token.
+    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens, which rows
+    are still running, and what the cache was before each token.
     """
 
     limit = jnp.int32(count) if limit is None else limit
@@ -103,7 +115,7 @@ def decode_block(
         token, running = carry
         new = draw_token(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
         new = jnp.where(running & (index < limit), new, token)
-        return (new, running & ~draw.ends(new)), new
+        return (new, running & ~draw.ends(new)), (new, draw.logprob(logits, new))
 
     cache, (token, running), drawn, before = decode(
         model,
@@ -119,6 +131,7 @@ def decode_block(
 
 
 _first_draw = jax.jit(draw_token, static_argnums=3)
+_first_logprob = jax.jit(Draw.logprob)
 
 
 def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
@@ -223,8 +236,12 @@ def stream(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    samples: int = 1,
     key: jax.Array | None = None,
     eos: Iterable[int] | None = None,
+    stop: Iterable[str] | None = None,
+    logprobs: list[list[np.ndarray]] | None = None,
     cache: Cache | None = None,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
@@ -237,18 +254,32 @@ def stream(
     """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
 
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
-    Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
+    Arguments as in `sample`, but `logprobs` is a list to add to: for each block each prompt's, of its tokens. The text
+    that ends an answer is among its tokens, as a stop token is. The yielded cache is donated to the next block: read
+    what you want of it at once.
     """
     check_arguments("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
-    stop = tuple(model.config.eos_ids if eos is None else stop_tokens(eos))
-    draw = Draw(temperature, top_k, top_p, stop)
+    samples = whole_number("sample", "samples", samples)
+    texts, ids = stop_texts(stop, tokenizer)
+    ends = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
+    draw = Draw(temperature, top_k, top_p, min_p, ends, logprobs is not None)
     greedy = draw.greedy
+    if samples > 1 and greedy:
+        raise UserError(
+            f"sample: samples={samples} at temperature 0 would all be alike: give a temperature above 0"
+        )
+    if samples > 1 and cache is not None:
+        raise UserError(
+            f"sample: samples={samples} of a cache: give prefill each prompt so many times instead"
+        )
     key = checked_key(key, greedy)
     prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
+    prompts = [prompt for prompt in prompts for _ in range(samples)]
+    watch = Watch(tokenizer, texts)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
         policy = _on_mesh(policy, model)
@@ -274,7 +305,10 @@ def stream(
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~draw.ends(token)
-    yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
+        first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
+        parts = _parts(first, np.asarray(live)[: len(rows)], draw, logprobs)
+        running = _still(running, watch, parts)
+    yield parts, held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
@@ -289,19 +323,40 @@ def stream(
             lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
+        parts = _parts(drawn, before, draw, logprobs, count)
         with use_mesh(model):
+            running = _still(running, watch, parts)
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
-        yield _tokens(np.asarray(drawn)[:count], before, draw, len(rows)), held
+        yield parts, held
 
 
-def _tokens(drawn, running, draw, sequences):
-    """Each sequence's own part of a block [count b]: up to and with its stop token; nothing if it had stopped."""
-    parts = []
-    for row in range(sequences):
-        column = drawn[:, row] if running[row] else drawn[:0, row]
-        stops = np.flatnonzero(np.isin(column, draw.eos))
-        parts.append(column[: stops[0] + 1] if stops.size else column)
-    return parts
+def _parts(
+    drawn: tuple[Array, Array | None],
+    running: Bool[np.ndarray, " b"],
+    draw: Draw,
+    logprobs: list[list[np.ndarray]] | None,
+    most: int = 1,
+) -> list[np.ndarray]:
+    """Each sequence's own tokens of a block [count b], the first `most`: up to and with its stop token; nothing if it
+    had stopped. Their log-probabilities are added to `logprobs`."""
+    tokens, own = (None if x is None else np.asarray(x)[:most] for x in drawn)
+    assert tokens is not None
+    counts = []
+    for row, runs in enumerate(running):
+        stops = np.flatnonzero(np.isin(tokens[:, row], draw.eos))
+        counts.append((stops[0] + 1 if stops.size else len(tokens)) if runs else 0)
+    if logprobs is not None and own is not None:
+        logprobs.append([own[:count, row] for row, count in enumerate(counts)])
+    return [tokens[:count, row] for row, count in enumerate(counts)]
+
+
+def _still(running: Bool[Array, " b"], watch: Watch, parts: list[np.ndarray]) -> Bool[Array, " b"]:
+    """Which sequences still run after a block: not those in whose answer a stop text has come."""
+    if not watch.stop:
+        return running
+    ended = np.zeros(running.shape[0], bool)
+    ended[: len(parts)] = watch.ended(parts)
+    return running & ~put(ended, BATCH)
 
 
 @named_arguments(OTHERS)
@@ -315,8 +370,12 @@ def sample(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    samples: int = 1,
     key: jax.Array | None = None,
     eos: Iterable[int] | None = None,
+    stop: Iterable[str] | None = None,
+    logprobs: bool = False,
     cache: Cache | None = None,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
@@ -335,9 +394,16 @@ def sample(
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: at most so many new tokens each.
         temperature: 0 (the default) takes the most likely token; above 0, `key` is needed.
-        top_k, top_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches top_p.
+        top_k, top_p, min_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches
+            top_p, then those at least min_p times as likely as the most likely.
+        samples: answers drawn of each prompt, one after another in the result: those of prompt i are
+            `tokens[i * samples : (i + 1) * samples]`. The prompt is repeated, and each answer has noise of its own.
         key: a JAX random key; the same key gives the same tokens.
         eos: stop tokens; by default every eos id of the model's generation_config.json.
+        stop: texts that end an answer, which is cut before the first; looked for between blocks, so that the cache may
+            hold some tokens more. One that is a token of the tokenizer's own is a stop token.
+        logprobs: whether to return each token's log-probability, by the model's own distribution before temperature,
+            top_k, top_p and min_p.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
         capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
@@ -350,23 +416,32 @@ def sample(
     Raises:
         UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
     """
-    eos = None if eos is None else stop_tokens(eos)
+    stop, ids = stop_texts(stop, tokenizer)
+    if eos is not None or ids:
+        check_arguments("sample", model)
+        eos = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
+    record: list[list[np.ndarray]] | None = [] if logprobs else None
     parts: list[list[np.ndarray]] = []
     for block_parts, held in stream(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
-        top_k=top_k, top_p=top_p, key=key, eos=eos, cache=cache, capacity=capacity, max_tokens=max_tokens,
-        page_size=page_size, chunk=chunk, block=block, calls=calls, implementation=implementation,
+        top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
+        cache=cache, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block,
+        calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts))
-    stop = list(model.config.eos_ids if eos is None else eos)
-    tokens, reasons = [], []
-    for row in zip(*parts, strict=True):
-        line = np.concatenate(row)
-        stopped = line.size > 0 and bool(np.isin(line[-1], stop))
-        tokens.append(line[:-1] if stopped else line)
-        reasons.append("eos" if stopped else "length")
-    texts = None
-    if tokenizer is not None:
-        texts = [tokenizer.decode(line, skip_special_tokens=True) for line in tokens]
-    return Sampled(tokens, reasons, sizes, texts)
+    ends = list(model.config.eos_ids if eos is None else eos)
+    tokens, reasons, texts = [], [], []
+    for line in map(np.concatenate, zip(*parts, strict=True)):
+        stopped = line.size > 0 and bool(np.isin(line[-1], ends))
+        line = line[:-1] if stopped else line
+        found = cut(line, tokenizer, stop)
+        tokens.append(line if found is None else line[: found[0]])
+        reasons.append("stop" if found else "eos" if stopped else "length")
+        if tokenizer is not None:
+            texts.append(decoded(tokenizer, line) if found is None else found[1])
+    own = None
+    if record is not None:
+        lines = map(np.concatenate, zip(*record, strict=True))
+        own = [line[: answer.size] for line, answer in zip(lines, tokens, strict=True)]
+    return Sampled(tokens, reasons, sizes, texts or None, own)
