@@ -184,7 +184,7 @@ def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
     )  # fmt: skip
     model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
     tokens = np.random.default_rng(0).integers(0, 512, config.context)
-    draw = sampling.Draw().arrays()
+    draw = sampling.Draw()
     first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)
 
     def paged(policy):

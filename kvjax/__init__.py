@@ -1,8 +1,9 @@
 """kvjax decides which keys and values of a long context are worth keeping, on frozen Llama, Qwen and Mistral weights.
 
-    model = kvjax.load_model(folder)
+    model, tokenizer = kvjax.load(folder)
     policy = kvjax.make_policy("wgkv", model=model, gates=gates_folder)
-    out = kvjax.sample(model, [prompt_ids], policy=policy, max_new_tokens=64)
+    out = kvjax.sample(model, ["Why …?"], tokenizer=tokenizer, policy=policy, max_new_tokens=64)
+    print(out.texts[0])
 
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
@@ -15,10 +16,14 @@ what other packages bring.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 _HOME = {
+    "load": "kvjax.models",
     "load_model": "kvjax.models",
     "load_tokenizer": "kvjax.models",
     "save_model": "kvjax.models",
+    "Policy": "kvjax.policies",
     "make_policy": "kvjax.policies",
     "prefill": "kvjax.inference.sampling",
     "sample": "kvjax.inference.sampling",
@@ -30,19 +35,23 @@ _HOME = {
     "CapacityError": "kvjax.cache",
     "UserError": "kvjax.errors",
 }
-__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_HOME, "policies"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from kvjax import policies
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.inference.sampling import logits, prefill, sample, stream
     from kvjax.inference.warm_up import warm_up
     from kvjax.mesh import make_mesh
-    from kvjax.models import load_model, load_tokenizer, save_model
-    from kvjax.policies import make_policy
+    from kvjax.models import load, load_model, load_tokenizer, save_model
+    from kvjax.policies import Policy, make_policy
 
 
 def __getattr__(name: str) -> Any:
+    if name == "policies":
+        # the package, which can be called
+        return importlib.import_module("kvjax.policies")
     if name not in _HOME:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

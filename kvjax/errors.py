@@ -1,10 +1,16 @@
 """The error that a user's mistake raises: one line saying what was given, what was expected, and where."""
 
+import difflib
+import functools
+import inspect
 import math
 import re
 import reprlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 LARGEST_INT = 2**31 - 1
 """Of int32, which is what whole numbers are on devices."""
@@ -24,6 +30,48 @@ class Doubt(UserWarning):
 def shown(value: Any) -> str:
     """Any value, short and on one line."""
     return " ".join(reprlib.repr(value).split())
+
+
+def nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The known names that are most like one, whatever its case and its dashes; none: none is."""
+    plain = {_letters(own): own for own in known}
+    return [plain[own] for own in difflib.get_close_matches(_letters(name), plain)]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+def refuse_unknown(
+    where: str, name: str, known: Sequence[str], others: Mapping[str, str] | None = None
+) -> None:
+    """Raise the UserError of an argument that `where` does not have: with what it is called here if `others` says so,
+    else with all that it has and the nearest of them."""
+    if others and name in others:
+        raise UserError(f"{where} has no argument {name!r}; {others[name]}")
+    near = nearest(name, known)
+    best = f"; the nearest: {', '.join(near)}" if near else ""
+    raise UserError(f"{where} has no argument {name!r}; it has {', '.join(known) or 'none'}{best}")
+
+
+def named_arguments(others: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Has a function refuse a keyword argument that it does not have as `refuse_unknown` does, `others` being words of
+    other libraries and what they are here."""
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        known = list(inspect.signature(function).parameters)
+        where = getattr(function, "__name__", "")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name not in known:
+                    refuse_unknown(where, name, known, others)
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
 
 
 def whole_number(where: str, name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:

@@ -53,6 +53,10 @@ class GenerateConfig:
     """Draw from the k most likely tokens only (0: all)."""
     top_p: float = 1.0
     """Draw from the fewest tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Draw only from tokens at least so many times as likely as the most likely one."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer, which is cut before the first."""
     seed: int = 0
     """Seed of the drawing."""
     capacity: str | None = None
@@ -79,14 +83,6 @@ class GenerateConfig:
         if twice := sorted(set(given) & set(others)):
             raise UserError(f"--set {twice[0]}=… and --{twice[0]} say the same: give one of them")
         return given | others
-
-
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """The text's tokens: through the chat template, as the user's turn, where the tokenizer has one."""
-    if getattr(tokenizer, "chat_template", None):
-        turn = [{"role": "user", "content": text}]
-        return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False))
-    return list(tokenizer(text)["input_ids"])
 
 
 def _prompt(config: GenerateConfig) -> str:
@@ -118,7 +114,9 @@ def run(config: GenerateConfig) -> None:
     from kvjax import cache as caches
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import stream
+    from kvjax.inference.stop import decoded, settled, stop_place
     from kvjax.models import load_model, load_tokenizer
+    from kvjax.models.chat import encode
     from kvjax.policies import make_policy
 
     if config.mesh.batch_shards > 1:
@@ -144,20 +142,26 @@ def run(config: GenerateConfig) -> None:
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
+            min_p=config.min_p,
+            stop=config.stop,
+            tokenizer=tokenizer,
             key=jax.random.key(config.seed),
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
             page_size=config.page_size,
         ):
             blocks.append((watch.lap(), len(block)))
             new += block.tolist()
-            whole = tokenizer.decode(new, skip_special_tokens=True)
             # a character may still lack bytes that the next tokens bring
-            whole = whole.rstrip("\N{REPLACEMENT CHARACTER}")
+            text = decoded(tokenizer, new).rstrip("\N{REPLACEMENT CHARACTER}")
+            place = stop_place(text, config.stop)
+            whole = text[: settled(text, config.stop) if place is None else place]
             if whole.startswith(shown):
                 print(whole[len(shown) :], end="", flush=True)
                 shown = whole
             sizes = caches.stats(cache, 1)
-        print(flush=True)
+        # what might have been the beginning of a stop text
+        rest = text[len(shown) :] if place is None and text.startswith(shown) else ""
+        print(rest, flush=True)
     print(summary(policy.name, len(prompt), sizes, blocks), file=sys.stderr)
 
 

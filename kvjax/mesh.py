@@ -12,6 +12,8 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from kvjax.errors import UserError, whole_number
+
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
 """The axes that split a batch; `P(BATCH)` is the sharding of every batch axis."""
@@ -20,9 +22,21 @@ SHARDS = AXES
 
 
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them)."""
+    """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them).
+
+    Raises UserError if there are fewer.
+    """
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in sizes.items()}
+    data, fsdp, tensor = sizes.values()
     count = data * fsdp * tensor
     devices = jax.devices() if devices is None else devices
+    if len(devices) < count:
+        more = ""
+        if devices and devices[0].platform == "cpu":
+            more = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
+        said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        raise UserError(f"make_mesh: {said} takes {count} devices, there are {len(devices)}{more}")
     return jax.make_mesh(
         (data, fsdp, tensor), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:count]
     )

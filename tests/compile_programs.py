@@ -89,7 +89,7 @@ def programs(mesh, config):
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
 
-    draw = jax.tree.map(lambda x: row(x.dtype, np.shape(x)), Draw().arrays())
+    draw = jax.tree.map(lambda x: row(x.dtype, np.shape(x)), Draw())
     key = jax.eval_shape(lambda: jax.random.key(0))
     running = row(jnp.bool_, (BATCH_SIZE,), BATCH)
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())

@@ -37,6 +37,16 @@ def test_text_comes_first_and_then_one_line_of_what_it_took():
     assert again.stdout == done.stdout != ""
 
 
+def test_a_stop_text_cuts_the_answer():
+    long = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
+    text = long.stdout.removesuffix("\n")
+    stop = next(text[i : i + 2] for i in range(4, len(text)) if text.find(text[i : i + 2]) == i)
+    cut = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20", "--stop", stop, "never")
+    assert cut.stdout == text[: text.find(stop)] + "\n"
+    never = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20", "--stop", text[-1] + "~")
+    assert never.stdout == long.stdout
+
+
 def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]

@@ -9,6 +9,7 @@ from jaxtyping import Int
 from kvjax.cache.pages import Cache
 from kvjax.cache.ring import ring_pages
 from kvjax.cache.sizes import CapacityError
+from kvjax.errors import UserError
 
 SLACK = 1.05
 """How much more than what was missed the capacity is that an error names."""
@@ -44,6 +45,13 @@ class Stats:
 
 def stats(cache: Cache, sequences: int | None = None) -> Stats:
     """Sizes of a cache; of its first `sequences` sequences where the batch was padded with empty ones."""
+    if not isinstance(cache, Cache):
+        own = (
+            ": what was sampled has its own, .stats"
+            if isinstance(getattr(cache, "stats", None), Stats)
+            else ""
+        )
+        raise UserError(f"stats: cache must come from kvjax.prefill, got {type(cache).__name__}{own}")
     seen = np.asarray(cache.seen)[:sequences]
     length = np.asarray(cache.layers.length)[:, :sequences]
     ring = np.minimum(seen, cache.window - 1)[None, :, None]

@@ -2,8 +2,8 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,6 +12,7 @@ from kvjax.cache import CAPACITY_PLANES, Cache
 from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import batch_shards
+from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.numbers import is_placed
@@ -20,17 +21,44 @@ from kvjax.step import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 Prompts = Iterable[Any]
-"""Token ids, a sequence a prompt."""
+"""Token ids, a sequence a prompt; with a tokenizer also texts and chats."""
+
+
+def listed(prompts: Prompts) -> list[Any]:
+    """The prompts, one by one. Raises UserError for what is no list of them."""
+    if isinstance(prompts, Mapping):
+        what = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
+        raise UserError(
+            f"prompts must be a list of lists of token ids, got {what}: give its 'input_ids', unpadded"
+        )
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list of prompts, got one text: [{shown(prompts)}]")
+    try:
+        return list(prompts)
+    except TypeError:
+        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
+
+
+def tokens_of(
+    prompts: Prompts, tokenizer: Any, part: Literal["whole", "beginning", "end"] = "whole"
+) -> list[Any]:
+    """The prompts, texts and chats among them as token ids. Raises UserError for these without a tokenizer."""
+    prompts = listed(prompts)
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
+    if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
+        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
+    if tokenizer is not None and not callable(tokenizer):
+        raise UserError(f"tokenizer must come from kvjax.load_tokenizer, got {shown(tokenizer)}")
+    return [
+        encode(tokenizer, prompt, part) if isinstance(prompt, str) or is_chat(prompt) else prompt
+        for prompt in prompts
+    ]
 
 
 def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
     """The prompts as arrays of token ids, checked."""
-    try:
-        prompts = list(prompts)
-    except TypeError:
-        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
-    if any(isinstance(prompt, str) for prompt in prompts):
-        raise UserError("prompts must be token ids, got text: encode it with the model's tokenizer")
+    prompts = tokens_of(prompts, None)
     if not prompts:
         raise UserError("no prompt was given")
     rows = []
@@ -108,17 +136,12 @@ def check_arguments(
             )
 
 
-def check_key(key: Any) -> None:
-    """Refuse what is no single random key."""
-    if key is not None:
-        try:
-            jax.eval_shape(jax.random.fold_in, key, 0)
-        except (TypeError, ValueError):
-            raise UserError(f"sample: key must be one jax.random.key(seed), got {shown(key)}") from None
-
-
 def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
     """The stop tokens that the user named."""
+    if isinstance(eos, str):
+        raise UserError(
+            f"sample: eos must be a list of token ids, got the text {eos!r}: stop=[{eos!r}] ends an answer at a text"
+        )
     try:
         tokens = tuple(eos)
     except TypeError:

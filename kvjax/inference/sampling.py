@@ -6,7 +6,7 @@ tokens, stop flags and the pool's free count between blocks only.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -16,32 +16,47 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.errors import UserError, real_number, whole_number
+from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import schedule
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
     check_continues,
-    check_key,
     check_length,
     check_observers,
     stop_tokens,
     token_rows,
+    tokens_of,
 )
+from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import Before, decode, feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
-from kvjax.mesh import BATCH, P, adopt, put, use_mesh
+from kvjax.inference.stop import Watch, cut, decoded, stop_texts
+from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
-COLDEST = 1e-6
-"""Logits divided by a smaller temperature may not be finite."""
 BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
+
+
+OTHERS = {
+    "seed": "a seed is given as key=jax.random.key(seed)",
+    "max_length": "an answer's length is max_new_tokens",
+    "max_len": "an answer's length is max_new_tokens",
+    "new_tokens": "an answer's length is max_new_tokens",
+    "do_sample": "a temperature above 0 draws, 0 takes the most likely token",
+    "n": "answers of each prompt are samples",
+    "num_return_sequences": "answers of each prompt are samples",
+    "stop_strings": "texts that end an answer are stop",
+    "eos_token_id": "stop tokens are eos, a list",
+    "batch_size": "all prompts of a call are one batch",
+}
+"""Words of other libraries for arguments of these functions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +64,15 @@ class Sampled:
     """What `sample` returns."""
 
     tokens: list[np.ndarray]
-    """New tokens of each prompt, the stop token (if one came) not included."""
-    stop_reasons: list[Literal["eos", "length"]]
-    """By prompt."""
+    """New tokens of each prompt, the stop token or text (if one came) not included."""
+    stop_reasons: list[Literal["eos", "stop", "length"]]
+    """By answer: a stop token, a stop text, or max_new_tokens."""
     stats: Stats
     """Of the cache at the end."""
+    texts: list[str] | None = None
+    """The answers' text, if there is a tokenizer."""
+    logprobs: list[np.ndarray] | None = None
+    """Of each answer's tokens, float32, if they were wanted."""
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
@@ -63,7 +82,7 @@ def decode_block(
     cache: Cache,
     token: Int[Array, " b"],
     running: Bool[Array, " b"],
-    draw: dict[str, Any],
+    draw: Draw,
     key: jax.Array,
     drawn_before: Int[Array, ""],
     *,
@@ -71,14 +90,20 @@ def decode_block(
     greedy: bool,
     limit: Int[Array, ""] | None = None,
     implementation: str | None = None,
-) -> tuple[Cache, Int[Array, "count b"], Int[Array, " b"], Bool[Array, " b"], Before]:
+) -> tuple[
+    Cache,
+    tuple[Int[Array, "count b"], Float[Array, "count b"] | None],
+    Int[Array, " b"],
+    Bool[Array, " b"],
+    Before,
+]:
     """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing, and after
     `limit` tokens (None: `count`) none does.
 
     What is drawn does not depend on the blocks, but on how many were `drawn_before`.
 
-    Returns the cache, the drawn tokens, the last of them, which rows are still running, and what the cache was before
-    each token.
+    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens, which rows
+    are still running, and what the cache was before each token.
     """
 
     limit = jnp.int32(count) if limit is None else limit
@@ -89,9 +114,9 @@ def decode_block(
 
     def draw_next(carry, index, logits):
         token, running = carry
-        new = _draw(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
+        new = draw_token(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
         new = jnp.where(running & (index < limit), new, token)
-        return (new, running & ~_is_stop(new, draw)), new
+        return (new, running & ~draw.ends(new)), (new, draw.logprob(logits, new))
 
     cache, (token, running), drawn, before = decode(
         model,
@@ -106,52 +131,8 @@ def decode_block(
     return cache, drawn, token, running, before
 
 
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """How the next token is drawn (temperature 0: the most likely), and which tokens end a sequence."""
-
-    temperature: float = 0.0
-    """What logits are divided by; 0: the most likely token."""
-    top_k: int = 0
-    """From the k most likely tokens; 0: from all."""
-    top_p: float = 1.0
-    """From the fewest whose probability reaches this."""
-    eos: tuple[int, ...] = ()
-    """Tokens that end a sequence."""
-
-    def arrays(self) -> dict[str, Any]:
-        eos = np.asarray(self.eos or (-1,), np.int32)
-        return {
-            "temperature": np.float32(self.temperature or 1),
-            "top_k": np.int32(self.top_k),
-            "top_p": np.float32(self.top_p),
-            "eos": eos,
-        }
-
-
-def _is_stop(token, draw):
-    return (token[:, None] == draw["eos"]).any(-1)
-
-
-def _draw(logits, draw, key, greedy):
-    logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
-    if greedy:
-        return jnp.argmax(logits, -1).astype(jnp.int32)
-    logits = logits / draw["temperature"]
-    ranked = -jnp.sort(-logits, axis=-1)
-    vocabulary = logits.shape[-1]
-    kth = jnp.where(draw["top_k"] > 0, jnp.minimum(draw["top_k"], vocabulary), vocabulary) - 1
-    floor_k = ranked[:, kth]
-    p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
-    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them
-    inside = jnp.cumsum(p, -1) - p < draw["top_p"]
-    floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
-    logits = jnp.where(logits >= jnp.maximum(floor_k, floor_p)[:, None], logits, -jnp.inf)
-    noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
-    return jnp.argmax(logits + noise, -1).astype(jnp.int32)
-
-
-_first_draw = jax.jit(_draw, static_argnums=3)
+_first_draw = jax.jit(draw_token, static_argnums=3)
+_first_logprob = jax.jit(Draw.logprob)
 
 
 def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
@@ -160,10 +141,12 @@ def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
     return adopt(policy.for_model(model))
 
 
+@named_arguments(OTHERS)
 def prefill(
     model: Decoder,
     tokens: Prompts,
     *,
+    tokenizer: Any = None,
     policy: Policy | None = None,
     max_new_tokens: int = 0,
     capacity: int | str | None = None,
@@ -177,7 +160,10 @@ def prefill(
     """Run prompts and keep what the policy keeps of them.
 
     Args:
-        tokens: token ids, one sequence a prompt, of any lengths.
+        tokens: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
+            messages: they go through its chat template, where it has one, and leave the user's turn open for what a
+            later call of `sample` asks.
+        tokenizer: from `kvjax.load`, for text.
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: room for what will follow. With no stated capacity `sample` makes room itself.
         capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
@@ -207,6 +193,8 @@ def prefill(
         whole_number("prefill", "page_size", page_size),
         whole_number("prefill", "chunk", chunk),
     )
+    tokens = tokens_of(tokens, tokenizer, "beginning")
+    observers = None if observers is None else tokens_of(observers, tokenizer, "end")
     with use_mesh(model):
         policy = _on_mesh(policy, model)
         rows, behind = token_rows(model, tokens), None
@@ -239,17 +227,23 @@ def _all_logits(model, tokens):
     return model.logits(model.hidden(tokens))
 
 
+@named_arguments(OTHERS)
 def stream(
     model: Decoder,
     prompts: Prompts,
     *,
+    tokenizer: Any = None,
     policy: Policy | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
+    samples: int = 1,
     key: jax.Array | None = None,
-    eos: Sequence[int] | None = None,
+    eos: Iterable[int] | None = None,
+    stop: Iterable[str] | None = None,
+    logprobs: list[list[np.ndarray]] | None = None,
     cache: Cache | None = None,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
@@ -262,24 +256,32 @@ def stream(
     """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
 
     The first block is the single token that prefill gives; the next `block` tokens are computed only when asked for.
-    Arguments as in `sample`. The yielded cache is donated to the next block: read what you want of it at once.
+    Arguments as in `sample`, but `logprobs` is a list to add to: for each block each prompt's, of its tokens. The text
+    that ends an answer is among its tokens, as a stop token is. The yielded cache is donated to the next block: read
+    what you want of it at once.
     """
     check_arguments("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
-    temperature = real_number("sample", "temperature", temperature, 0.0)
-    if temperature > 0:
-        real_number("sample", "temperature above 0", temperature, COLDEST)
-    top_k = whole_number("sample", "top_k", top_k, 0)
-    top_p = real_number("sample", "top_p", top_p, above=0.0, most=1.0)
-    if temperature > 0 and key is None:
-        raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
-    check_key(key)
-    stop = tuple(model.config.eos_ids if eos is None else stop_tokens(eos))
-    draw, greedy = Draw(temperature, top_k, top_p, stop).arrays(), temperature == 0
-    key = jax.random.key(0) if key is None else key
+    samples = whole_number("sample", "samples", samples)
+    texts, ids = stop_texts(stop, tokenizer)
+    ends = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
+    draw = Draw(temperature, top_k, top_p, min_p, ends, logprobs is not None)
+    greedy = draw.greedy
+    if samples > 1 and greedy:
+        raise UserError(
+            f"sample: samples={samples} at temperature 0 would all be alike: give a temperature above 0"
+        )
+    if samples > 1 and cache is not None:
+        raise UserError(
+            f"sample: samples={samples} of a cache: give prefill each prompt so many times instead"
+        )
+    key = checked_key(key, greedy)
+    prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
+    prompts = [prompt for prompt in prompts for _ in range(samples)]
+    watch = Watch(tokenizer, texts)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
         policy = _on_mesh(policy, model)
@@ -306,8 +308,11 @@ def stream(
             held = schedule.at_end(model, policy, held, len(rows))
         token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
-        running = live & ~_is_stop(token, draw)
-    yield _tokens(np.asarray(token)[None], np.asarray(live), draw, len(rows)), held
+        running = live & ~draw.ends(token)
+        first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
+        parts = _parts(first, np.asarray(live)[: len(rows)], draw, logprobs)
+        running = _still(running, watch, parts)
+    yield parts, held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
@@ -322,32 +327,87 @@ def stream(
             lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
+        parts = _parts(drawn, before, draw, logprobs, count)
         with use_mesh(model):
+            running = _still(running, watch, parts)
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
-        yield _tokens(np.asarray(drawn)[:count], before, draw, len(rows)), held
+        yield parts, held
 
 
-def _tokens(drawn, running, draw, sequences):
-    """Each sequence's own part of a block [count b]: up to and with its stop token; nothing if it had stopped."""
-    parts = []
-    for row in range(sequences):
-        column = drawn[:, row] if running[row] else drawn[:0, row]
-        stops = np.flatnonzero(np.isin(column, draw["eos"]))
-        parts.append(column[: stops[0] + 1] if stops.size else column)
-    return parts
+def _parts(
+    drawn: tuple[Array, Array | None],
+    running: Bool[np.ndarray, " b"],
+    draw: Draw,
+    logprobs: list[list[np.ndarray]] | None,
+    most: int = 1,
+) -> list[np.ndarray]:
+    """Each sequence's own tokens of a block [count b], the first `most`: up to and with its stop token; nothing if it
+    had stopped. Their log-probabilities are added to `logprobs`."""
+    tokens, own = (None if x is None else np.asarray(x)[:most] for x in drawn)
+    assert tokens is not None
+    counts = []
+    for row, runs in enumerate(running):
+        stops = np.flatnonzero(np.isin(tokens[:, row], draw.eos))
+        counts.append((stops[0] + 1 if stops.size else len(tokens)) if runs else 0)
+    if logprobs is not None and own is not None:
+        logprobs.append([own[:count, row] for row, count in enumerate(counts)])
+    return [tokens[:count, row] for row, count in enumerate(counts)]
 
 
-def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
+def _still(running: Bool[Array, " b"], watch: Watch, parts: list[np.ndarray]) -> Bool[Array, " b"]:
+    """Which sequences still run after a block: not those in whose answer a stop text has come."""
+    if not watch.stop:
+        return running
+    ended = np.zeros(running.shape[0], bool)
+    ended[: len(parts)] = watch.ended(parts)
+    return running & ~put(ended, BATCH)
+
+
+@named_arguments(OTHERS)
+def sample(
+    model: Decoder,
+    prompts: Prompts,
+    *,
+    tokenizer: Any = None,
+    policy: Policy | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    samples: int = 1,
+    key: jax.Array | None = None,
+    eos: Iterable[int] | None = None,
+    stop: Iterable[str] | None = None,
+    logprobs: bool = False,
+    cache: Cache | None = None,
+    capacity: int | str | None = None,
+    max_tokens: int | None = None,
+    page_size: int = caches.PAGE_SIZE,
+    chunk: int = CHUNK,
+    block: int = BLOCK,
+    calls: Calls | None = None,
+    implementation: str | None = None,
+) -> Sampled:
     """Continue prompts.
 
     Args:
-        prompts: token ids, one sequence a prompt, of any lengths.
+        prompts: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
+            messages. A text is the user's turn where the tokenizer has a chat template, and with a cache the end of it.
+        tokenizer: from `kvjax.load`, for text; answers then come with theirs.
         policy: from `make_policy`; None is the full cache.
         max_new_tokens: at most so many new tokens each.
         temperature: 0 (the default) takes the most likely token; above 0, `key` is needed.
-        top_k, top_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches top_p.
+        top_k, top_p, min_p: keep only the k most likely tokens (0: all), then the fewest whose probability reaches
+            top_p, then those at least min_p times as likely as the most likely.
+        samples: answers drawn of each prompt, one after another in the result: those of prompt i are
+            `tokens[i * samples : (i + 1) * samples]`. The prompt is repeated, and each answer has noise of its own.
         key: a JAX random key; the same key gives the same tokens.
         eos: stop tokens; by default every eos id of the model's generation_config.json.
+        stop: texts that end an answer, which is cut before the first; looked for between blocks, so that the cache may
+            hold some tokens more. One that is a token of the tokenizer's own is a stop token.
+        logprobs: whether to return each token's log-probability, by the model's own distribution before temperature,
+            top_k, top_p and min_p.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
         capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
@@ -360,19 +420,32 @@ def sample(model: Decoder, prompts: Prompts, **arguments: Any) -> Sampled:
     Raises:
         UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
     """
-    if arguments.get("eos") is not None:
-        arguments["eos"] = stop_tokens(arguments["eos"])
+    stop, ids = stop_texts(stop, tokenizer)
+    if eos is not None or ids:
+        check_arguments("sample", model)
+        eos = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
+    record: list[list[np.ndarray]] | None = [] if logprobs else None
     parts: list[list[np.ndarray]] = []
-    cache = None
-    for block, cache in stream(model, prompts, **arguments):
-        parts.append(block)
-        sizes = caches.stats(cache, len(block))
-    eos = arguments.get("eos")
-    stop = list(model.config.eos_ids if eos is None else eos)
-    tokens, reasons = [], []
-    for row in zip(*parts, strict=True):
-        line = np.concatenate(row)
-        stopped = line.size > 0 and bool(np.isin(line[-1], stop))
-        tokens.append(line[:-1] if stopped else line)
-        reasons.append("eos" if stopped else "length")
-    return Sampled(tokens, reasons, sizes)
+    for block_parts, held in stream(
+        model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
+        top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
+        cache=cache, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block,
+        calls=calls, implementation=implementation,
+    ):  # fmt: skip
+        parts.append(block_parts)
+        sizes = caches.stats(held, len(block_parts))
+    ends = list(model.config.eos_ids if eos is None else eos)
+    tokens, reasons, texts = [], [], []
+    for line in map(np.concatenate, zip(*parts, strict=True)):
+        stopped = line.size > 0 and bool(np.isin(line[-1], ends))
+        line = line[:-1] if stopped else line
+        found = cut(line, tokenizer, stop)
+        tokens.append(line if found is None else line[: found[0]])
+        reasons.append("stop" if found else "eos" if stopped else "length")
+        if tokenizer is not None:
+            texts.append(decoded(tokenizer, line) if found is None else found[1])
+    own = None
+    if record is not None:
+        lines = map(np.concatenate, zip(*record, strict=True))
+        own = [line[: answer.size] for line, answer in zip(lines, tokens, strict=True)]
+    return Sampled(tokens, reasons, sizes, texts or None, own)

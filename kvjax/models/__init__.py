@@ -1,19 +1,21 @@
 """Llama, Qwen and Mistral decoders, their Hugging Face folders and GGUF files.
 
 config, rope, decoder: a model. folder, wheel: where its files are. loading, names, tensor_files, gguf_file: its
-weights. json_file, rope_json, gguf_config: its configuration. gguf_tokenizer: a tokenizer. saving: the way back.
+weights. json_file, rope_json, gguf_config: its configuration. gguf_tokenizer: a tokenizer. chat: text as tokens.
+saving: the way back.
 """
 
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder, DecoderLayer, scan_layers
 from kvjax.models.folder import load_tokenizer
-from kvjax.models.loading import load_model
+from kvjax.models.loading import load, load_model
 from kvjax.models.saving import save_model
 
 __all__ = [
     "Decoder",
     "DecoderLayer",
     "ModelConfig",
+    "load",
     "load_model",
     "load_tokenizer",
     "read_config",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
@@ -34,6 +34,10 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: no such folder or file, or a hub id that cannot be fetched; says what to pass.
     """
+    if not isinstance(path_or_hub_id, str | os.PathLike):
+        raise UserError(
+            f"a model is the path of a folder or a GGUF file, a hub id or {BUILTIN!r}, got {shown(path_or_hub_id)}"
+        )
     if path_or_hub_id == BUILTIN:
         return builtin_model()
     path = Path(path_or_hub_id).expanduser()

@@ -18,7 +18,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
-from kvjax.models.folder import find_model
+from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.names import TOP, by_path, from_hf, harmless, hf_shape, layer_name, split
 from kvjax.models.tensor_files import DTYPES, TensorInFile, stored_tensors
@@ -72,6 +72,15 @@ def load_model(
                 _read(stored[TOP[path]], mesh, axes[path], rows, layer_bytes), axes[path], dtype
             )
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
+) -> tuple[Decoder, Any]:
+    """A model, and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. As `load_model` and
+    `load_tokenizer`, the tokenizer first."""
+    tokenizer = load_tokenizer(path_or_hub_id)
+    return load_model(path_or_hub_id, dtype, max_length=max_length), tokenizer
 
 
 def _stored_dtype(embed: TensorInFile | None) -> np.dtype:

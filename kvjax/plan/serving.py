@@ -203,7 +203,7 @@ class Serving:
             self._array(jnp.int32, (self.rows,), BATCH),
             self._array(jnp.bool_, (self.rows,), BATCH),
         )
-        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw().arrays())
+        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw())
         key = abstract(lambda: jax.random.key(0), self.mesh)
         arguments = self.model, traced, cache, valid, running, draw, key, number
         count = min(BLOCK, max(1, told.new - 1))

@@ -3,7 +3,12 @@
 admission, eviction, selection: the methods, one file each; registry: their names. interfaces: what a method defines.
 policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name. assignments: their
 arguments as people write them. numbers: checked arrays. chance: randomness that repeats.
+
+The package itself can be called: `kvjax.policies()` is the names with a line about each.
 """
+
+import sys
+import types
 
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
@@ -25,7 +30,7 @@ from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.make import make_policy
 from kvjax.policies.moment import AtPrompt, Every, EveryChunk, Overflow
 from kvjax.policies.policy import Policy
-from kvjax.policies.registry import POLICIES
+from kvjax.policies.registry import POLICIES, described
 from kvjax.policies.selection.quest import Quest
 
 __all__ = [
@@ -59,3 +64,14 @@ __all__ = [
     "Threshold",
     "make_policy",
 ]
+
+
+class _Policies(types.ModuleType):
+    """A package that can be called."""
+
+    def __call__(self) -> dict[str, str]:
+        """The methods' names with a line about each."""
+        return described()
+
+
+sys.modules[__name__].__class__ = _Policies

@@ -1,13 +1,12 @@
 """`make_policy`: names and flat arguments for the objects that a policy is composed of."""
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError, shown, whole_number
+from kvjax.errors import UserError, nearest, refuse_unknown, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import describe, is_exported
 from kvjax.mesh import use_mesh
@@ -209,8 +208,7 @@ class _Part:
             if argument in self.arguments:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
-                known = ", ".join(dict.fromkeys([*self.known, *more])) or "none"
-                raise UserError(f"{self.name} has no argument {argument!r}; it has {known}")
+                refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])))
         if self.inner is None:
             return dataclasses.replace(self, arguments=self.arguments | arguments)
         own = {x: given for x, given in arguments.items() if x in self.own_fields}
@@ -257,7 +255,7 @@ def _part(what: str, given: Any) -> _Part:
     method: Callable[..., Any] | None = known.get(name) or find_policy(name)
     if method is None or (what != "policy" and role(method) != what):
         candidates = POLICIES if what == "policy" else known
-        near = difflib.get_close_matches(name, candidates) or list(candidates)
+        near = nearest(name, candidates) or list(candidates)
         raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
     told, inner = dict(told or {}), None
     if isinstance(method, type) and issubclass(method, Wrapper):

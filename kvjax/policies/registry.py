@@ -1,6 +1,9 @@
 """Methods by name: a line adds one. What other packages bring is found by an entry point's name, or as
 `package.module:NAME`."""
 
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +56,34 @@ SELECTIONS: dict[str, type[Selection]] = {
     "quest": Quest,
 }
 POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
+
+
+def described() -> dict[str, str]:
+    """Each of `POLICIES` with a line about it: the first of its file, or of its class where a file has several."""
+    classes: dict[str, type] = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
+    homes = [_home(kind) for kind in classes.values()]
+    return {
+        name: _first_line((kind if homes.count(home) > 1 else home).__doc__)
+        for (name, kind), home in zip(classes.items(), homes, strict=True)
+    }
+
+
+def listed() -> str:
+    """The same as text."""
+    lines = described()
+    wide = max(map(len, lines))
+    return "\n".join(f"{name:{wide}}  {line}" for name, line in lines.items())
+
+
+def _home(kind: type) -> Any:
+    """The method's file, or its package where it has one of its own."""
+    return sys.modules[kind.__module__.removesuffix(".policy")]
+
+
+def _first_line(doc: str | None) -> str:
+    """The first sentence, in a line."""
+    paragraph = " ".join(inspect.cleandoc(doc or "").split("\n\n")[0].split())
+    return re.split(r"(?<=[^ .]{2}[.)])\s+(?=[A-Z])", paragraph)[0]
 
 
 def find_policy(name: str | None) -> Callable[..., Any] | None:

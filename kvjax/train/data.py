@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError
+from kvjax.models.chat import encode
 from kvjax.train.documents import Documents
 from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
 from kvjax.train.rows import Rows
@@ -84,11 +85,8 @@ class Encoder:
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
         # no tokenizer makes so few tokens of so many characters that the cut would show
         text = text[: 64 * self.longest]
-        if getattr(self.tokenizer, "chat_template", None):
-            turn = [{"role": "user", "content": f"{self.instruction}\n\n{text}"}]
-            ids = self.tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False)
-        else:
-            ids = self.tokenizer(text, verbose=False)["input_ids"]
+        templated = getattr(self.tokenizer, "chat_template", None)
+        ids = encode(self.tokenizer, f"{self.instruction}\n\n{text}" if templated else text)
         return np.asarray(ids, np.int32)
 
 

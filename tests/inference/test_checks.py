@@ -1,9 +1,15 @@
 """What is refused before anything runs: prompts, arguments and caches that do not fit."""
 
+import inspect
+
+import jaxtyping
 import pytest
 
 import kvjax.inference.sampling as sampling
+from kvjax import cache as caches
 from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
 from kvjax.policies import make_policy
 from tests.policies.captured import PAGE
 from tests.tiny_models import tiny_model
@@ -57,3 +63,48 @@ def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
     evicting = make_policy(policy, model=model, entries=ENTRIES, when="every", every=4)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
         sampling.sample(model, prompts, cache=cache, policy=evicting)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda m: sampling.sample(m, [[1]], max_new_token=3),
+            r"sample has no argument 'max_new_token'; it has model, .*; the nearest: max_new_tokens",
+        ),
+        (lambda m: sampling.stream(m, [[1]], seed=0), r"stream has no argument 'seed'; .* key=jax.random.key\(seed\)$"),
+        (
+            lambda m: sampling.prefill(m, [[1]], pageSize=16),
+            "prefill has no argument 'pageSize'; .* nearest: page_size",
+        ),
+        (
+            lambda m: sampling.sample(m, {"input_ids": [[1]], "attention_mask": [[1]]}),
+            "prompts must be .*, got a dict of input_ids, attention_mask: give its 'input_ids', unpadded",
+        ),
+        (lambda m: sampling.sample(m, "text"), r"prompts must be a list of prompts, got one text: \['text'\]"),
+        (lambda m: sampling.sample(m, [[1]], eos="</s>"), r"got the text '</s>': stop=\['</s>'\] ends an answer"),
+        (
+            lambda m: caches.stats(sampling.sample(m, [[1]], max_new_tokens=1)),
+            "stats: cache must come from kvjax.prefill, got Sampled: what was sampled has its own, .stats",
+        ),
+        (lambda m: caches.stats(None), "stats: cache must come from kvjax.prefill, got NoneType$"),
+        (lambda m: load_model(None), "a model is the path of a folder .* or 'builtin', got None"),
+        (
+            lambda m: make_mesh(fsdp=4, tensor=4),
+            r"make_mesh: fsdp=4, tensor=4 takes 16 devices, there are 8; .*'jax_num_cpu_devices', 16\)",
+        ),
+        (lambda m: make_mesh(fsdp=0), "make_mesh: fsdp must be a whole number of at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_what_was_given_and_what_was_expected(model, monkeypatch, call, says):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(UserError, match=says) as caught:
+        call(model)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_help_of_a_call_names_its_arguments():
+    for call in (sampling.sample, sampling.stream, sampling.prefill):
+        parameters = inspect.signature(call).parameters
+        assert {"policy", "max_new_tokens", "capacity"} <= set(parameters)
+        assert all(x.kind is not x.VAR_KEYWORD for x in parameters.values())

@@ -3,11 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
 from kvjax.inference.forward import last_logits
+from kvjax.inference.stop import settled, stop_place, stop_texts
 from kvjax.mesh import use_mesh
+from kvjax.models import load
 from kvjax.policies import make_policy
 from tests.tiny_models import policies_for
 
@@ -70,10 +75,44 @@ def test_draws_follow_the_distribution():
     """top_p keeps the fewest tokens that reach it; frequencies match the renormalised probabilities."""
     p = np.array([0.5, 0.25, 0.15, 0.1])
     with use_mesh():
-        draw = sampling.Draw(temperature=1.0, top_p=0.8, top_k=0).arrays()
+        draw = sampling.Draw(temperature=1.0, top_p=0.8, top_k=0)
         many = jnp.broadcast_to(jnp.log(p), (20000, 4))
         found = np.bincount(sampling._first_draw(many, draw, jax.random.key(0), False), minlength=4) / 20000
     np.testing.assert_allclose(found, np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.015)
+
+
+def test_min_p_keeps_what_is_likely_enough():
+    p = np.array([0.5, 0.25, 0.15, 0.1])
+    with use_mesh():
+        draw = sampling.Draw(temperature=1.0, min_p=0.29)
+        many = jnp.broadcast_to(jnp.log(p), (20000, 4))
+        found = np.bincount(sampling._first_draw(many, draw, jax.random.key(0), False), minlength=4) / 20000
+    np.testing.assert_allclose(found, np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.015)
+
+
+def test_log_probabilities_are_the_model_s_own(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :4]]
+    draw = {"temperature": 1.5, "top_k": 9, "key": jax.random.key(0), "eos": (), "block": 3}
+    out = sampling.sample(model, prompts, max_new_tokens=7, logprobs=True, **draw)
+    plain = sampling.sample(model, prompts, max_new_tokens=7, **draw)
+    assert plain.logprobs is None
+    np.testing.assert_array_equal(np.stack(out.tokens), np.stack(plain.tokens))
+    for prompt, new, own in zip(prompts, out.tokens, out.logprobs, strict=True):
+        after = sampling.logits(model, [np.concatenate([prompt, new])])[0]
+        want = jax.nn.log_softmax(after[len(prompt) - 1 : -1])[np.arange(7), new]
+        np.testing.assert_allclose(own, want, atol=2e-5)
+        assert own.dtype == np.float32
+
+
+def test_samples_are_the_prompt_repeated_in_order(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :9]]
+    draw = {"temperature": 1.5, "key": jax.random.key(0), "eos": (), "max_new_tokens": 5}
+    out = sampling.sample(model, prompts, samples=3, **draw).tokens
+    np.testing.assert_array_equal(out, sampling.sample(model, np.repeat(prompts, 3, 0), **draw).tokens)
+    assert len({line.tobytes() for line in out}) == 6
+    for refused in ({"temperature": 0.0}, {"cache": sampling.prefill(model, prompts)}):
+        with pytest.raises(UserError, match="samples=3"):
+            sampling.sample(model, prompts, samples=3, **draw | refused)
 
 
 def test_prompts_of_about_one_length_share_programs(model):
@@ -85,3 +124,62 @@ def test_prompts_of_about_one_length_share_programs(model):
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load(builtin_model("test_model"))
+
+
+def test_text_in_and_text_out(loaded):
+    model, tokenizer = loaded
+    texts = ["def main(", "import os\n"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    want = sampling.sample(model, ids, max_new_tokens=6)
+    assert want.texts is None
+    got = sampling.sample(model, texts, tokenizer=tokenizer, max_new_tokens=6)
+    for line, text, expected in zip(got.tokens, got.texts, want.tokens, strict=True):
+        np.testing.assert_array_equal(line, expected)
+        assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    cache = sampling.prefill(model, texts, tokenizer=tokenizer)
+    asked = sampling.sample(model, ["x", "y"], tokenizer=tokenizer, cache=cache, max_new_tokens=6)
+    more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
+    whole = sampling.sample(model, [a + b for a, b in zip(ids, more, strict=True)], max_new_tokens=6)
+    np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
+
+
+def test_a_stop_text_ends_an_answer_before_it(loaded):
+    model, tokenizer = loaded
+    given = {"tokenizer": tokenizer, "max_new_tokens": 24, "block": 4, "eos": ()}
+    free = sampling.sample(model, ["def main(", "import os\n"], logprobs=True, **given)
+    text = free.texts[0]
+    stop = next(text[i : i + 3] for i in range(4, len(text)) if text.find(text[i : i + 3]) == i)
+    assert stop not in free.texts[1]
+    out = sampling.sample(model, ["def main(", "import os\n"], stop=["never", stop], logprobs=True, **given)
+    assert out.stop_reasons == ["stop", "length"]
+    assert out.texts == [text[: text.find(stop)], free.texts[1]]
+    count = out.tokens[0].size
+    np.testing.assert_array_equal(out.tokens[0], free.tokens[0][:count])
+    np.testing.assert_array_equal(out.logprobs[0], free.logprobs[0][:count])
+    assert text[: text.find(stop)].startswith(tokenizer.decode(out.tokens[0]))
+    assert not text[: text.find(stop)].startswith(tokenizer.decode(free.tokens[0][: count + 1]))
+    # not all of it was made
+    assert out.stats.tokens[0] < out.stats.tokens[1]
+
+
+def test_a_stop_text_that_is_a_token_is_a_stop_token(loaded):
+    model, tokenizer = loaded
+    ids = stop_texts(["<|copy|>", "x"], tokenizer)
+    assert ids == (("x",), (tokenizer.convert_tokens_to_ids("<|copy|>"),))
+    for stop, says in (("x", "a list of texts, got 'x'"), ([3], r"got \[3\]"), ([""], "got")):
+        with pytest.raises(UserError, match=says):
+            stop_texts(stop, tokenizer)
+    with pytest.raises(UserError, match="needs tokenizer="):
+        sampling.sample(model, [[1]], stop=["x"])
+
+
+def test_what_may_begin_a_stop_text_is_not_settled():
+    assert settled("a line\n", ["\n\n", "END"]) == 6
+    assert settled("a line E", ["\n\n", "END"]) == 7
+    assert settled("a line", ["\n\n", "END"]) == 6
+    assert stop_place("x END y\n\n", ["\n\n", "END"]) == 2

@@ -21,7 +21,7 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
         (["train", "--mesh", "8"], "missing: --topology"),
         ([*TRAIN, "--mesh", "4"], "--mesh 4 has 4 devices, --topology v5e:2x4 has 8"),
         ([*TRAIN, "--model", "nobody"], "--model nobody: no such folder here"),
-        ([*TRAIN, "--lenghts", "64"], "Unrecognized options: --lenghts"),
+        ([*TRAIN, "--lenghts", "64"], "unknown option --lenghts; the nearest known: --lengths"),
         ([*TRAIN, "--method", "nothing"], "nothing"),
         (
             [*TRAIN, "--mesh", "tensor=16", "--model", "llama-3.1-8b"],

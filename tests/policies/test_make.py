@@ -190,12 +190,12 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (lambda: make_policy("snapkv:pool=3", pool=5, ratio=0.5), "snapkv is given pool twice"),
         (
             lambda: make_policy("full", selection="quest:tokenz=5"),
-            "quest has no argument 'tokenz'; it has tokens, ratio, skip",
+            "quest has no argument 'tokenz'; it has tokens, ratio, skip; the nearest: tokens",
         ),
         (
             lambda: make_policy("wgkv", gates="builtin", eviction="snapkv", observed=8, ratio=0.5),
             "wgkv has no argument 'observed'; it has gates, tau, rate, window, ratio, entries, size, threshold, when, "
-            "chunk, every, drop, observers, over, pinned, first, last",
+            "chunk, every, drop, observers, over, pinned, first, last; the nearest: observers",
         ),
         (lambda: make_policy("full", ratio=0.5), "full has no argument 'ratio'; it has window"),
         (

@@ -1,0 +1,68 @@
+"""Text and chat messages as a model's tokens, through the tokenizer's chat template where it has one."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from kvjax.errors import UserError, shown
+
+PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for the text in a rendered template."""
+
+
+def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end"] = "whole") -> list[int]:
+    """The tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
+    (`{"role": …, "content": …}`), of which the last is the user's.
+
+    part: "whole" ends where the model answers. "beginning" leaves the last turn open, for texts to come, and "end" is
+    such a text: it closes the turn.
+
+    Raises UserError for what is neither, and for messages without a template or as an end.
+    """
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+        if not templated:
+            return list(tokenizer(prompt, add_special_tokens=part != "end", verbose=False)["input_ids"])
+        if part == "end":
+            text = prompt + _rendered(tokenizer, [{"role": "user", "content": PLACE}])[1]
+            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    else:
+        messages = _messages(prompt)
+        if not templated:
+            raise UserError(
+                "chat messages need a tokenizer with a chat template, and this one has none: give text"
+            )
+        if part == "end":
+            raise UserError(
+                "a cache is continued by text or token ids, which end its last turn, not by chat messages"
+            )
+    if part == "beginning":
+        last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
+        text = _rendered(tokenizer, [*messages[:-1], last])[0]
+        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it looks like a chat's messages."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    def is_message(one: Any) -> bool:
+        return isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+
+    if not is_chat(prompt) or not all(map(is_message, prompt)):
+        raise UserError(
+            f"a prompt is a text or a chat, [{{'role': 'user', 'content': …}}], got {shown(prompt)}"
+        )
+    return [dict(one) for one in prompt]
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """What the template shows before and after `PLACE`."""
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    if whole.count(PLACE) != 1:
+        raise UserError("the tokenizer's chat template does not show the user's text exactly once")
+    before, _, after = whole.partition(PLACE)
+    return before, after
