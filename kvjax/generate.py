@@ -23,9 +23,9 @@ class GenerateConfig:
     model: str = "builtin"
     """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
-    """What to keep: an admission (full, streaming_llm, wgkv, head_pattern, random) or an eviction (snapkv, pyramidkv,
-    adakv, tova, keydiff, knorm, expected_attention, h2o, r_kv, critical_kv, random_eviction) or quest; or what another
-    package brings: its name, or package.module:NAME."""
+    """What to keep, one of those that `python -m kvjax.policies` lists: an admission (wgkv, streaming_llm, …), an
+    eviction (snapkv, adakv, …) or a selection (quest); or what another package brings: its name, or
+    package.module:NAME."""
     eviction: str | None = None
     """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from: a name, or
     a name with its arguments, snapkv:observed=32,pool=7."""
@@ -107,6 +107,10 @@ def read_prompt(path: Path, option: str) -> str:
 def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for what a person can mend."""
     text, arguments = _prompt(config), config.policy_arguments()
+
+    from kvjax.policies.make import check_names
+
+    check_names(config.policy, **arguments)
     mesh = start(config.mesh)
 
     import jax

@@ -1,7 +1,6 @@
 """`python -m kvjax.generate`, as a person runs it."""
 
 import functools
-import inspect
 import re
 import subprocess
 import sys
@@ -10,8 +9,7 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import run_command
-from kvjax.generate import GenerateConfig, main
-from kvjax.policies import POLICIES
+from kvjax.generate import main
 
 SMALL = ["--model", str(builtin_model("test_model"))]
 
@@ -81,9 +79,3 @@ def test_mistakes_end_in_one_line(args, says, capsys):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert says in line
-
-
-def test_help_names_every_policy():
-    """The command imports no policies before it is known to be right, so it names them itself."""
-    text = inspect.getsource(GenerateConfig)
-    assert [name for name in POLICIES if not re.search(rf"\b{name}\b", text)] == []

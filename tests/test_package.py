@@ -1,9 +1,14 @@
 """The package's own names: imported when first used."""
 
+import importlib.util
 import subprocess
 import sys
 
+import pytest
+
 import kvjax
+from kvjax.__main__ import COMMANDS
+from kvjax.builtin import builtin_model
 from kvjax.policies import POLICIES
 
 
@@ -31,3 +36,51 @@ def test_policies_are_listed_with_a_line_each():
         [sys.executable, "-m", "kvjax.policies"], capture_output=True, text=True, check=True, timeout=120
     )
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(POLICIES)
+    assert all(line in kvjax.make_policy.__doc__ for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        ([], 0, "  generate  continue a prompt"),
+        (["policies"], 0, "snapkv"),
+        (["generate", "--help"], 0, "--prompt-file"),
+        (
+            ["generate", "--policy", "snap-kv", "--prompt", "x"],
+            2,
+            "unknown policy 'snap-kv'; the nearest known: snapkv",
+        ),
+        (["genrate"], 2, "error: unknown command 'genrate'; the nearest known: generate"),
+    ],
+)
+def test_one_command_for_all(args, code, says):
+    """Mistakes in names are found without a model: this one is nowhere."""
+    nowhere = ["--model", "nowhere"] if args[:1] == ["generate"] and code else []
+    done = subprocess.run(
+        [sys.executable, "-m", "kvjax", *args, *nowhere],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == code
+    assert says in done.stdout + done.stderr
+    assert set(COMMANDS) == {name for name in MODULES if importlib.util.find_spec(f"kvjax.{name}")}
+
+
+MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policies"
+
+
+def test_what_is_shown_of_a_cache_and_of_answers_is_short():
+    model, tokenizer = kvjax.load(builtin_model("test_model"))
+    cache = kvjax.prefill(model, ["def main("], tokenizer=tokenizer, max_new_tokens=8)
+    answer = kvjax.sample(model, ["x"] * 9, tokenizer=tokenizer, max_new_tokens=4, eos=())
+    assert repr(cache).startswith("Cache(1 sequences, ")
+    assert repr(kvjax.stats(cache)).startswith("Stats(1 sequences, 5 of 5 entries a kv head (100%), ")
+    assert repr(answer).startswith(
+        "Sampled(9 answers of 4, 4, 4, 4, 4, 4, 4, 4, … tokens, ended 9 by length,"
+    )
+    for one in (cache, kvjax.stats(cache), answer):
+        assert "array" not in repr(one)
+        assert len(repr(one).splitlines()) <= 5
+        assert max(map(len, repr(one).splitlines())) <= 160

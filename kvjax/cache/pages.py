@@ -8,13 +8,15 @@ global region (`kvjax.cache.ring`).
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Shaped, UInt16
 
-from kvjax.struct import static, struct
+from kvjax.struct import short, static, struct
 from pallas_kernels.bits import as_bits, as_floats
 
 PAGE_SIZE = 16
@@ -107,6 +109,18 @@ class Cache:
     @property
     def page_size(self) -> int:
         return self.pages.pool.shape[1]
+
+    def __repr__(self) -> str:
+        """Its sizes, in a line."""
+        shape, pool = np.shape(self.layers.length), self.pages.pool
+        if len(shape) != 3 or not hasattr(pool, "dtype"):
+            return short(self)  # JAX's own stand-ins for arrays
+        layers, batch, heads = shape
+        bytes_ = math.prod(pool.shape) * pool.dtype.itemsize
+        return (
+            f"Cache({batch} sequences, {layers} layers × {heads} kv heads, window {self.window}, "
+            f"{pool.shape[0]:,} pages of {pool.shape[1]}: {bytes_ / 2**20:.2f} MiB)"
+        )
 
 
 def with_keys(

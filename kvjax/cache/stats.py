@@ -36,6 +36,14 @@ class Stats:
     planes: tuple[str, ...] = ()
     """The methods' own numbers of entries, whose bytes are counted."""
 
+    def __repr__(self) -> str:
+        """In a line."""
+        held, own, full = self.entries.mean(), self.bytes / 2**20, self.full_bytes / 2**20
+        return (
+            f"Stats({len(self.tokens)} sequences, {held:.0f} of {self.tokens.mean():.0f} entries a kv head "
+            f"({100 * self.kv_ratio:.0f}%), {own:.2f} MiB against {full:.2f} MiB full)"
+        )
+
     @property
     def kv_ratio(self) -> float:
         """Entries over those of a full cache."""

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.errors import UserError, named_arguments, whole_number
+from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference import schedule
 from kvjax.inference.checks import (
     Prompts,
@@ -73,6 +73,15 @@ class Sampled:
     """The answers' text, if there is a tokenizer."""
     logprobs: list[np.ndarray] | None = None
     """Of each answer's tokens, float32, if they were wanted."""
+
+    def __repr__(self) -> str:
+        """In two or three lines: how long the answers are and why they ended, what they say, what the cache holds."""
+        counts = ", ".join(str(len(tokens)) for tokens in self.tokens[:8]) + (
+            ", …" if len(self.tokens) > 8 else ""
+        )
+        reasons = ", ".join(f"{self.stop_reasons.count(x)} by {x}" for x in dict.fromkeys(self.stop_reasons))
+        texts = "" if self.texts is None else f"\n  texts={shown(self.texts)},"
+        return f"Sampled({len(self.tokens)} answers of {counts} tokens, ended {reasons},{texts}\n  stats={self.stats})"
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,20 @@ from kvjax.policies.registry import (
     WRAPPERS,
     find_policy,
     is_method,
+    listed,
     role,
 )
 
 WRAPPING = "over", "pinned", "first", "last"
 MOMENT = "when", *NOTHING
+OTHERS = {
+    "compression_ratio": "kvpress's share that goes is here the share that stays, ratio = 1 − compression_ratio",
+    "budget": "a budget is one of ratio, entries, size, threshold",
+    "max_capacity_prompt": "entries of a kv head that stay are entries",
+    "window_size": "last tokens that are always visible are window, those that an eviction looks back at observed",
+    "n_sink": "first tokens that always stay are an admission's sink, or first with an eviction",
+}
+"""Words of other libraries for arguments of these functions."""
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
 """Arguments of `make_policy` that are the policy's where there is an eviction, whatever its methods."""
 
@@ -67,11 +77,64 @@ def make_policy(
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
             that means nothing, files made for another model.
     """
-    if name is not None and not isinstance(name, str):
-        raise UserError(f"make_policy: name must be the name of a method, got {shown(name)}")
     if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
-    given = {"admission": admission, "eviction": eviction, "selection": selection}
+    named = _named(name, {"admission": admission, "eviction": eviction, "selection": selection}, arguments)
+    own, taken = (
+        named.own,
+        [x for x in named.words if x in named.own.own_fields and x not in named.own.arguments],
+    )
+    with use_mesh(model):
+        if not force:
+            _check_files(named.parts, model)
+        try:
+            policy = _composed(named, model, force)
+        except UserError as error:
+            if taken and str(error).startswith(own.name):
+                told = f"{taken[0]}={shown(named.words[taken[0]])} is the eviction's here"
+                raise UserError(
+                    f"{error}; {told}, its own goes behind its name: {own.name}:{taken[0]}=…"
+                ) from None
+            raise
+        policy = policy.unchecked if force else policy
+        return policy if model is None else policy.for_model(model)
+
+
+make_policy.__doc__ = f"{make_policy.__doc__}\n    Methods:\n{textwrap.indent(listed(), ' ' * 8)}\n"
+
+
+def check_names(
+    name: str | None = None,
+    *,
+    admission: str | Admission | None = None,
+    eviction: str | Eviction | None = None,
+    selection: str | Selection | None = None,
+    **arguments: Any,
+) -> None:
+    """Refuse the names of methods and arguments that `make_policy` would refuse, before there is a model.
+
+    Raises:
+        UserError: as `make_policy`, but for what values, compositions and files mean.
+    """
+    _named(name, {"admission": admission, "eviction": eviction, "selection": selection}, arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Named:
+    """What `make_policy` was told: the methods by role, with their arguments, and the policy's own."""
+
+    own: "_Part"
+    """The method that is named first."""
+    parts: dict[str, "_Part"]
+    label: str
+    words: dict[str, Any]
+    window: int | None
+
+
+def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Named:
+    if name is not None and not isinstance(name, str):
+        raise UserError(f"make_policy: name must be the name of a method, got {shown(name)}")
+    arguments = dict(arguments)
     parts = {part: _part(part, x) for part, x in given.items() if x is not None}
     own, label = _own(name, parts, given)
     parts[own.role] = own
@@ -87,21 +150,7 @@ def make_policy(
         if "window" in arguments:
             window = whole_number(label, "window", arguments.pop("window"))
     parts[own.role] = own = own.with_more(arguments, known)
-    taken = [x for x in words if x in own.own_fields and x not in own.arguments]
-    with use_mesh(model):
-        if not force:
-            _check_files(parts, model)
-        try:
-            policy = _composed(label, parts, words, window, model, force)
-        except UserError as error:
-            if taken and str(error).startswith(own.name):
-                told = f"{taken[0]}={shown(words[taken[0]])} is the eviction's here"
-                raise UserError(
-                    f"{error}; {told}, its own goes behind its name: {own.name}:{taken[0]}=…"
-                ) from None
-            raise
-        policy = policy.unchecked if force else policy
-        return policy if model is None else policy.for_model(model)
+    return _Named(own, parts, label, words, window)
 
 
 def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> tuple["_Part", str]:
@@ -135,11 +184,10 @@ def _check_files(parts: dict[str, "_Part"], model: Any) -> None:
                 made_for.check(one.name, model)
 
 
-def _composed(
-    label: str, parts: dict[str, "_Part"], words: dict[str, Any], window: int | None, model: Any, force: bool
-) -> Policy:
-    made = {part: one.build(model, force) for part, one in parts.items()}
-    fields: dict[str, Any] = {} if window is None else {"window": window}
+def _composed(named: _Named, model: Any, force: bool) -> Policy:
+    words = named.words
+    made = {part: one.build(model, force) for part, one in named.parts.items()}
+    fields: dict[str, Any] = {} if named.window is None else {"window": named.window}
     if "eviction" in made:
         measures = {x: words[x] for x in BUDGETS if x in words}
         told = {x: words[x] for x in MOMENT if x in words}
@@ -150,8 +198,8 @@ def _composed(
     if isinstance(base, Policy):
         del fields["admission"]
         # another package's, whole: it is called as that package says
-        return dataclasses.replace(base, **fields, name=label) if fields else base
-    return Policy(name=label, **fields)
+        return dataclasses.replace(base, **fields, name=named.label) if fields else base
+    return Policy(name=named.label, **fields)
 
 
 def _wrapped(
@@ -208,7 +256,7 @@ class _Part:
             if argument in self.arguments:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
-                refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])))
+                refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])), OTHERS)
         if self.inner is None:
             return dataclasses.replace(self, arguments=self.arguments | arguments)
         own = {x: given for x, given in arguments.items() if x in self.own_fields}
@@ -255,7 +303,8 @@ def _part(what: str, given: Any) -> _Part:
     method: Callable[..., Any] | None = known.get(name) or find_policy(name)
     if method is None or (what != "policy" and role(method) != what):
         candidates = POLICIES if what == "policy" else known
-        near = nearest(name, candidates) or list(candidates)
+        # kvpress's classes are called SnapKVPress and the like
+        near = nearest(name.removesuffix("Press"), candidates) or list(candidates)
         raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
     told, inner = dict(told or {}), None
     if isinstance(method, type) and issubclass(method, Wrapper):

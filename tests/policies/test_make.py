@@ -36,6 +36,7 @@ from kvjax.policies import (
 )
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Eviction
+from kvjax.policies.make import check_names
 from kvjax.struct import static, struct
 from tests.tiny_models import tiny_gates
 
@@ -198,6 +199,16 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
             "chunk, every, drop, observers, over, pinned, first, last; the nearest: observers",
         ),
         (lambda: make_policy("full", ratio=0.5), "full has no argument 'ratio'; it has window"),
+        (
+            lambda: make_policy("snapkv", compression_ratio=0.5),
+            "snapkv has no argument 'compression_ratio'; kvpress's share that goes is here the share that stays, ratio "
+            "= 1 − compression_ratio",
+        ),
+        (lambda: make_policy("SnapKVPress"), "unknown policy 'SnapKVPress'; the nearest known: snapkv"),
+        (
+            lambda: check_names("adakv", eviction="tova:obs=3", ratio=0.5),
+            "tova has no argument 'obs'; it has none",
+        ),
         (
             lambda: make_policy("quest", tokens=8, selection=Quest(tokens=9)),
             "quest is a selection itself, got selection=Quest(tokens=9) beside it",
