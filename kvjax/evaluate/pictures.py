@@ -1,6 +1,7 @@
 """Pictures of results, as .png files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ COLORS = (
     *("darkgreen", "plum", "sienna", "steelblue", "magenta", "khaki", "maroon"),
 )
 """Of methods, as many as there usually are; further ones differ by their markers."""
+
+
+MEASURES = "KV footprint, of full attention's", "entries kept, of the full cache's"
+"""What pictures show scores against."""
 
 
 def figure(width: float, height: float) -> Any:
@@ -59,20 +64,21 @@ def draw_depths(
     sheet.savefig(file)
 
 
-def draw_tradeoff(file: Path, panels: dict[str, dict[str, list[tuple[float, float]]]], across: str) -> None:
-    """A panel for each title: score in percent against `across`, a line for each method's (x, score) points."""
+def draw_tradeoff(file: Path, panels: Mapping[str, Mapping[str, Sequence[tuple[float, ...]]]]) -> None:
+    """For each title two panels side by side: score in percent against footprint and against the entries kept, a line
+    for each method's (footprint, kept, score) points."""
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
+    columns = 4 if len(panels) > 4 else 2
+    rows = -(-len(panels) * len(MEASURES) // columns)
     sheet = figure(4.5 * columns + 1.8, 3.6 * rows)
-    for index, (title, lines) in enumerate(panels.items()):
+    for index, ((title, lines), (which, measure)) in enumerate(product(panels.items(), enumerate(MEASURES))):
         axes = sheet.add_subplot(rows, columns, index + 1)
         for name, points in lines.items():
             place = names.index(name)
-            x, score = zip(*sorted(points), strict=True)
+            x, score = zip(*sorted((point[which], point[-1]) for point in points), strict=True)
             style = {"color": COLORS[place % len(COLORS)], "marker": MARKERS[place % len(MARKERS)]}
             axes.plot(x, [100 * s for s in score], label=name, linewidth=1, markersize=4, **style)
-        axes.set(xlabel=across, ylabel="score, %")
+        axes.set(xlabel=measure, ylabel="score, %")
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
     shown = {}

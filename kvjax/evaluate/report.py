@@ -22,8 +22,6 @@ FULL = "full"
 """The policy that others are held against."""
 CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
-FOOTPRINT = "KV footprint, of full attention's"
-"""What pictures show scores against."""
 
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
@@ -272,32 +270,36 @@ def _environment(command: str) -> str:
     return "\n".join(lines)
 
 
-def _mean_points(rows: CellRows) -> dict[str, list[tuple[float, float]]]:
-    """Mean footprint and mean score of each policy's budgets that all tasks were measured at."""
-    points: dict[str, list[tuple[float, float]]] = {}
+def _mean_points(rows: CellRows) -> dict[str, list[tuple[float, ...]]]:
+    """Mean footprint, entries kept and score of each policy's budgets that all tasks were measured at."""
+    points: dict[str, list[tuple[float, ...]]] = {}
     for (policy, _), own in rows.items():
         known = [cell for cell in own if cell is not None]
         if len(known) == len(own):
-            mean = np.mean([cell.footprint for cell in known]), np.mean([cell.score for cell in known])
-            points.setdefault(policy, []).append((float(mean[0]), float(mean[1])))
+            points.setdefault(policy, []).append(
+                tuple(np.mean([_point(cell) for cell in known], axis=0).tolist())
+            )
     return points
+
+
+def _point(cell: Cell) -> tuple[float, ...]:
+    return cell.footprint, cell.kv_ratio, cell.score
 
 
 def _draw(out: Path, cells: Sequence[Cell]) -> None:
     panels = {
         f"{title}, {own[0].samples} answers": {
-            name: [(cell.footprint, cell.score) for cell in points]
-            for name, points in _by_policy(own).items()
+            name: [_point(cell) for cell in points] for name, points in _by_policy(own).items()
         }
         for title, own in _panels(cells).items()
     }
-    pictures.draw_tradeoff(out / "pareto.png", panels, FOOTPRINT)
+    pictures.draw_tradeoff(out / "pareto.png", panels)
     means = {
         f"mean of {len(tasks)} tasks, {context} tokens": _mean_points(rows)
         for context, tasks, rows in _across(cells)
     }
     if means:
-        pictures.draw_tradeoff(out / "mean.png", means, FOOTPRINT)
+        pictures.draw_tradeoff(out / "mean.png", means)
     for folder in ("kept", "needle"):
         (out / folder).mkdir(exist_ok=True)
     for name, own in _by_policy(cells).items():

@@ -143,10 +143,10 @@ def write(folder: Path, rows: Sequence[Row], rates: Float[ndarray, "l k"], notes
         f"# Held-out text against KV size\n\n{table(rows)}\n\nThe score of {TEXT}: {SAME_AS_FULL}. What stands "
         f"behind a policy's name is what `--set` is told for it.\n\n{notes}\n"
     )
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
         method = row.policy.split(" ")[0]
         points = panels.setdefault(f"{row.task}, {row.answers} answers", {})
-        points.setdefault(method, []).append((row.kv_ratio, row.score))
-    pictures.draw_tradeoff(folder / "tradeoff.png", panels, "share of the full KV cache")
+        points.setdefault(method, []).append((row.footprint, row.kv_ratio, row.score))
+    pictures.draw_tradeoff(folder / "tradeoff.png", panels)
     draw_heads(folder / "heads.png", rates)

@@ -173,11 +173,11 @@ def write(
     }
     notes = "\n".join(f"- {key}: {value}" for key, value in (choices | description).items())
     (out / "report.md").write_text(f"# Accuracy against KV size\n\n{table(rows)}\n\n{notes}\n")
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
         title = f"{row.task}, {row.context} tokens, {row.answers} answers"
-        panels.setdefault(title, {})[row.method] = [(row.kv_ratio, row.accuracy)]
-    pictures.draw_tradeoff(out / "tradeoff.png", panels, "share of the full KV cache")
+        panels.setdefault(title, {})[row.method] = [(row.footprint, row.kv_ratio, row.accuracy)]
+    pictures.draw_tradeoff(out / "tradeoff.png", panels)
     draw_heads(out / "heads.png", rates)
 
 

@@ -76,9 +76,7 @@ def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
 def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
     """The full cache first, then the policies of each budget together, with means of their scores and sizes."""
     drawn = {}
-    monkeypatch.setattr(
-        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
-    )
+    monkeypatch.setattr(pictures, "draw_tradeoff", lambda file, panels: drawn.update({file.name: panels}))
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     cells = [cell | {"bytes": (1 + 4 * (cell["task"] == "text")) << 20} for cell in lines(folder)]
     (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
@@ -103,17 +101,15 @@ def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path,
         assert text == f"{100 * own[1]['score']:.1f} ({own[1]['perplexity']:.2f})"
         assert footprint == f"{(own[0]['footprint'] + own[1]['footprint']) / 2:.2f}"
         assert mean == f"{50 * (own[0]['score'] + own[1]['score']):.1f}"
-        assert any((f"{x:.2f}", f"{100 * score:.1f}") == (footprint, mean) for x, score in means[policy]), (
-            policy
-        )
+        assert any(
+            (f"{x:.2f}", f"{100 * score:.1f}") == (footprint, mean) for x, _, score in means[policy]
+        ), policy
         assert mib == "3.0"
 
 
 def test_a_mean_is_of_all_tasks_or_not_shown(arguments, evaluated, tmp_path, monkeypatch):
     drawn = {}
-    monkeypatch.setattr(
-        pictures, "draw_tradeoff", lambda file, panels, across: drawn.update({file.name: panels})
-    )
+    monkeypatch.setattr(pictures, "draw_tradeoff", lambda file, panels: drawn.update({file.name: panels}))
     config = parse([*arguments, *TASKS, "--out", str(shutil.copytree(evaluated[0], tmp_path / "run"))])
     cells = list(Results(config).cells.values())
     missing = next(
