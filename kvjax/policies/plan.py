@@ -17,9 +17,10 @@ from kvjax.policies.moment import Moment
 class Plan:
     """How much a compaction keeps, and when there is one.
 
-    A context whose budget is less than what always stays keeps its newest entries (SnapKV for n < w); an admission's
-    window stays in any case. After chunks, a budget that grows with the tokens is that of each chunk, which is scored
-    by itself and whose survivors then stay; other budgets are met by all entries.
+    A context no longer than what always stays, or looks, is kept whole by a budget that grows with the tokens; of a
+    longer one whose budget is less than that the newest entries stay. An admission's window stays in any case. After
+    chunks, a budget that grows with the tokens is that of each chunk, which is scored by itself and whose
+    survivors then stay; other budgets are met by all entries.
     """
 
     budget: Budget
@@ -82,7 +83,8 @@ class Plan:
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
-        return [self.budget.of(count, entry_bytes) for count in tokens]
+        needed = max(self.observed, self.last + self.first) if self.budget.proportional else 0
+        return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
     def counts(
         self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int

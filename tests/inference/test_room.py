@@ -165,3 +165,11 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
     sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
     with pytest.raises(UserError, match=f"{named} tokens would fit"):
         sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_short_prompts_are_kept_whole(model, name):
+    """Beside a long one that is not."""
+    policy = make_policy(name, ratio=0.5)
+    sizes = caches.stats(sampling.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
+    assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
