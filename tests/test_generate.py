@@ -19,7 +19,7 @@ def generate(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_text_comes_first_and_then_one_line_of_what_it_took():
+def test_text_comes_first_and_then_one_line_of_what_it_took(capsys):
     done = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.strip().splitlines()
@@ -31,30 +31,31 @@ def test_text_comes_first_and_then_one_line_of_what_it_took():
     assert found, line
     prompt, kept, seen = map(int, found.groups())
     assert kept == seen == prompt + 19
-    again = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
-    assert again.stdout == done.stdout != ""
+    main(["--prompt", "def main(", *SMALL, "--max-new-tokens", "20"])
+    assert capsys.readouterr().out == done.stdout != ""
 
 
-def test_a_stop_text_cuts_the_answer():
-    long = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
-    text = long.stdout.removesuffix("\n")
+def test_a_stop_text_cuts_the_answer(capsys):
+    def said(*more):
+        main(["--prompt", "def main(", *SMALL, "--max-new-tokens", "20", *more])
+        return capsys.readouterr().out
+
+    text = said().removesuffix("\n")
     stop = next(text[i : i + 2] for i in range(4, len(text)) if text.find(text[i : i + 2]) == i)
-    cut = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20", "--stop", stop, "never")
-    assert cut.stdout == text[: text.find(stop)] + "\n"
-    never = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20", "--stop", text[-1] + "~")
-    assert never.stdout == long.stdout
+    assert said("--stop", stop, "never") == text[: text.find(stop)] + "\n"
+    assert said("--stop", text[-1] + "~") == text + "\n"
 
 
-def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path):
+def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
     select = ["--selection", "quest:tokens=17"]
     own = ["--window", "16", "--set", "sink=6"]
-    done = generate(*text, *SMALL, "--policy", "streaming_llm", *own, *select)
-    assert done.returncode == 0, done.stderr
-    kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
+    main([*text, *SMALL, "--policy", "streaming_llm", *own, *select])
+    told = capsys.readouterr().err
+    kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
     assert kept == 21 < seen
-    assert "streaming_llm+quest: " in done.stderr
+    assert "streaming_llm+quest: " in told
 
 
 @pytest.mark.parametrize(

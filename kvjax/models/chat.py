@@ -22,7 +22,8 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
         if not templated:
-            return list(tokenizer(prompt, add_special_tokens=part != "end", verbose=False)["input_ids"])
+            bare = {"add_special_tokens": False} if part == "end" else {}
+            return list(tokenizer(prompt, verbose=False, **bare)["input_ids"])
         if part == "end":
             text = prompt + _rendered(tokenizer, [{"role": "user", "content": PLACE}])[1]
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -9,8 +9,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from kvjax.errors import UserError
-from kvjax.generate import encode
 from kvjax.models import load_tokenizer
+from kvjax.models.chat import encode
 from kvjax.models.folder import copy_tokenizer
 from tests.models.cases import LLAMA
 from tests.models.gguf_cases import write_gguf

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvjax import generate
 from kvjax.builtin import builtin_model
+from kvjax.train import __main__ as train
 
 HERE = Path(__file__).parent
 TRAINED = {
@@ -24,22 +26,40 @@ FEW = [
 PROMPT = ["--prompt", "The city of " * 20, "--max-new-tokens", "12"]
 
 
-def run(command, *args, folder):
+MODEL = builtin_model("test_model")
+
+
+def in_a_process(command, *args, folder, model=MODEL):
+    """In a process of its own, from a folder where there is nothing."""
     done = subprocess.run(
-        [sys.executable, "-m", f"kvjax.{command}", "--model", str(builtin_model("test_model")), *args],
+        [sys.executable, "-m", f"kvjax.{command}", "--model", str(model), *args],
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
         cwd=folder, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return done
+    return done.stderr
 
 
-def entries_kept(done):
-    return map(int, re.search(r"kept (\d+) of (\d+) entries", done.stderr).groups())
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """The same in this process, which has jax already."""
+    monkeypatch.chdir(tmp_path)
+    commands = {"train": train.main, "generate": generate.main}
+
+    def called(command, *args, folder, model=MODEL):
+        commands[command](["--model", str(model), *args])
+        return capsys.readouterr().err
+
+    return called
+
+
+def entries_kept(told):
+    return map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
 
 
 @pytest.mark.parametrize("probe", TRAINED)
-def test_it_trains_and_generates(probe, tmp_path):
+def test_it_trains_and_generates(probe, tmp_path, call):
+    run = in_a_process if "gate" in probe else call
     method, options = f"tests.probes.{probe}", TRAINED[probe]
     run("train", "--method", method, *options, *FEW, "--out", str(tmp_path / "run"), folder=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -47,7 +67,9 @@ def test_it_trains_and_generates(probe, tmp_path):
     if "scorer" in probe or "gate" in probe:
         assert losses[-1] < losses[0]
     gates = str(tmp_path / "run" / "parameters")
-    kept, seen = entries_kept(run("generate", "--method", method, "--gates", gates, *PROMPT, folder=tmp_path))
+    own = tmp_path / "run" / "parameters" / "model"  # if the run trained it
+    used = {"folder": tmp_path, "model": own if own.is_dir() else MODEL}
+    kept, seen = entries_kept(run("generate", "--method", method, "--gates", gates, *PROMPT, **used))
     if "scorer" in probe:
         assert kept == 7 + 6
     elif "gate" in probe:
@@ -56,10 +78,10 @@ def test_it_trains_and_generates(probe, tmp_path):
         assert kept < seen
 
 
-def test_guidance_generates_by_name(tmp_path):
+def test_guidance_generates_by_name(tmp_path, call):
     probe = ["--policy", "tests.probes.guidance:guided", "--set", "ratio=0.5"]
-    whole = entries_kept(run("generate", *probe, *PROMPT, folder=tmp_path))
-    parts = entries_kept(run("generate", *probe, "chunk=32", *PROMPT, folder=tmp_path))
+    whole = entries_kept(call("generate", *probe, *PROMPT, folder=tmp_path))
+    parts = entries_kept(call("generate", *probe, "chunk=32", *PROMPT, folder=tmp_path))
     (kept, seen), (in_parts, _) = whole, parts
     assert kept == (seen - 11) // 2 + 11
     assert abs(in_parts - kept) <= 4

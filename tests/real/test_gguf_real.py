@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.generate import encode
 from kvjax.inference.sampling import sample
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model, read_config
+from kvjax.models.chat import encode
 from tests.models.make_goldens import GOLDENS, QUESTION, TEXT
 from tests.models.pieces import ends
 

@@ -57,7 +57,7 @@ def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
     command.main([str(run), "--mesh", "1"])
     assert contents(run / "gates")["gates.safetensors"] == before["gates.safetensors"]
     assert sorted(path.name for path in run.iterdir()) == [
-        *("checkpoints", "config.yaml", "gates", "metrics.jsonl")
+        *(".lock", "checkpoints", "config.yaml", "gates", "metrics.jsonl")
     ]
 
 

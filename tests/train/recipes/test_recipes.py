@@ -149,10 +149,10 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert resumed.validation.numbers == whole.validation.numbers
-    # once more, with nothing left to do
-    again = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
-    for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
+    if method in recipes.RECIPES:  # once more, with nothing left to do
+        again = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+        for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
     recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
     described = json.loads((exported / "config.json").read_text())
