@@ -24,6 +24,7 @@ LAYERS = (
     {"kvjax.models"},
     {"kvjax.inference", "kvjax.tasks"},
     {"kvjax.train", "kvjax.evaluate", "kvjax.generate", "kvjax.convert", "kvjax.plan", "kvjax.export"},
+    {"kvjax.__main__"},
 )
 """Lowest first. A module imports its own layer and those below it."""
 
