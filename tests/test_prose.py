@@ -48,7 +48,8 @@ def unexplained(source):
 def test_every_field_says_what_it_is():
     found = {
         str(file.relative_to(ROOT)): list(unexplained(file.read_text(encoding="utf-8")))
-        for file in sorted((ROOT / "kvjax").rglob("*.py"))
+        for package in ("kvjax", "pallas_kernels")
+        for file in sorted((ROOT / package).rglob("*.py"))
     }
     assert len(found) > 100
     assert not {file: names for file, names in found.items() if names}

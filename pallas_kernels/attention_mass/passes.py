@@ -31,6 +31,7 @@ class Span(NamedTuple):
     stop: int | None = None
     """Row r counts none from r // repeats + stop; None: up to the last."""
     repeats: int = 1
+    """Resident rows of one index, a group's heads side by side."""
 
     def low(self, r):
         return jnp.zeros_like(r) if self.start is None else jnp.clip(r + self.start, 0, self.rows)

@@ -30,7 +30,9 @@ class Tile(NamedTuple):
     """A straight run of bundles in which there are matrix products."""
 
     bundles: int
+    """How many."""
     spills: int
+    """Of registers."""
 
 
 LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z ]*):([ >]*)\{(.*)")
@@ -40,6 +42,7 @@ class Kernel(NamedTuple):
     """One program."""
 
     bundles: list[Bundle]
+    """In the order in which they stand in the listing."""
 
     def tiles(self) -> list[Tile]:
         """The arithmetic of each kind of tile."""

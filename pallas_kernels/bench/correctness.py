@@ -28,12 +28,19 @@ class Case(NamedTuple):
     """`call(implementation, *args)` gives what `results` names."""
 
     op: str
+    """Its name."""
     call: Callable[..., Any]
+    """What is checked."""
     args: tuple
+    """Of the call, after the implementation."""
     results: tuple[str, ...]
+    """Names, in the order of the call's."""
     dtype: Any
+    """Of the arguments."""
     gradient: bool = False
+    """Whether the call differentiates."""
     what: str = ""
+    """What is special about it, for its name."""
 
     def __str__(self) -> str:
         dtype = f", {self.dtype}" if jnp.issubdtype(self.dtype, jnp.floating) else ""

@@ -22,9 +22,13 @@ class Line(NamedTuple):
     """
 
     shape: str
+    """In words."""
     ours: str
+    """A candidate."""
     rivals: dict[str, str]
+    """Candidates by their names in the row."""
     unit: str
+    """Of the rate."""
     bound: str
     floor: tuple[str, ...] = ()
 
@@ -39,15 +43,20 @@ class Job(NamedTuple):
     """Candidates on the same inputs, and the rows that their times become."""
 
     candidates: dict[str, Candidate]
+    """By name."""
     lines: list[Line]
+    """The rows to be."""
 
 
 class Task(NamedTuple):
     """A job before its arrays are made."""
 
     op: str
+    """Its name."""
     shape: str
+    """In words."""
     make: Callable[[], Job]
+    """Makes the arrays."""
 
 
 EMPTY = dict.fromkeys(

@@ -21,20 +21,31 @@ class Setting:
     torch: bool
     """Whether torch's rivals are measured too, where it is installed."""
     dtype: Any
+    """Of q, k and v."""
     n: int
+    """Query heads."""
     k: int
+    """kv heads."""
     h: int
+    """Head dim."""
     window: int
+    """Last tokens that are always seen."""
     page: int
+    """Entries of a page."""
     prefill: tuple[int, ...]
+    """Contexts of the forward pass."""
     kept: tuple[float, ...]
+    """Shares of the keys that are kept for good."""
     training: tuple[int, ...]
+    """Contexts of the forward and backward pass."""
     decode: tuple[tuple[int, int], ...]
     """Batch and context."""
     mass: tuple[int, ...]
+    """Contexts of which all queries are counted."""
     observation: tuple[int, ...]
     """Contexts of which the last `OBSERVED` queries are counted."""
     topk: tuple[int, ...]
+    """Lengths of the running top-k."""
     mask: int
     """Longest context whose mask torch gets in full."""
     logits: int

@@ -31,6 +31,7 @@ class Failed(NamedTuple):
     """Why there is no time."""
 
     reason: str
+    """In a line."""
 
 
 def program(call: Callable, args: Any, work: int | float, inner: int = 1) -> Candidate:

@@ -37,11 +37,14 @@ class Plan(NamedTuple):
     copy can fetch of a page at once."""
 
     shares: Shares
+    """How rows are shared out to programs."""
     keys: int
     stages: int
     piece: int
     page: int
+    """Entries of a page."""
     ring_pages: int
+    """Columns of a row's table that are its ring's."""
 
     @property
     def pieces(self) -> int:
@@ -145,12 +148,14 @@ class Piece(NamedTuple):
     column: Any
     place: Any
     stored: Any
+    """Of its entries."""
 
 
 class Walk(NamedTuple):
     """A program's share, from tile `begin` to `stop`, of the `rows` that are listed."""
 
     plan: Plan
+    """The kernel's."""
     rows: Any
     begin: Any
     stop: Any

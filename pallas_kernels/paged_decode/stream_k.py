@@ -34,7 +34,9 @@ class Shares(NamedTuple):
     queries: int
     t: int
     h: int
+    """Head dim."""
     programs: int
+    """Among which the rows' tiles are shared out."""
 
     @property
     def slots(self) -> int:

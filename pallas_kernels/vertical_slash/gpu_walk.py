@@ -80,8 +80,10 @@ class Walk(NamedTuple):
     far: Keys
     band: Keys | None
     blocks: Blocks
+    """Their sizes."""
     first: int
     window: int
+    """Last tokens that the band has."""
 
     def operands(self, t: int, group: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
         """What the kernel takes first, and which part of it the program `(query head, block)` sees."""

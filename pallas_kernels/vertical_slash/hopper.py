@@ -43,8 +43,11 @@ class Machine(NamedTuple):
     """What jax 0.10's interpreter cannot do, for it to be given otherwise."""
 
     layout: Callable[[jax.Array, Any], jax.Array]
+    """Casts registers to a layout."""
     scores: Callable[[Any, Any, Callable[[], None]], jax.Array]
+    """q · kᵀ, while something else runs."""
     weighted: Callable[[jax.Array, jax.Array, Any], Any]
+    """o + p · v."""
 
 
 def _scores(q, k, meanwhile):
@@ -77,7 +80,9 @@ class Plan(NamedTuple):
     group: int
     heads: int
     first: int
+    """Index of the first query."""
     window: int
+    """Last tokens that the band has."""
 
     @property
     def queries(self) -> int:

@@ -23,18 +23,24 @@ class Keys(NamedTuple):
     `start` does not fall. A gate is finite."""
 
     k: Shaped[Array, "r c h"]
+    """After RoPE."""
     v: Shaped[Array, "r c h"]
+    """Beside them."""
     start: Int[Array, "r c"]
     stop: Int[Array, "r c"]
     log_gate: Float[Array, "r c"] | None
+    """Added to the key's logits; None: nothing is."""
 
 
 class Tiles(NamedTuple):
     """Of each tile of a list: from which query on all of its keys are seen, until which, and until which any is."""
 
     ready: Int[Array, "r j"]
+    """From which query on all are seen."""
     full_until: Int[Array, "r j"]
+    """Until which all are."""
     gone: Int[Array, "r j"]
+    """From which on none is."""
 
 
 class Spans(NamedTuple):

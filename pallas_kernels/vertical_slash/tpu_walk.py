@@ -63,9 +63,11 @@ class Walk:
     far: Keys
     band: Keys | None
     blocks: Blocks
+    """Their sizes."""
     n: int
     first: int
     window: int
+    """Last tokens that the band has."""
 
     @property
     def gated(self) -> bool:
