@@ -80,21 +80,14 @@ def make_policy(
     if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
     named = _named(name, {"admission": admission, "eviction": eviction, "selection": selection}, arguments)
-    own, taken = (
-        named.own,
-        [x for x in named.words if x in named.own.own_fields and x not in named.own.arguments],
-    )
     with use_mesh(model):
         if not force:
             _check_files(named.parts, model)
         try:
             policy = _composed(named, model, force)
         except UserError as error:
-            if taken and str(error).startswith(own.name):
-                told = f"{taken[0]}={shown(named.words[taken[0]])} is the eviction's here"
-                raise UserError(
-                    f"{error}; {told}, its own goes behind its name: {own.name}:{taken[0]}=…"
-                ) from None
+            if hint := named.hint(str(error)):
+                raise UserError(f"{error}; {hint}") from None
             raise
         policy = policy.unchecked if force else policy
         return policy if model is None else policy.for_model(model)
@@ -130,6 +123,15 @@ class _Named:
     words: dict[str, Any]
     window: int | None
 
+    def hint(self, error: str) -> str:
+        """What an error of the first method may come of: an argument that the eviction took; else nothing."""
+        own = self.own
+        taken = [x for x in self.words if x in own.own_fields and x not in own.arguments]
+        if not taken or not error.startswith(own.name):
+            return ""
+        told = f"{taken[0]}={shown(self.words[taken[0]])}"
+        return f"{told} is the eviction's here, its own goes behind its name: {own.name}:{taken[0]}=…"
+
 
 def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Named:
     if name is not None and not isinstance(name, str):
@@ -159,6 +161,8 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
     if not name:
         return own, _label(parts | {own.role: own})
     if own.role in parts and own.inner is not None:
+        if "eviction" in (with_arguments(name, KNOWN["policy"])[1] or {}):
+            raise UserError(f"{own.name} is given eviction twice")
         own = own.around(parts[own.role])
     elif own.role in parts and given[own.role] != name:
         article = "a" if own.role == "selection" else "an"

@@ -190,6 +190,10 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (lambda: make_policy("snapkv:pool", ratio=0.5), "snapkv: pool: expected NAME=VALUE"),
         (lambda: make_policy("snapkv:pool=3", pool=5, ratio=0.5), "snapkv is given pool twice"),
         (
+            lambda: make_policy("adakv:eviction=tova", eviction="knorm", ratio=0.5),
+            "adakv is given eviction twice",
+        ),
+        (
             lambda: make_policy("full", selection="quest:tokenz=5"),
             "quest has no argument 'tokenz'; it has tokens, ratio, skip; the nearest: tokens",
         ),
