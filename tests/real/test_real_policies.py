@@ -91,7 +91,8 @@ def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
     policy = make_policy("streaming_llm", model=model, sink=64, window=window)
     score, stats = answered(model, tokenizer, prompt, draft, policy)
     assert score == 0
-    assert stats.bytes < 0.4 * full[1].bytes  # the pool, with its margin
+    assert stats.kv_ratio < 0.31
+    assert stats.bytes < 0.42 * full[1].bytes  # the pool, with its margin, in one of few sizes
 
 
 def test_a_saved_model_is_the_same(model, file, tokenizer, tmp_path):
