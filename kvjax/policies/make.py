@@ -307,8 +307,7 @@ def _part(what: str, given: Any) -> _Part:
     method: Callable[..., Any] | None = known.get(name) or find_policy(name)
     if method is None or (what != "policy" and role(method) != what):
         candidates = POLICIES if what == "policy" else known
-        # kvpress's classes are called SnapKVPress and the like
-        near = nearest(name.removesuffix("Press"), candidates) or list(candidates)
+        near = nearest(name, candidates) or list(candidates)
         raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
     told, inner = dict(told or {}), None
     if isinstance(method, type) and issubclass(method, Wrapper):
