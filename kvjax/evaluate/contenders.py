@@ -21,7 +21,7 @@ from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.interfaces import Method
 from kvjax.policies.numbers import head_table
-from kvjax.policies.registry import find_policy, role
+from kvjax.policies.registry import WRAPPERS, find_policy, role
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
 """The evictions that do best on the built-in model without training, as training's report calls them."""
@@ -119,19 +119,20 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
 
 GATED = "gates"
 """What reads alike with the same gates: methods over what gates let in."""
-OVER_SNAPKV = "snapkv", "pyramidkv", "adakv", "critical_kv"
-"""Methods over SnapKV's scores, which are told how many tokens they look back at."""
 
 
 def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Contender:
     """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
 
     def make(sizing: Sizing) -> Policy:
-        over_snapkv = name in OVER_SNAPKV and "eviction" not in sizing.arguments
-        observed = {"observed": sizing.observed} if over_snapkv else {}
-        moment: dict[str, Any] = {"when": when, "observers": observers}
-        moment |= {"chunk": sizing.chunk} if when == "chunk" else {}
-        return _policy(name, sizing, ratio=sizing.ratio, **observed, **moment)
+        told: dict[str, Any] = {"when": when, "observers": observers}
+        if when == "chunk":
+            told["chunk"] = sizing.chunk
+        if name == "snapkv":
+            told["observed"] = sizing.observed
+        elif name in WRAPPERS:
+            told["eviction"] = SnapKV(sizing.observed)
+        return _policy(name, sizing, ratio=sizing.ratio, **told)
 
     return Contender(make, reads="all" if when == "prompt" else "")
 

@@ -1,4 +1,5 @@
-"""Arguments as people write them: NAME=VALUE, and a method with its own, `snapkv:observed=32,pool=7`."""
+"""Arguments as people write them: NAME=VALUE, and a method with its own, `snapkv:observed=32,pool=7`, which stands in
+parentheses where it is a value itself, `adakv:eviction=(snapkv:observed=32,pool=7),over=model`."""
 
 import json
 import re
@@ -7,14 +8,13 @@ from typing import Any
 
 from kvjax.errors import UserError
 
-COMMA = re.compile(r",(?![^\[]*\])")
-"""Between arguments, and not within a list."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """As people write them, and JSON does not: .2 and 2."""
 
 
 def assignments(texts: Sequence[str], option: str) -> dict[str, Any]:
-    """Arguments written as NAME=VALUE: numbers, true, false and lists as in JSON, anything else as text.
+    """Arguments written as NAME=VALUE: numbers, true, false and lists as in JSON, anything else as text,
+    without parentheses around it.
 
     Raises UserError for one without a name or a value, and for a name given twice.
     """
@@ -33,7 +33,21 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return float(text) if NUMBER.fullmatch(text) else text
+        if NUMBER.fullmatch(text):
+            return float(text)
+        return text[1:-1] if text[0] == "(" and text[-1] == ")" else text
+
+
+def _between_commas(text: str) -> list[str]:
+    """Its parts, where a comma within a list or parentheses stands between none."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "([") - (letter in ")]")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
 
 
 def with_arguments(text: str, known: Container[str], option: str = "") -> tuple[str, dict[str, Any] | None]:
@@ -47,4 +61,4 @@ def with_arguments(text: str, known: Container[str], option: str = "") -> tuple[
         name, colon, told = (part or "" for part in brought.groups())
     if not colon:
         return name, None
-    return name, assignments(COMMA.split(told), f"{option} {name}:".lstrip())
+    return name, assignments(_between_commas(told), f"{option} {name}:".lstrip())

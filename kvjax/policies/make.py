@@ -15,6 +15,7 @@ from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.eviction.adaptive import Adaptive
 from kvjax.policies.eviction.protected import Protected
+from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Admission, Eviction, Selection
 from kvjax.policies.moment import NOTHING, moment
@@ -56,7 +57,7 @@ def make_policy(
     **arguments: Any,
 ) -> Policy:
     """The policy called `name`, with other methods beside it: names and flat arguments for what `Policy` composes of
-    objects. `make_policy("adakv", ratio=0.1, observed=16)` is
+    objects. `make_policy("adakv", eviction="snapkv:observed=16", ratio=0.1)` is
     `Policy(eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1))`.
 
     Args:
@@ -64,14 +65,14 @@ def make_policy(
             critical_kv; SnapKV unless it is given), or a selection; or what another package brings (`find_policy`).
             None: the first of the others.
         admission, eviction, selection: methods beside it, as an object (`SnapKV(observed=32)`), a name (`"snapkv"`) or
-            a name with its arguments (`"snapkv:observed=32,pool=7"`, `"critical_kv:eviction=tova"`).
+            a name with its arguments (`"snapkv:observed=32,pool=7"`, `"adakv:eviction=(snapkv:pool=7),over=model"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are held against each that it is used with.
         force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
             first and last: `Protected`). With an admission, or no eviction, `window`. All others are the own arguments
-            of `name`, the fields of its class; of one around another eviction, then that one's.
+            of `name`, the fields of its class.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -126,7 +127,7 @@ class _Named:
     def hint(self, error: str) -> str:
         """What an error of the first method may come of: an argument that the eviction took; else nothing."""
         own = self.own
-        taken = [x for x in self.words if x in own.own_fields and x not in own.arguments]
+        taken = [x for x in self.words if x in own.known and x not in own.arguments and x in error]
         if not taken or not error.startswith(own.name):
             return ""
         told = f"{taken[0]}={shown(self.words[taken[0]])}"
@@ -143,8 +144,7 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
     evicting = parts.get("eviction")
     words, known = {}, []
     if evicting is not None:
-        around = [] if own.inner is None else own.own_fields
-        words = {x: arguments.pop(x) for x in WORDS if x in arguments and x not in around}
+        words = {x: arguments.pop(x) for x in WORDS if x in arguments}
         known = [*WORDS]
     window = None
     if ("admission" in parts or evicting is None) and not own.makes_policies:
@@ -160,10 +160,8 @@ def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> 
     own = _part("policy", name) if name else next(iter(parts.values()), None) or _part("admission", "full")
     if not name:
         return own, _label(parts | {own.role: own})
-    if own.role in parts and own.inner is not None:
-        if "eviction" in (with_arguments(name, KNOWN["policy"])[1] or {}):
-            raise UserError(f"{own.name} is given eviction twice")
-        own = own.around(parts[own.role])
+    if own.role in parts and own.is_around:
+        own = own.with_more({"eviction": given["eviction"]})
     elif own.role in parts and given[own.role] != name:
         article = "a" if own.role == "selection" else "an"
         raise UserError(
@@ -209,9 +207,10 @@ def _composed(named: _Named, model: Any, force: bool) -> Policy:
 def _wrapped(
     eviction: Eviction, *, first: int | None = None, last: int | None = None, **shares: Any
 ) -> Eviction:
-    """The eviction within what the words say."""
+    """The eviction within what the words say: `shares` are those of the adaptive one that it is, or is put in."""
     if shares:
-        eviction = Adaptive(eviction, **({"over": "head", "pinned": 0.0} | shares))
+        adaptive = eviction if isinstance(eviction, Adaptive) else Adaptive(eviction, over="head", pinned=0.0)
+        eviction = dataclasses.replace(adaptive, **shares)
     return eviction if first is None and last is None else Protected(eviction, first, last)
 
 
@@ -224,35 +223,29 @@ class _Part:
     method: Any
     """An object, its class, or a function that makes a policy."""
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    inner: "_Part | None" = None
-    """The eviction that it is around."""
+    """Its own; an eviction among them is a part, too."""
 
     @property
     def makes_policies(self) -> bool:
         return callable(self.method) and not is_method(self.method)
 
     @property
-    def own_fields(self) -> list[str]:
-        """Its own arguments, without those of what it is around."""
+    def is_around(self) -> bool:
+        """Whether it is around another eviction."""
+        return isinstance(self.method, type) and issubclass(self.method, Wrapper)
+
+    @property
+    def known(self) -> list[str]:
+        """Its own arguments."""
         if self.makes_policies:
             return [x for x in inspect.signature(self.method).parameters if x not in ("model", "force")]
         if not is_method(self.method):
             return []
-        names = [field.name for field in dataclasses.fields(self.method) if field.init]
-        return names if self.inner is None else [x for x in names if x != "eviction"]
-
-    @property
-    def known(self) -> list[str]:
-        """Its own arguments, then those of what it is around."""
-        return self.own_fields if self.inner is None else [*self.own_fields, *self.inner.known]
-
-    def around(self, inner: "_Part") -> "_Part":
-        """The same around another eviction."""
-        return dataclasses.replace(self, inner=inner)
+        return [field.name for field in dataclasses.fields(self.method) if field.init]
 
     def with_more(self, arguments: dict[str, Any], more: Sequence[str] = ()) -> "_Part":
-        """With these arguments of its own, too. Raises UserError for what it does not have; `more` is what else it
-        might have been told."""
+        """With these arguments, too. Raises UserError for what it does not have; `more` is what else it might have been
+        told."""
         open_ended = self.makes_policies and any(
             x.kind is x.VAR_KEYWORD for x in inspect.signature(self.method).parameters.values()
         )
@@ -261,19 +254,18 @@ class _Part:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
                 refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])), OTHERS)
-        if self.inner is None:
-            return dataclasses.replace(self, arguments=self.arguments | arguments)
-        own = {x: given for x, given in arguments.items() if x in self.own_fields}
-        others = {x: given for x, given in arguments.items() if x not in own}
-        return dataclasses.replace(self, arguments=self.arguments | own, inner=self.inner.with_more(others))
+        if self.is_around and "eviction" in arguments:
+            arguments = arguments | {"eviction": _part("eviction", arguments["eviction"])}
+        return dataclasses.replace(self, arguments=self.arguments | arguments)
 
     def build(self, model: Any, force: bool = False) -> Any:
         """The method, or another package's policy. force: of another model's files."""
         if not callable(self.method):
             return self.method
         parameters, given = inspect.signature(self.method).parameters, self.arguments
-        if self.inner is not None:
-            given = {"eviction": self.inner.build(model, force)} | given
+        if self.is_around:
+            inner = given.get("eviction")
+            given = given | {"eviction": SnapKV() if inner is None else inner.build(model, force)}
         if self.makes_policies and model is not None and "model" in parameters:
             given = given | {"model": model}
         if self.makes_policies and force and "force" in parameters:
@@ -309,7 +301,4 @@ def _part(what: str, given: Any) -> _Part:
         candidates = POLICIES if what == "policy" else known
         near = nearest(name, candidates) or list(candidates)
         raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
-    told, inner = dict(told or {}), None
-    if isinstance(method, type) and issubclass(method, Wrapper):
-        inner = _part("eviction", told.pop("eviction", "snapkv"))
-    return _Part(role(method), name, method, inner=inner).with_more(told)
+    return _Part(role(method), name, method).with_more(told or {})

@@ -11,6 +11,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
+from kvjax.policies import SnapKV
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -140,6 +141,8 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     assert contender("wgkv+quest:skip=1").over_gates
     assert budget_policy("wgkv+snapkv:pool=9", sizing).eviction.eviction.pool == 9
     assert budget_policy("adakv:eviction=h2o", sizing).eviction.eviction.name == "h2o"
+    within = budget_policy("adakv:eviction=(snapkv:pool=9,observed=5)", sizing).eviction.eviction
+    assert repr(within) == repr(SnapKV(5, pool=9))
     assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
 
 

@@ -123,7 +123,7 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
     together = [
         [make_policy("full", model=builtin)],
         [make_policy("snapkv", model=builtin, ratio=RATIO, observed=8)],
-        [make_policy("adakv", model=builtin, ratio=RATIO, observed=8)],
+        [make_policy("adakv", eviction="snapkv:observed=8", model=builtin, ratio=RATIO)],
         [make_policy("tova", model=builtin, ratio=RATIO)],
         [make_policy("r_kv", model=builtin, ratio=RATIO)],
     ]
@@ -139,7 +139,7 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
 
     def score(observers):
         chunks = {"when": "chunk", "chunk": 128, "observers": observers}
-        policy = make_policy("pyramidkv", model=builtin, ratio=RATIO, observed=8, **chunks)
+        policy = make_policy("pyramidkv", eviction="snapkv:observed=8", model=builtin, ratio=RATIO, **chunks)
         return measure(builtin, policy, samples, MANNER).score
 
     patched, naive = score("prompt"), score("own")

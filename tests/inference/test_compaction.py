@@ -9,7 +9,7 @@ from kvjax.inference import sampling
 from kvjax.inference.attention import cached_attention
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
-from kvjax.policies import make_policy
+from kvjax.policies import SnapKV, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries, unnormed
 from tests.tiny_models import tiny_model
@@ -21,7 +21,7 @@ def model():
 
 
 def test_everything_kept_is_the_full_cache(model, prompts):
-    policy = make_policy("adakv", model=model, ratio=1.0, observed=OBSERVED)
+    policy = make_policy("adakv", eviction=SnapKV(OBSERVED), model=model, ratio=1.0)
     kept = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     full = sampling.prefill(model, prompts, page_size=PAGE)
     for row in np.ndindex(3, 2, 4):
@@ -59,7 +59,7 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("adakv", {"observed": OBSERVED}, marks=pytest.mark.thorough),
+        pytest.param("adakv", {"eviction": SnapKV(OBSERVED)}, marks=pytest.mark.thorough),
         ("tova", {"over": "model"}),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_mesh_keeps_the_same(model, prompts, name, options):
 
 
 def test_a_batch_equals_a_sequence_alone(model, prompts):
-    policy = make_policy("adakv", model=model, ratio=0.3, observed=OBSERVED)
+    policy = make_policy("adakv", eviction=SnapKV(OBSERVED), model=model, ratio=0.3)
     together = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     # the shorter one was padded
     alone = sampling.prefill(model, prompts[1:], policy=policy, page_size=PAGE)

@@ -88,8 +88,8 @@ def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prom
     counts = [
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length
         for policy in (
-            make_policy("adakv", entries=KEPT, observed=OBSERVED, **admitted),
-            make_policy(eviction=f"adakv:observed={OBSERVED}", entries=KEPT, **admitted),
+            make_policy("adakv", eviction=SnapKV(OBSERVED), entries=KEPT, **admitted),
+            make_policy(eviction=f"adakv:eviction=snapkv:observed={OBSERVED}", entries=KEPT, **admitted),
             make_policy(eviction=SnapKV(OBSERVED), over="layer", pinned=0.2, entries=KEPT, **admitted),
         )
     ]

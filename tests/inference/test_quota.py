@@ -7,7 +7,8 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import make_policy
+from kvjax.policies import SnapKV, make_policy
+from kvjax.policies.registry import WRAPPERS
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, unnormed
 
@@ -40,7 +41,11 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
     newest. The long one keeps what it keeps alone."""
     if name == "expected_attention" and "ratio" in budget:
         kept = [30, 10, 3, 4]  # it needs the first 4 alone
-    given: dict[str, Any] = budget | ({} if name in ("r_kv", "expected_attention") else {"observed": 12})
+    given: dict[str, Any] = dict(budget)
+    if name == "snapkv":
+        given["observed"] = 12
+    elif name in WRAPPERS:
+        given["eviction"] = SnapKV(12)
     policy = make_policy(name, model=model, **given)
     rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
     cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)

@@ -13,7 +13,7 @@ from kvjax.inference.forward import last_logits
 from kvjax.inference.stop import settled, stop_place, stop_texts
 from kvjax.mesh import use_mesh
 from kvjax.models import load
-from kvjax.policies import make_policy
+from kvjax.policies import Adaptive, SnapKV, make_policy
 from tests.tiny_models import policies_for
 
 
@@ -119,8 +119,8 @@ def test_prompts_of_about_one_length_share_programs(model):
     """Also where they end at another number of pages, and whatever the method is called."""
     programs = last_logits, sampling.decode_block
     counts = []
-    for length, name in ((101, "snapkv"), (98, "snapkv"), (99, "adakv")):
-        policy = make_policy(name, model=model, entries=40, observed=8, over="head")
+    for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
+        policy = make_policy(eviction=eviction, model=model, entries=40)
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]

@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.inference import sampling
-from kvjax.policies import Random, make_policy
+from kvjax.policies import Adaptive, Random, SnapKV, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, unnormed
 
@@ -25,10 +25,9 @@ def prompts():
 
 
 def read(model, prompts, *, name="snapkv", **options):
+    eviction = {"snapkv": SnapKV(OBSERVED), "adakv": Adaptive(SnapKV(OBSERVED))}.get(name, name)
     options = {"ratio": 0.45, "when": "chunk", "chunk": CHUNK} | options
-    if name in ("snapkv", "adakv"):
-        options["observed"] = OBSERVED
-    policy = make_policy(name, model=model, **options)
+    policy = make_policy(eviction=eviction, model=model, **options)
     # one pool: few programs
     return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
 

@@ -34,3 +34,19 @@ def test_another_package_s_name_has_a_colon_of_its_own():
     listed = {"observers": [1, 2], "pool": 7}
     assert with_arguments("snapkv:observers=[1,2],pool=7", known) == ("snapkv", listed)
     assert with_arguments("a.b:NAME:pool=7", known) == ("a.b:NAME", {"pool": 7})
+
+
+def test_a_method_with_arguments_is_a_value_itself():
+    known = ("snapkv", "adakv")
+    inner = "(snapkv:observed=32,pool=7)"
+    assert with_arguments(f"adakv:over=model,eviction={inner}", known) == (
+        "adakv",
+        {"over": "model", "eviction": inner[1:-1]},
+    )
+    assert with_arguments("adakv:eviction=snapkv:pool=7,over=model", known)[1] == {
+        "eviction": "snapkv:pool=7",
+        "over": "model",
+    }
+    within = f"pyramidkv:eviction={inner},beta=2"
+    assert with_arguments(f"adakv:eviction=({within})", known) == ("adakv", {"eviction": within})
+    assert assignments([f"eviction={inner}"], "--set") == {"eviction": inner[1:-1]}

@@ -36,9 +36,9 @@ POLICIES = {
     "h2o": {"ratio": 0.5},
     "r_kv": {"ratio": 0.5, "observed": 4},
     "random_eviction": {"ratio": 0.5},
-    "adakv": {"ratio": 0.5, "observed": 4},
-    "pyramidkv": {"ratio": 0.5, "observed": 4, "beta": 3.0},
-    "critical_kv": {"ratio": 0.5, "observed": 4},
+    "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
+    "pyramidkv": {"ratio": 0.5, "eviction": "snapkv:observed=4", "beta": 3.0},
+    "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "quest": {"ratio": 0.5},
 }
 """Their arguments, by name."""

@@ -15,7 +15,7 @@ from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
-from kvjax.policies import ExpectedAttention, make_policy
+from kvjax.policies import CriticalKV, ExpectedAttention, SnapKV, make_policy
 from kvjax.policies.budget import Ratio, whole
 from tests.models.cases import LLAMA, QWEN3, write_folder
 
@@ -44,31 +44,31 @@ METHODS = {
     "snapkv": (snapkv, {"observed": OBSERVED}),
     "pyramidkv": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED),
-        {"observed": OBSERVED},
+        {"eviction": SnapKV(OBSERVED)},
     ),
     # at a quarter the default β leaves the last layers less than the window, and all layers get the same
     "pyramidkv, β 4": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED, beta=4),
-        {"observed": OBSERVED, "beta": 4.0},
+        {"eviction": SnapKV(OBSERVED), "beta": 4.0},
     ),
     "tova": (lambda ratio: presses.TOVAPress(1 - ratio), {}),
     "knorm": (lambda ratio: presses.KnormPress(1 - ratio), {}),
     "keydiff": (lambda ratio: presses.KeyDiffPress(1 - ratio), {}),
     "expected_attention": (expected_attention, {}),
-    "adakv": (lambda ratio: presses.AdaKVPress(snapkv(ratio)), {"observed": OBSERVED}),
+    "adakv": (lambda ratio: presses.AdaKVPress(snapkv(ratio)), {"eviction": SnapKV(OBSERVED)}),
     # as in kvpress's published figures
     "adakv, expected_attention": (
         lambda ratio: presses.AdaKVPress(expected_attention(ratio, epsilon=1e-2)),
         {"eviction": ExpectedAttention(epsilon=1e-2)},
     ),
-    "critical_kv": (lambda ratio: presses.CriticalKVPress(snapkv(ratio)), {"observed": OBSERVED}),
+    "critical_kv": (lambda ratio: presses.CriticalKVPress(snapkv(ratio)), {"eviction": SnapKV(OBSERVED)}),
     "critical_kv, expected_attention": (
         lambda ratio: presses.CriticalKVPress(expected_attention(ratio, use_vnorm=False)),
         {"eviction": "expected_attention"},
     ),
     "adakv, critical_kv": (
         lambda ratio: presses.AdaKVPress(presses.CriticalKVPress(snapkv(ratio))),
-        {"observed": OBSERVED, "eviction": "critical_kv"},
+        {"eviction": CriticalKV(SnapKV(OBSERVED))},
     ),
 }
 CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", "expected_attention")]

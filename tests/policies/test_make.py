@@ -86,11 +86,15 @@ SAME = {
     ),
     "adakv": (
         lambda: Policy(eviction=Adaptive(SnapKV(6)), budget=Ratio(0.3), when=AtPrompt()),
-        lambda: make_policy("adakv", observed=6, ratio=0.3),
+        lambda: make_policy("adakv", eviction="snapkv:observed=6", ratio=0.3),
     ),
     "adakv over others": (
         lambda: Policy(eviction=Adaptive(ExpectedAttention(epsilon=0.01), pinned=0.5), budget=Ratio(0.3)),
         lambda: make_policy("adakv", eviction="expected_attention:epsilon=0.01", pinned=0.5, ratio=0.3),
+    ),
+    "adakv whose shares are named again": (
+        lambda: Policy(eviction=Adaptive(TOVA(), pinned=0.3), budget=Ratio(0.3)),
+        lambda: make_policy("adakv:eviction=tova,over=model,pinned=0.3", over="layer", ratio=0.3),
     ),
     "pyramidkv": (
         lambda: Policy(eviction=Pyramid(KNorm(), beta=4.0), budget=Entries(9), when=EveryChunk(16)),
@@ -98,7 +102,7 @@ SAME = {
     ),
     "adakv of a pyramid": (
         lambda: Policy(eviction=Adaptive(Pyramid(SnapKV(6), 2.0)), budget=Ratio(0.4)),
-        lambda: make_policy("adakv", eviction="pyramidkv:beta=2.0", observed=6, ratio=0.4),
+        lambda: make_policy("adakv:eviction=(pyramidkv:eviction=snapkv:observed=6,beta=2.0)", ratio=0.4),
     ),
     "critical_kv": (
         lambda: Policy(eviction=CriticalKV(SnapKV()), budget=Ratio(0.4)),
@@ -106,9 +110,9 @@ SAME = {
     ),
     "adakv of critical_kv": (
         lambda: Policy(eviction=Adaptive(CriticalKV(TOVA(), first_stage=0.2)), budget=Ratio(0.4)),
-        lambda: make_policy("adakv", eviction="critical_kv:eviction=tova", first_stage=0.2, ratio=0.4),
+        lambda: make_policy("adakv", eviction="critical_kv:eviction=tova,first_stage=0.2", ratio=0.4),
     ),
-    "adakv's own beside the same of what it is around": (
+    "arguments of one name, inside and outside": (
         lambda: Policy(eviction=CriticalKV(ExpectedAttention(epsilon=0.5), epsilon=0.25), budget=Ratio(0.4)),
         lambda: make_policy("critical_kv", eviction="expected_attention:epsilon=0.5", epsilon=0.25, ratio=0.4),
     ),
@@ -192,6 +196,11 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (
             lambda: make_policy("adakv:eviction=tova", eviction="knorm", ratio=0.5),
             "adakv is given eviction twice",
+        ),
+        (
+            lambda: make_policy("adakv", observed=16, ratio=0.5),
+            "adakv has no argument 'observed'; it has eviction, over, pinned, ratio, entries, size, threshold, when, "
+            "chunk, every, drop, observers, first, last; the nearest: observers",
         ),
         (
             lambda: make_policy("full", selection="quest:tokenz=5"),
@@ -279,11 +288,11 @@ def test_mistakes_are_named_in_one_line(model, name, arguments, says):
         ),
         (
             {"name": "adakv", "eviction": "tova", "beta": 4.0, "ratio": 0.5},
-            "adakv has no argument 'beta'; it has over, pinned, ratio, entries",
+            "adakv has no argument 'beta'; it has eviction, over, pinned, ratio, entries",
         ),
         (
             {"name": "adakv", "eviction": "critical_kv:over=model", "ratio": 0.5},
-            "critical_kv has no argument 'over'; it has first_stage, epsilon, observed, pool",
+            "critical_kv has no argument 'over'; it has eviction, first_stage, epsilon",
         ),
         ({"name": "snapkv", "over": "row", "ratio": 0.5}, "over is one of head, layer, model, got 'row'"),
         ({"name": "snapkv", "ratio": 0.5, "window": 9}, "snapkv has no argument 'window'"),

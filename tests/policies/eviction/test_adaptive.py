@@ -5,22 +5,21 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import Adaptive, KNorm, Pyramid, make_policy
+from kvjax.policies import Adaptive, KNorm, Pyramid, SnapKV, make_policy
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 
 SHARES = {
-    "snapkv": {},
-    "pyramidkv": {"beta": 2.0},
-    "adakv": {},
-    "global": {"over": "model"},
+    "snapkv": SnapKV(OBSERVED),
+    "pyramidkv": Pyramid(SnapKV(OBSERVED), beta=2.0),
+    "adakv": Adaptive(SnapKV(OBSERVED)),
+    "global": Adaptive(SnapKV(OBSERVED), over="model", pinned=0.0),
 }
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_heads_and_layers_share_the_budget(model, prompts, name):
-    method = name if name != "global" else "snapkv"
-    policy = make_policy(method, model=model, ratio=0.4, observed=OBSERVED, **SHARES[name])
+    policy = make_policy(eviction=SHARES[name], model=model, ratio=0.4)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
@@ -47,7 +46,7 @@ def test_a_pyramid_needs_layers(prompts, when):
     """Which a policy knows as soon as it is made for a model, and else when it meets one."""
     says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
     with pytest.raises(UserError, match=says):
-        make_policy("pyramidkv", model=model, ratio=0.5, observed=6, **when)
+        make_policy("pyramidkv", eviction="snapkv:observed=6", model=model, ratio=0.5, **when)
     policy = make_policy("pyramidkv", eviction="knorm", ratio=0.5, **when)
     with pytest.raises(UserError, match=says):
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE)

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from kvjax.policies import make_policy
+from kvjax.policies import SnapKV, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED
 from tests.policies.eviction.kept_sets import RATIO, assert_published
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
-    policy = make_policy("critical_kv", model=model, ratio=RATIO, observed=OBSERVED)
+    policy = make_policy("critical_kv", eviction=SnapKV(OBSERVED), model=model, ratio=RATIO)
 
     def score(c, kept):
         newest = np.arange(c.k.shape[1]) >= c.k.shape[1] - OBSERVED
