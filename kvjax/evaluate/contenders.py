@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.assignments import with_arguments
-from kvjax.policies.interfaces import Method
+from kvjax.policies.make import check_names
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import WRAPPERS, find_policy, role
 
@@ -79,8 +79,10 @@ class Contender:
     """Its size follows from τ, which is searched for."""
     own_tau: bool = False
     """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
-    over_gates: bool = False
-    """It evicts or selects from what gates let in, which are those of `gates.most_selective`."""
+    over_gates: Literal["", "eviction", "selection"] = ""
+    """What it is of what gates let in, which are those of `gates.most_selective`."""
+    method: str = ""
+    """The method whose arguments may follow its name; none: it takes none."""
     choose: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
 
@@ -134,7 +136,7 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
             told["eviction"] = SnapKV(sizing.observed)
         return _policy(name, sizing, ratio=sizing.ratio, **told)
 
-    return Contender(make, reads="all" if when == "prompt" else "")
+    return Contender(make, reads="all" if when == "prompt" else "", method=name)
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
@@ -159,24 +161,20 @@ def _check_holds(entries: float, least: int, what: str) -> None:
 
 def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
-    observed = min(sizing.observed, _gated(dataclasses.replace(sizing, arguments={})).window)
+    observed = min(sizing.observed, _gated(_without_arguments(sizing)).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
-    eviction, sizing = _second(SnapKV, sizing, observed=observed, **largest)
+    eviction = SnapKV(**({"observed": observed, **largest} | dict(sizing.arguments)))
     # heads differ in what the gates let in, so the budget is that of all together
-    return _gated(sizing, eviction=eviction, ratio=sizing.ratio, over="model")
+    return _gated(_without_arguments(sizing), eviction=eviction, ratio=sizing.ratio, over="model")
 
 
 def _gates_then_quest(sizing: Sizing) -> Policy:
-    selection, sizing = _second(Quest, sizing, ratio=sizing.ratio)
-    return _gated(sizing, selection=selection)
+    selection = Quest(**({"ratio": sizing.ratio} | dict(sizing.arguments)))
+    return _gated(_without_arguments(sizing), selection=selection)
 
 
-def _second(method: Any, sizing: Sizing, **own: Any) -> tuple[Method, Sizing]:
-    """A method over gates, whose the contender's arguments are, and the sizing without them."""
-    known = [field.name for field in dataclasses.fields(method) if field.init]
-    if unknown := sorted(set(sizing.arguments) - set(known)):
-        raise UserError(f"{method.name} over gates has no argument {unknown[0]!r}; it has {', '.join(known)}")
-    return method(**(own | dict(sizing.arguments))), dataclasses.replace(sizing, arguments={})
+def _without_arguments(sizing: Sizing) -> Sizing:
+    return dataclasses.replace(sizing, arguments={})
 
 
 CONTENDERS = {
@@ -202,13 +200,15 @@ CONTENDERS = {
     "keydiff_chunked": _eviction("keydiff", "chunk"),
     "knorm": _eviction("knorm"),
     "random_eviction": Contender(
-        lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed), reads="all"
+        lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
+        reads="all",
+        method="random_eviction",
     ),
-    "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all"),
-    "wgkv": Contender(_calibrated_gates, calibrated=True),
-    FIXED_TAU: Contender(_gated, own_tau=True),
-    "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates=True),
-    "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates=True),
+    "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all", method="quest"),
+    "wgkv": Contender(_calibrated_gates, calibrated=True, method="wgkv"),
+    FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv"),
+    "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
+    "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
 }
 """What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
 the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end.
@@ -235,12 +235,21 @@ def contender(name: str) -> Contender:
         raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
     if own is None:
         return found
-    if base in CONTENDERS and (found.one_size or found.choose is not None):
+    if not found.method:
         raise UserError(f"--policies {name}: {base} takes no arguments here")
     for word in (*OWN_WORDS, *(("tau",) if found.calibrated else ())):
         if word in own:
             of = OWN_WORDS.get(word, "searched for each budget")
             raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
+
+    try:
+        if found.over_gates:
+            told: dict[str, Any] = {found.over_gates: f"{found.method}:{name.partition(':')[2]}"}
+            check_names(**told)
+        else:
+            check_names(found.method, **own)
+    except UserError as error:
+        raise UserError(f"--policies {name}: {error}") from None
 
     def make(sizing: Sizing) -> Policy:
         return found.make(dataclasses.replace(sizing, arguments=own))
@@ -263,7 +272,7 @@ def _from_package(name: str) -> Contender | None:
             given.pop("entries", None)
         return _policy(name, sizing, **given)
 
-    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes)
+    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, method=name)
 
 
 def budget_policy(name: str, sizing: Sizing) -> Policy:

@@ -11,7 +11,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
-from kvjax.policies import SnapKV
+from kvjax.policies import Policy, SnapKV, make_policy
 from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -146,23 +146,36 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
 
 
+def brought(*, model: Any = None, pool: int = 5) -> Policy:
+    """Another package's."""
+    return make_policy("full", model=model)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [
         ("snap:pool=7", "unknown policy 'snap'"),
         ("snapkv:pool", "--policies snapkv: pool: expected NAME=VALUE"),
-        ("snapkv:pol=7", "snapkv:pol=7 at 0.25 of 128 tokens: snapkv has no argument 'pol'"),
+        ("snapkv:pol=7", "--policies snapkv:pol=7: snapkv has no argument 'pol'"),
+        (
+            "adakv:observed=7",
+            "--policies adakv:observed=7: adakv has no argument 'observed'; it has eviction, over",
+        ),
+        ("adakv:eviction=tov", "unknown eviction 'tov'; the nearest known: tova"),
         ("full:window=3", "full takes no arguments here"),
         ("head_pattern:sink=3", "head_pattern takes no arguments here"),
         ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
         ("wgkv:tau=.9", "--policies wgkv:tau=.9: tau is the evaluation's own (searched for each budget)"),
         ("wgkv:gates=x", "--policies wgkv:gates=x: gates is the evaluation's own (--gates)"),
         ("snapkv:name=x", "name is the evaluation's own (--policies)"),
-        ("wgkv+snapkv:tau=.5", "snapkv over gates has no argument 'tau'; it has observed, pool"),
+        ("wgkv+snapkv:tau=.5", "wgkv+snapkv:tau=.5: snapkv has no argument 'tau'; it has observed, pool"),
+        ("wgkv+quest:when=chunk", "quest has no argument 'when'; it has tokens, ratio, skip"),
+        (f"{__name__}:brought:pol=5", "has no argument 'pol'; it has pool"),
     ],
 )
-def test_arguments_that_mean_nothing_are_one_line(name, says, model, gates):
+def test_arguments_that_mean_nothing_are_one_line(name, says):
+    """Before there is a model."""
     with pytest.raises(UserError) as caught:
-        budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates))
+        contender(name)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
