@@ -134,9 +134,8 @@ def test_a_batch_is_its_sequences(model, alike, name):
         alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-SIZED = "streaming_llm", "adakv", "h2o", "quest", "capacity", "wgkv+snapkv"
-"""Admitted, kept of a prompt, with a plane, all of it with bounds, of a capacity, and both; the others only where all
-is asked for."""
+SIZED = "streaming_llm", "h2o", "capacity", "wgkv+snapkv"
+"""Admitted, kept of a prompt with a plane, of a capacity, and both; the others only where all is asked for."""
 MESHED = "wgkv", "quest", *BESIDES
 """The others only where all is asked for: with them this file has more programs than a process may map."""
 

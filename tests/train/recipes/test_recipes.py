@@ -36,7 +36,9 @@ RECIPES = {
 }
 DRAWING = {"tests.probes.head_masks:HeadMasks"}
 """Those whose loss draws, so that the parts of an update draw differently."""
-MESHES = {"8": {"fsdp": 8}, "2x4": {"fsdp": 2, "tensor": 4}}
+OTHERS = [method for method in RECIPES if method != "wgkv"]
+ALIKE = "tests.probes.hidden_gate:HiddenGates", "tests.train.recipes.whole_model:WholeModel"
+"""Those of which a run keeps nothing that it does not keep of the others."""
 each = pytest.mark.parametrize("method", RECIPES)
 
 
@@ -61,12 +63,21 @@ def updates(recipe, mesh, count=3):
     return numbers, state
 
 
+@pytest.mark.parametrize("method", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in OTHERS)])
+def test_a_mesh_of_sequences_gives_the_same(method):
+    compare_on(make_mesh(fsdp=8), method)
+
+
 @each
-def test_every_mesh_gives_the_same(method):
+def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
+    compare_on(make_mesh(fsdp=2, tensor=4), method)
+
+
+def compare_on(mesh, method):
+    """Three updates on this mesh and on one device."""
     alone, _ = updates(made(method), make_mesh())
-    for shape in MESHES.values():
-        for mine, theirs in zip(updates(made(method), make_mesh(**shape))[0], alone, strict=True):
-            assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
+    for mine, theirs in zip(updates(made(method), mesh)[0], alone, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
     assert alone[0]["loss"] != alone[2]["loss"]
 
 
@@ -137,7 +148,9 @@ def stopping_after(count):
     return stopping
 
 
-@each
+@pytest.mark.parametrize(
+    "method", [pytest.param(x, marks=pytest.mark.thorough if x in ALIKE else ()) for x in RECIPES]
+)
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
     """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
