@@ -21,6 +21,13 @@ def test_importing_the_package_imports_nothing():
     assert done.stdout.strip() == "[]"
 
 
+def test_a_model_is_loaded_in_silence():
+    """Neither jax nor transformers says something of what is missing here and not needed."""
+    code = "import os, kvjax; kvjax.load('builtin'); assert 'TRANSFORMERS_NO_ADVISORY_WARNINGS' not in os.environ"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == done.stderr == ""
+
+
 def test_every_name_is_there():
     for name in kvjax.__all__:
         assert getattr(kvjax, name) is not None

@@ -54,7 +54,18 @@ def pool_size(pages: int, page_bytes: int) -> int:
 def shared_size(pages: int, most: int) -> int:
     """The same where one pool size is to serve all contexts up to some length, of which a full cache takes `most`
     pages: that, or the half, a quarter or an eighth of it."""
-    return next((size for shift in (3, 2, 1) if (size := most >> shift) >= pages), max(pages, most))
+    return max(pages, _halved(most, pages))
+
+
+def halved_size(had: int, pages: int, page_bytes: int) -> int:
+    """The same for a pool that turned out to have more than it needs: what it `had` up to `SMALL_POOL`; above it that,
+    or the half, a quarter or an eighth."""
+    return had if had * page_bytes <= SMALL_POOL else _halved(had, pages)
+
+
+def _halved(most: int, least: int) -> int:
+    """An eighth of `most`, a quarter, the half, or all of it: the first that is at least `least`."""
+    return next((size for shift in (3, 2, 1) if (size := most >> shift) >= least), most)
 
 
 def parse_capacity(text: str) -> int | str:

@@ -341,6 +341,17 @@ def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
     return cache
 
 
+def halved(policy: Policy, cache: Cache, tokens: int) -> Cache:
+    """The cache with a half, a quarter or an eighth of its pool where that takes what is stored and so many decoded
+    tokens, since less was admitted than was expected; unless its size was stated, or devices cannot hold both pools."""
+    if cache.bounded or cache.shared:
+        return cache
+    have, page_bytes = pool_pages(cache), cache.pages.nbytes // cache.pages.pool.shape[0]
+    size = caches.halved_size(have, _wanted(policy, cache, 0, tokens), page_bytes)
+    fits = size * page_bytes <= caches.device_bytes(free=True)
+    return trimmed(cache, size) if size < have and fits else cache
+
+
 def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple[Policy, Cache]:
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
     copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's

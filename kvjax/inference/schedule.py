@@ -18,7 +18,7 @@ from kvjax.inference.compaction import compact_to
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
-from kvjax.inference.room import fitted, free_pages, more_pages, pool_pages, with_more_pages
+from kvjax.inference.room import fitted, free_pages, halved, more_pages, pool_pages, with_more_pages
 from kvjax.models.decoder import Decoder
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
@@ -57,7 +57,8 @@ def read(
     )
     plan = policy.plan
     if plan is None:
-        return run(cache, rows)
+        cache, logits = run(cache, rows)
+        return halved(policy, cache, room), logits
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.moment.in_chunks:

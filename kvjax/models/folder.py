@@ -11,6 +11,7 @@ from kvjax.errors import UserError, shown
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
+from kvjax.models.quiet import quiet
 from kvjax.models.wheel import gguf_in_wheel
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
@@ -93,7 +94,8 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"{folder}: no tokenizer, expected {' or '.join(_VOCABULARIES)}")
 
-    from transformers import AutoTokenizer
+    with quiet():
+        from transformers import AutoTokenizer
 
     # what is wrong with config.json is not said of the tokenizer
     config = JsonObject.read(folder / "config.json") if (folder / "config.json").is_file() else None

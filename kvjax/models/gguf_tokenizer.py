@@ -12,6 +12,7 @@ from typing import Any
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject, write_json
+from kvjax.models.quiet import quiet
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Token types."""
@@ -54,7 +55,9 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         UserError: the file has no tokenizer, or one that is not supported, by name.
     """
     from tokenizers import AddedToken, processors
-    from transformers import PreTrainedTokenizerFast
+
+    with quiet():
+        from transformers import PreTrainedTokenizerFast
 
     metadata = file.metadata
     model = metadata.get("tokenizer.ggml.model", str)

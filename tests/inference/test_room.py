@@ -93,10 +93,10 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
     np.testing.assert_array_equal(out.tokens, alone.tokens)
 
 
-def admitting(model, rate):
+def admitting(model, rate, tau=0.5):
     """Write gates whose pool is sized for another rate than theirs, which is about a half."""
     return make_policy(
-        "wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=8, rate=np.full((3, 4), rate)
+        "wgkv", model=model, gates=tiny_gates(model), tau=tau, window=8, rate=np.full((3, 4), rate)
     )
 
 
@@ -123,6 +123,29 @@ def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
         ]
     np.testing.assert_array_equal(told[0].tokens, told[1].tokens)
     np.testing.assert_array_equal(told[0].stats.entries, told[1].stats.entries)
+
+
+def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeypatch):
+    """And what is said is the same; a small one, and one of stated size, stay."""
+    model, more = tiny_model(), {"max_new_tokens": 20, "eos": ()}
+    policy = admitting(model, 1.0, tau=0.9)
+    options = {"policy": policy, "page_size": PAGE}
+    stays = caches.stats(sampling.prefill(model, prompts, **options))
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    with jax.set_mesh(make_mesh()):
+        first = caches.stats(new_cache(model, policy, prompts, 0, PAGE, None)).pool_pages
+    assert stays.pool_pages >= first
+    small = sampling.prefill(model, prompts, **options)
+    held = caches.stats(small)
+    assert held.pool_pages in (first // 2, first // 4, first // 8)
+    assert held.pages <= held.pool_pages < 2 * held.pages + 8 * len(prompts)
+    np.testing.assert_array_equal(held.entries, stays.entries)
+    pages_are_whole(small)
+    stated = sampling.prefill(model, prompts, capacity=max(LENGTHS), **options)
+    assert caches.stats(stated).pool_pages > held.pool_pages
+    told = sampling.sample(model, prompts, **options, **more)
+    fixed = sampling.sample(model, prompts, capacity=max(LENGTHS) + 20, **options, **more)
+    np.testing.assert_array_equal(told.tokens, fixed.tokens)
 
 
 def test_a_pool_follows_each_sequence(model, monkeypatch):

@@ -1,0 +1,24 @@
+"""Importing transformers for its tokenizers alone, without what it then says of everything else."""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator
+
+_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Within it, transformers does not advise to install torch, nor tqdm ipywidgets in a notebook."""
+    told = os.environ.get(_ADVICE)
+    os.environ[_ADVICE] = "1"
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="IProgress not found")
+            yield
+    finally:
+        if told is None:
+            del os.environ[_ADVICE]
+        else:
+            os.environ[_ADVICE] = told
