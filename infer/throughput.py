@@ -72,6 +72,9 @@ def with_transformers(folder: Path, dtype: str) -> Generate:
     except ImportError:
         raise UserError("transformers is compared by torch: pip install '.[parity]'") from None
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
