@@ -59,6 +59,7 @@ BESIDES = {
 LENGTHS = 40, 23, 9
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
+USUAL = {"page_size": 4, "max_new_tokens": 4}
 each = pytest.mark.parametrize("name", [*POLICIES, *BESIDES])
 run = jax.jit(forward, static_argnames="write")
 
@@ -78,7 +79,7 @@ def build(name, model):
 def outcome(name, model, rows, **stated):
     """What is stored of each sequence, by layer and head, and the logits of a question after it."""
     policy = build(name, model)
-    cache = prefill(model, rows, policy=policy, **{"page_size": 4, "max_new_tokens": 4} | stated)
+    cache = prefill(model, rows, policy=policy, **USUAL | stated)
     with use_mesh(model):
         batch = cache.seen.shape[0]
         fed = jnp.broadcast_to(jnp.asarray(QUESTION), (batch, 3)), jnp.full(batch, 3)
@@ -115,7 +116,7 @@ def test_every_policy_is_here():
 def test_a_token_sees_exactly_what_is_stored(model, name):
     """Attention over pages and rings against a dense one over all entries that there are, and no others."""
     policy = changed(build(name, model), selection=None)
-    cache, token = prefill(model, ROWS, policy=policy, page_size=4), jnp.array([5, 6, 7])
+    cache, token = prefill(model, ROWS, policy=policy, **USUAL), jnp.array([5, 6, 7])
     with use_mesh(model):
         fed = token[:, None], jnp.ones(3, jnp.int32)
         _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
@@ -128,10 +129,10 @@ def test_a_prompt_may_be_read_in_chunks_and_stored_in_other_pages(model, alike, 
     alike(name, outcome(name, model, ROWS, chunk=16, page_size=8))
 
 
+@pytest.mark.parametrize("row", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @each
-def test_a_batch_is_its_sequences(model, alike, name):
-    for row in (1, 2):
-        alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
+def test_a_batch_is_its_sequences(model, alike, name, row):
+    alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
 SIZED = "streaming_llm", "h2o", "capacity", "wgkv+snapkv"
