@@ -156,7 +156,7 @@ def markdown(config: TableConfig, found: dict[Cell, Known]) -> str:
             for topology in config.topologies:
                 row = [found.get(Cell(model, stage, topology, c, b, -k)) for b, c, k in columns]
                 if any(row):
-                    lines.append(f"| {model}, {topology} | {' | '.join(map(_shown, row))} |")
+                    lines.append(f"| {model}, {topology} | {' | '.join(map(shown, row))} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -169,7 +169,8 @@ def _head(stage: str, batch: int, length: int, kept: float) -> str:
     return f"{tokens}, {share}" if stage == "prefill" else f"{batch} × {tokens}, {share}"
 
 
-def _shown(known: Known | None) -> str:
+def shown(known: Known | None) -> str:
+    """A cell as tables have it."""
     if known is None:
         return "·"
     number = f"{known.total / 2**30:.1f}"

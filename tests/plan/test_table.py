@@ -46,6 +46,23 @@ def test_the_documented_table_is_that_of_its_cells():
     assert made in (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
 
 
+def test_the_readme_s_table_is_of_the_same_cells():
+    found, models = table.read(ROOT / "docs" / "memory.jsonl"), 0
+    for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines():
+        model, *places = (cell.strip() for cell in line.strip("|").split("|"))
+        if model.lower() not in table.TableConfig().models:
+            continue
+        models += 1
+        for topology, place in zip(table.TableConfig().topologies, places, strict=True):
+            cells = [
+                table.Cell(model.lower(), "train", topology, 32768),
+                table.Cell(model.lower(), "prefill", topology, 131072),
+                *(table.Cell(model.lower(), "decode", topology, 131072, 8, kept) for kept in (1.0, 0.25)),
+            ]
+            assert place == " / ".join(table.shown(found[cell]) for cell in cells)
+    assert models == len(table.TableConfig().models)
+
+
 def test_another_file_is_refused(tmp_path):
     (tmp_path / "cells.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UserError, match="cells.jsonl: holds something else than cells"):
