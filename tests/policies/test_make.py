@@ -7,6 +7,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.policies import (
     H2O,
+    POLICIES,
     RKV,
     TOVA,
     WGKV,
@@ -168,6 +169,35 @@ def test_objects_are_what_names_and_flat_arguments_make(name):
     assert jax.tree.structure(composed) == jax.tree.structure(named)
     for one, other in zip(leaves(composed), leaves(named), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+LEAST = {
+    "full": {},
+    "streaming_llm": {},
+    "wgkv": {"window": 8},
+    "head_pattern": {"pattern": RATES, "window": 8, "sink": 2},
+    "random": {"rates": RATES, "window": 8},
+    "quest": {"tokens": 32},
+}
+"""The least that a policy must be told, beside gates; evictions a budget."""
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
+    told = LEAST.get(name, {"ratio": 0.5}) | ({"gates": tiny_gates(model)} if name == "wgkv" else {})
+    placed, made = make_policy(name, **told).for_model(model), make_policy(name, model=model, **told)
+    assert repr(placed) == repr(made)
+    assert jax.tree.structure(placed) == jax.tree.structure(made)
+    for one, other in zip(jax.tree.leaves(placed), jax.tree.leaves(made), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+def test_streaming_llm_has_the_paper_s_size():
+    """Table 1 of arXiv:2309.17453: 4 + 1020."""
+    policy = make_policy("streaming_llm")
+    assert policy.expected_entries(5000, 1).item() == 4 + 1020 - 1  # the window has the query's own token
+    assert make_policy("streaming_llm", window=9).window == 9
 
 
 def test_gates_are_an_admission_whose_window_is_the_policy_s(model):

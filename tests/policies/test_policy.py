@@ -109,7 +109,7 @@ def test_expected_entries(model):
     [
         (lambda: Policy(eviction=SnapKV()), "snapkv needs a budget: one of ratio, entries, size, threshold"),
         (lambda: Policy(budget=Ratio(0.5)), "full: budget=Ratio(0.5) is for an eviction, and there is none"),
-        (lambda: Policy(StreamingLLM()), "streaming_llm needs window: how many of the last tokens are always visible"),
+        (lambda: Policy(Random(ratio=0.5)), "random needs window: how many of the last tokens are always visible"),
         (
             lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
             "snapkv looks back at the last 64 tokens, which must still be in the window: window must be "

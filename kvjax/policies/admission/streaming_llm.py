@@ -12,15 +12,18 @@ from kvjax.struct import assign, struct
 
 @struct
 class StreamingLLM(HeadPattern):
-    """Every head keeps the first `sink` tokens and the last of the window; sink 0 is plain local attention."""
+    """Every head keeps the first `sink` tokens and the last of the window; sink 0 is plain local attention.
+
+    A policy that names no window has one of 1020 tokens, which is the paper's (Table 1): with its 4 sinks 1024 entries.
+    """
 
     pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)
     """No head is whole."""
     ratio: None = dataclasses.field(default=None, init=False, metadata={"static": True})
     """Nothing is taken of a pattern."""
     sink: Any = 4
-    window: None = dataclasses.field(default=None, init=False, metadata={"static": True})
-    """The policy's."""
+    window: int = dataclasses.field(default=1020, init=False, metadata={"static": True})
+    """Of policies that name none."""
     name = "streaming_llm"
 
     def __post_init__(self):
