@@ -43,30 +43,36 @@ def _letters(name: str) -> str:
 
 
 def refuse_unknown(
-    where: str, name: str, known: Sequence[str], others: Mapping[str, str] | None = None
+    where: str,
+    name: str,
+    known: Sequence[str],
+    others: Mapping[str, str] | None = None,
+    beside: Sequence[str] = (),
 ) -> None:
     """Raise the UserError of an argument that `where` does not have: with what it is called here if `others` says so,
-    else with all that it has and the nearest of them."""
+    else with all that it has and the nearest of them and of what can be said `beside` them."""
     if others and name in others:
         raise UserError(f"{where} has no argument {name!r}; {others[name]}")
-    near = nearest(name, known)
+    near = nearest(name, [*known, *beside])
     best = f"; the nearest: {', '.join(near)}" if near else ""
     raise UserError(f"{where} has no argument {name!r}; it has {', '.join(known) or 'none'}{best}")
 
 
-def named_arguments(others: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def named_arguments(
+    others: Mapping[str, str] | None = None, where: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Has a function refuse a keyword argument that it does not have as `refuse_unknown` does, `others` being words of
-    other libraries and what they are here."""
+    other libraries and what they are here, `where` what it is called where that is not its name."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = list(inspect.signature(function).parameters)
-        where = getattr(function, "__name__", "")
+        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        called = where or getattr(function, "__name__", "")
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name not in known:
-                    refuse_unknown(where, name, known, others)
+                    refuse_unknown(called, name, known, others)
             return function(*args, **kwargs)
 
         return checked

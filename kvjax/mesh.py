@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax.errors import UserError, whole_number
+from kvjax.errors import UserError, named_arguments, whole_number
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
@@ -21,6 +21,7 @@ SHARDS = AXES
 """The axes that split the page pool: one pool for each (batch, kv head) shard."""
 
 
+@named_arguments()
 def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them).
 

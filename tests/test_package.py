@@ -1,6 +1,7 @@
 """The package's own names: imported when first used."""
 
 import importlib.util
+import inspect
 import subprocess
 import sys
 
@@ -32,6 +33,26 @@ def test_every_name_is_there():
     for name in kvjax.__all__:
         assert getattr(kvjax, name) is not None
     assert set(kvjax.__all__) <= set(dir(kvjax))
+
+
+PUBLIC = [name for name in kvjax.__all__ if not name.endswith("Error")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_misspelt_argument_is_one_line_with_the_nearest_name(name):
+    """Before anything else is looked at, a missing argument for one; `help` shows the signatures."""
+    function = getattr(kvjax, name)
+    known = [own for own in inspect.signature(function).parameters if own != "arguments"]
+    misspelt = {own[:-2] + own[-1] + own[-2]: own for own in known} or {"nothing": None}
+    for wrong, own in misspelt.items():
+        with pytest.raises(kvjax.UserError) as error:
+            function(**{wrong: None})
+        said = str(error.value)
+        assert (
+            f" has no argument {wrong!r}; it has {', '.join(known) or 'none'}" in said
+            or name == "make_policy"
+        )
+        assert own is None or own in said.partition("; the nearest: ")[2].split(", ")
 
 
 def test_policies_are_listed_with_a_line_each():

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from kvjax.cache.pages import Cache
 from kvjax.cache.ring import ring_pages
 from kvjax.cache.sizes import CapacityError
-from kvjax.errors import UserError
+from kvjax.errors import UserError, named_arguments
 
 SLACK = 1.05
 """How much more than what was missed the capacity is that an error names."""
@@ -51,6 +51,7 @@ class Stats:
         return float(self.entries.sum() / max(1, layers * heads * self.tokens.sum()))
 
 
+@named_arguments()
 def stats(cache: Cache, sequences: int | None = None) -> Stats:
     """Sizes of a cache; of its first `sequences` sequences where the batch was padded with empty ones."""
     if not isinstance(cache, Cache):

@@ -218,6 +218,7 @@ def prefill(
         return schedule.read(model, policy, cache, rows, *arguments)[0]
 
 
+@named_arguments(OTHERS)
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
     check_arguments("logits", model)

@@ -3,9 +3,9 @@
 import numpy as np
 
 from kvjax import cache as caches
-from kvjax.errors import whole_number
+from kvjax.errors import named_arguments, whole_number
 from kvjax.inference.forward import SIZES
-from kvjax.inference.sampling import BLOCK, CHUNK, prefill, sample
+from kvjax.inference.sampling import BLOCK, CHUNK, OTHERS, prefill, sample
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 
@@ -13,6 +13,7 @@ QUESTIONS = 16, 64
 """Tokens of the questions that are asked: a longer one is read by one more program."""
 
 
+@named_arguments(OTHERS)
 def warm_up(
     model: Decoder,
     policy: Policy | None = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, named_arguments, shown
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
@@ -81,6 +81,7 @@ def _fetch(hub_id: str) -> Path:
     )
 
 
+@named_arguments()
 def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     """The Hugging Face tokenizer of a model.
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, named_arguments
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
@@ -27,7 +27,16 @@ Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
 """The mesh axes over which a file's rows and columns are split."""
 
+OTHERS = {
+    "torch_dtype": "the parameters' type is dtype",
+    "device_map": "a model is loaded onto the mesh that is set: jax.set_mesh(kvjax.make_mesh(tensor=4))",
+    "max_model_len": "the longest sequence is max_length",
+    "max_seq_len": "the longest sequence is max_length",
+}
+"""Words of other libraries for arguments of these functions."""
 
+
+@named_arguments(OTHERS)
 def load_model(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> Decoder:
@@ -74,6 +83,7 @@ def load_model(
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
+@named_arguments(OTHERS)
 def load(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> tuple[Decoder, Any]:

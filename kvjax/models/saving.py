@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, named_arguments
 from kvjax.files import partial_folder, write_tensors
 from kvjax.mesh import P, use_mesh
 from kvjax.models.config import config_json
@@ -27,6 +27,7 @@ FILE_BYTES = 2 << 30
 Arrays = dict[str, Array]
 
 
+@named_arguments()
 def save_model(
     model: Decoder,
     folder: str | os.PathLike[str],

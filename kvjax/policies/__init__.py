@@ -10,6 +10,7 @@ The package itself can be called: `kvjax.policies()` is the names with a line ab
 import sys
 import types
 
+from kvjax.errors import named_arguments
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.admission.random import Random
@@ -69,6 +70,7 @@ __all__ = [
 class _Policies(types.ModuleType):
     """A package that can be called."""
 
+    @named_arguments(where="policies")
     def __call__(self) -> dict[str, str]:
         """The methods' names with a line about each."""
         return described()

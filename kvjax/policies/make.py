@@ -42,6 +42,8 @@ OTHERS = {
     "n_sink": "first tokens that always stay are an admission's sink, or first with an eviction",
 }
 """Words of other libraries for arguments of these functions."""
+OWN = "name", "model", "admission", "eviction", "selection", "force"
+"""Arguments of `make_policy` that are no method's."""
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
 """Arguments of `make_policy` that are the policy's where there is an eviction, whatever its methods."""
 
@@ -151,7 +153,7 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
         known = ["window", *known]
         if "window" in arguments:
             window = whole_number(label, "window", arguments.pop("window"))
-    parts[own.role] = own = own.with_more(arguments, known)
+    parts[own.role] = own = own.with_more(arguments, known, OWN)
     return _Named(own, parts, label, words, window)
 
 
@@ -243,9 +245,11 @@ class _Part:
             return []
         return [field.name for field in dataclasses.fields(self.method) if field.init]
 
-    def with_more(self, arguments: dict[str, Any], more: Sequence[str] = ()) -> "_Part":
+    def with_more(
+        self, arguments: dict[str, Any], more: Sequence[str] = (), beside: Sequence[str] = ()
+    ) -> "_Part":
         """With these arguments, too. Raises UserError for what it does not have; `more` is what else it might have been
-        told."""
+        told, `beside` what is not its own."""
         open_ended = self.makes_policies and any(
             x.kind is x.VAR_KEYWORD for x in inspect.signature(self.method).parameters.values()
         )
@@ -253,7 +257,8 @@ class _Part:
             if argument in self.arguments:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
-                refuse_unknown(self.name, argument, list(dict.fromkeys([*self.known, *more])), OTHERS)
+                known = list(dict.fromkeys([*self.known, *more]))
+                refuse_unknown(self.name, argument, known, OTHERS, beside)
         if self.is_around and "eviction" in arguments:
             arguments = arguments | {"eviction": _part("eviction", arguments["eviction"])}
         return dataclasses.replace(self, arguments=self.arguments | arguments)
