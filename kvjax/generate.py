@@ -2,13 +2,14 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
-from kvjax.errors import UserError
+from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
 
 
@@ -46,7 +47,7 @@ class GenerateConfig:
     set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """Any other arguments of the policy, as NAME=VALUE: --set sink=4 tau=0.2 when=every every=128 observed=32."""
     max_new_tokens: int = 128
-    """Stop after so many."""
+    """Of an answer, at most."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = 0
@@ -55,8 +56,13 @@ class GenerateConfig:
     """Draw from the fewest tokens whose probability reaches this."""
     min_p: float = 0.0
     """Draw only from tokens at least so many times as likely as the most likely one."""
+    samples: int = 1
+    """Answers to draw, at a temperature above 0: printed with their numbers once all have ended."""
+    logprobs: bool = False
+    """Print the log-probability of each answer and of its tokens, a line each with the token's id and text, by the
+    model's own distribution before temperature, top-k, top-p and min-p."""
     stop: tuple[str, ...] = ()
-    """Texts that end the answer, which is cut before the first."""
+    """Texts that end an answer, which is cut before the first."""
     seed: int = 0
     """Seed of the drawing."""
     capacity: str | None = None
@@ -107,38 +113,37 @@ def read_prompt(path: Path, option: str) -> str:
 def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for what a person can mend."""
     text, arguments = _prompt(config), config.policy_arguments()
-
-    from kvjax.policies.make import check_names
-
-    check_names(config.policy, **arguments)
     mesh = start(config.mesh)
 
     import jax
 
     from kvjax import cache as caches
     from kvjax.command.stopwatch import Stopwatch
-    from kvjax.inference.sampling import stream
-    from kvjax.inference.stop import decoded, settled, stop_place
-    from kvjax.models import load_model, load_tokenizer
+    from kvjax.inference.sampling import answers, stream
+    from kvjax.inference.stop import stop_texts
+    from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
-    from kvjax.policies import make_policy
+    from kvjax.models.folder import find_model
+    from kvjax.policies.make import make_ahead, make_policy
 
-    if config.mesh.batch_shards > 1:
-        shards = config.mesh.batch_shards
-        print(
-            f"One prompt on {shards} batch shards: {shards - 1} of {shards} pools stay empty. --mesh tensor={shards} "
-            f"splits the heads instead.",
-            file=sys.stderr,
-        )
     with jax.set_mesh(mesh):
+        _check(config)
+        policy = make_ahead(config.policy, force=config.force, **arguments)
+        _say_empty_shards(config)
         tokenizer = load_tokenizer(config.model)
+        stop, ids = stop_texts(config.stop, tokenizer)
         prompt = encode(tokenizer, text)
-        model = load_model(config.model, dtype=config.dtype, max_length=len(prompt) + config.max_new_tokens)
+        longest = len(prompt) + config.max_new_tokens
+        if policy is not None:
+            shape = read_config(find_model(config.model), longest)
+            policy.check(shape)
+            policy.placed(shape.num_layers, shape.num_kv_heads)
+        model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, force=config.force, **arguments)
-        new: list[int] = []
-        shown, blocks = "", []
+        live = LiveText(tokenizer, stop) if config.samples == 1 else None
+        parts, logprobs, laps = [], [] if config.logprobs else None, []
         watch = Stopwatch()
-        for (block,), cache in stream(
+        for blocks, cache in stream(
             model,
             [prompt],
             policy=policy,
@@ -147,40 +152,103 @@ def run(config: GenerateConfig) -> None:
             top_k=config.top_k,
             top_p=config.top_p,
             min_p=config.min_p,
+            samples=config.samples,
             stop=config.stop,
+            logprobs=logprobs,
             tokenizer=tokenizer,
             key=jax.random.key(config.seed),
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
             page_size=config.page_size,
         ):
-            blocks.append((watch.lap(), len(block)))
-            new += block.tolist()
-            # a character may still lack bytes that the next tokens bring
-            text = decoded(tokenizer, new).rstrip("\N{REPLACEMENT CHARACTER}")
-            place = stop_place(text, config.stop)
-            whole = text[: settled(text, config.stop) if place is None else place]
-            if whole.startswith(shown):
-                print(whole[len(shown) :], end="", flush=True)
-                shown = whole
-            sizes = caches.stats(cache, 1)
-        # what might have been the beginning of a stop text
-        rest = text[len(shown) :] if place is None and text.startswith(shown) else ""
-        print(rest, flush=True)
-    print(summary(policy.name, len(prompt), sizes, blocks), file=sys.stderr)
+            laps.append((watch.lap(), sum(map(len, blocks))))
+            parts.append(blocks)
+            if live is not None:
+                print(live.more(blocks[0].tolist()), end="", flush=True)
+            sizes = caches.stats(cache, config.samples)
+    found = answers(parts, logprobs, sizes, (*model.config.eos_ids, *ids), tokenizer, stop)
+    for index, own in enumerate(found.texts or ()):
+        print(live.rest(own) if live is not None else f"[{index + 1}] {own}", flush=True)
+        if found.logprobs is not None:
+            print(logprob_lines(tokenizer, found.tokens[index].tolist(), found.logprobs[index].tolist()))
+    print(summary(policy.name, len(prompt), sizes, laps, config.samples), file=sys.stderr)
 
 
-def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]]) -> str:
+def _check(config: GenerateConfig) -> None:
+    """Refuse numbers and texts that mean nothing, which costs nobody the reading of weights."""
+    from kvjax.cache import parse_capacity
+    from kvjax.inference.checks import check_capacity, check_samples
+    from kvjax.inference.draw import Draw
+    from kvjax.inference.stop import checked_stop
+    from kvjax.models.loading import parameter_dtype
+
+    for name, least in {"samples": 1, "max_new_tokens": 1, "page_size": 1, "seed": 0}.items():
+        whole_number("generate", f"--{name.replace('_', '-')}", getattr(config, name), least)
+    draw = Draw(config.temperature, config.top_k, config.top_p, config.min_p)
+    check_samples(config.samples, draw.greedy)
+    checked_stop(config.stop)
+    if config.capacity is not None:
+        check_capacity(parse_capacity(config.capacity))
+    if config.dtype is not None:
+        parameter_dtype(config.dtype)
+
+
+def _say_empty_shards(config: GenerateConfig) -> None:
+    shards, some = config.mesh.batch_shards, config.samples
+    if shards > some:
+        print(
+            f"{some} answer{'s' if some > 1 else ''} on {shards} batch shards: {shards - some} of {shards} pools "
+            f"stay empty. --mesh tensor={shards} splits the heads instead.",
+            file=sys.stderr,
+        )
+
+
+class LiveText:
+    """An answer's text as it grows, without what may be half a character or the beginning of a stop text."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]):
+        self._tokenizer, self._stop = tokenizer, stop
+        self._tokens: list[int] = []
+        self._shown = ""
+
+    def more(self, tokens: Sequence[int]) -> str:
+        """What can be shown of the text now that these tokens have come."""
+        from kvjax.inference.stop import decoded, settled, stop_place
+
+        self._tokens += tokens
+        # a character may still lack bytes that the next tokens bring
+        text = decoded(self._tokenizer, self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
+        place = stop_place(text, self._stop)
+        return self.rest(text[: settled(text, self._stop) if place is None else place])
+
+    def rest(self, text: str) -> str:
+        """What was not shown yet of it."""
+        if not text.startswith(self._shown):
+            return ""
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+def logprob_lines(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+    """The log-probability of an answer, and a line for each of its tokens: log-probability, id, text."""
+    lines = [f"log-probability {sum(logprobs):.4f} of {len(tokens)} tokens"]
+    for token, own in zip(tokens, logprobs, strict=True):
+        lines.append(f"{own:9.4f} {token:7} {tokenizer.decode([token])!r}")
+    return "\n".join(lines)
+
+
+def summary(policy: str, prompt: int, sizes: Any, blocks: list[tuple[float, int]], samples: int = 1) -> str:
     """One line: tokens, kept entries and bytes against full, and tokens per second without compilation.
 
-    `blocks` has (seconds, tokens) of prefill and of each decoded block.
+    `blocks` has (seconds, tokens) of prefill and of each decoded block; the prompt was read `samples` times.
     """
     new = sum(count for _, count in blocks)
     decode_s = sum(seconds for seconds, _ in blocks[1:])
     decode = f"{(new - blocks[0][1]) / decode_s:.0f}" if decode_s > 0 else "–"
+    each = f"{samples} × " if samples > 1 else ""
     return (
-        f"{policy}: {prompt} prompt + {new} new tokens; kept {sizes.entries.mean():.0f} of {sizes.tokens.mean():.0f} "
-        f"entries a kv head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} MiB against "
-        f"{sizes.full_bytes / 2**20:.2f} MiB full; prefill {prompt / blocks[0][0]:.0f} tokens/s, "
+        f"{policy}: {each}{prompt} prompt + {new} new tokens; kept {sizes.entries.mean():.0f} of "
+        f"{sizes.tokens.mean():.0f} entries a kv head ({100 * sizes.kv_ratio:.0f}%), pool {sizes.bytes / 2**20:.2f} "
+        f"MiB against {sizes.full_bytes / 2**20:.2f} MiB full; prefill {samples * prompt / blocks[0][0]:.0f} tokens/s, "
         f"decode {decode} tokens/s"
     )
 

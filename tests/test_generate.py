@@ -2,13 +2,17 @@
 
 import functools
 import re
+import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
 
+import kvjax
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import run_command
+from kvjax.errors import UserError
 from kvjax.generate import main
 
 SMALL = ["--model", str(builtin_model("test_model"))]
@@ -46,6 +50,26 @@ def test_a_stop_text_cuts_the_answer(capsys):
     assert said("--stop", text[-1] + "~") == text + "\n"
 
 
+def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys):
+    """As `kvjax.sample` draws them, each followed by its sum and by a line for each token."""
+    drawing = {"max_new_tokens": 4, "temperature": 1.0, "samples": 3}
+    options = [x for name, value in drawing.items() for x in (f"--{name.replace('_', '-')}", str(value))]
+    main(["--prompt", "def main(", *SMALL, *options, "--seed", "5", "--logprobs"])
+    said = capsys.readouterr()
+    model, tokenizer = kvjax.load(builtin_model("test_model"))
+    key = jax.random.key(5)
+    found = kvjax.sample(model, ["def main("], tokenizer=tokenizer, key=key, logprobs=True, **drawing)
+    expected = ""
+    for index, (text, tokens, own) in enumerate(
+        zip(found.texts, found.tokens, found.logprobs, strict=True), 1
+    ):
+        expected += f"[{index}] {text}\nlog-probability {own.sum():.4f} of {len(tokens)} tokens\n"
+        for token, logprob in zip(tokens, own, strict=True):
+            expected += f"{logprob:9.4f} {token:7} {tokenizer.decode([token])!r}\n"
+    assert said.out == expected
+    assert "full: 3 × 5 prompt + 12 new tokens; " in said.err
+
+
 def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
@@ -56,6 +80,45 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
     assert kept == 21 < seen
     assert "streaming_llm+quest: " in told
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ("--policy snapkv", "snapkv needs a budget: one of ratio, entries, size, threshold"),
+        ("--policy snapkv --ratio 3", "ratio must be a finite number, above 0 and at most 1, got 3.0"),
+        ("--policy adakv --ratio .5 --eviction snapkv:observed=-2", "observed must be a whole number of at least 1"),
+        ("--policy random --ratio .5", "random needs window"),
+        ("--policy wgkv --gates /nowhere", "/nowhere holds no gates"),
+        ("--policy head_pattern --set pattern=/nowhere", "/nowhere is no head pattern"),
+        ("--policy quest --tokens 0", "quest: tokens must be a whole number of at least 1, got 0"),
+        ("--temperature -1", "temperature must be a finite number, at least 0, got -1.0"),
+        ("--min-p 7", "min_p must be a finite number, at least 0 and at most 1, got 7.0"),
+        ("--top-p 0", "top_p must be a finite number, above 0 and at most 1, got 0.0"),
+        ("--top-k -2", "top_k must be a whole number of at least 0, got -2"),
+        ("--capacity abc", "capacity 'abc': expected entries per kv head (4096), bytes (2GiB) or a share (30%)"),
+        ("--capacity 0", "must be a whole number of at least 1, got 0"),
+        ("--max-new-tokens 0", "--max-new-tokens must be a whole number of at least 1, got 0"),
+        ("--page-size 0", "--page-size must be a whole number of at least 1, got 0"),
+        ("--seed -1", "--seed must be a whole number of at least 0, got -1"),
+        ("--samples 0", "--samples must be a whole number of at least 1, got 0"),
+        ("--samples 3", "samples=3 at temperature 0 would all be alike: give a temperature above 0"),
+        ("--stop ''", "stop must be a list of texts, none empty, got ['']"),
+        ("--dtype float31", "dtype float31 is not supported, only float32, float16, bfloat16"),
+    ],
+)  # fmt: skip
+def test_arguments_are_refused_before_there_is_a_model(args, says):
+    """This one is nowhere, which is not what is said."""
+    with pytest.raises(UserError) as error:
+        main(["--prompt", "x", "--model", "nowhere", *shlex.split(args)])
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypatch):
+    monkeypatch.setattr("kvjax.models.load_model", None)
+    with pytest.raises(UserError, match="these gates are for"):
+        main(["--prompt", "x", *SMALL, "--policy", "wgkv", "--gates", "builtin"])
 
 
 @pytest.mark.parametrize(

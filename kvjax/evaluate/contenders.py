@@ -1,7 +1,6 @@
 """The methods that are compared, by name: how each is made for a budget. One line adds one."""
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.make import check_names
 from kvjax.policies.numbers import head_table
-from kvjax.policies.registry import WRAPPERS, find_policy, role
+from kvjax.policies.registry import WRAPPERS, find_policy, role, unknown
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
 """The evictions that do best on the built-in model without training, as training's report calls them."""
@@ -231,8 +230,7 @@ def contender(name: str) -> Contender:
     base, own = with_arguments(name, CONTENDERS, "--policies")
     found = CONTENDERS.get(base) or _from_package(base)
     if found is None:
-        near = difflib.get_close_matches(base, CONTENDERS) or list(CONTENDERS)
-        raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
+        raise UserError(f"--policies: {unknown('policy', base, CONTENDERS)}")
     if own is None:
         return found
     if not found.method:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from kvjax.cache import CAPACITY_PLANES, Cache
+from kvjax.cache import CAPACITY_PLANES, Cache, pages_for
 from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
-from kvjax.mesh import batch_shards
+from kvjax.mesh import axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -134,6 +134,26 @@ def check_arguments(
             raise UserError(
                 f"{where}: policy {policy.name} is for another model than this of {layers} layers × {heads} kv heads"
             )
+
+
+def check_samples(samples: int, greedy: bool, cached: bool = False) -> None:
+    """Refuse several answers of a prompt where they would be alike, and of a cache."""
+    if samples > 1 and greedy:
+        raise UserError(
+            f"sample: samples={samples} at temperature 0 would all be alike: give a temperature above 0"
+        )
+    if samples > 1 and cached:
+        raise UserError(
+            f"sample: samples={samples} of a cache: give prefill each prompt so many times instead"
+        )
+
+
+def check_capacity(capacity: int | str) -> None:
+    """Refuse what is no capacity, whatever the model: that of a page for one entry."""
+    pages_for(
+        capacity, expected=lambda tokens: np.ones((1, 1)), window=1, tokens=[1] * batch_shards(), layers=1,
+        kv_heads=axis_size("tensor"), page_size=1, page_bytes=1,
+    )  # fmt: skip
 
 
 def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ tokens, stop flags and the pool's free count between blocks only.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -24,6 +24,7 @@ from kvjax.inference.checks import (
     check_continues,
     check_length,
     check_observers,
+    check_samples,
     stop_tokens,
     token_rows,
     tokens_of,
@@ -280,14 +281,7 @@ def stream(
     ends = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
     draw = Draw(temperature, top_k, top_p, min_p, ends, logprobs is not None)
     greedy = draw.greedy
-    if samples > 1 and greedy:
-        raise UserError(
-            f"sample: samples={samples} at temperature 0 would all be alike: give a temperature above 0"
-        )
-    if samples > 1 and cache is not None:
-        raise UserError(
-            f"sample: samples={samples} of a cache: give prefill each prompt so many times instead"
-        )
+    check_samples(samples, greedy, cache is not None)
     key = checked_key(key, greedy)
     prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
     prompts = [prompt for prompt in prompts for _ in range(samples)]
@@ -445,6 +439,19 @@ def sample(
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts))
     ends = list(model.config.eos_ids if eos is None else eos)
+    return answers(parts, record, sizes, ends, tokenizer, stop)
+
+
+def answers(
+    parts: list[list[np.ndarray]],
+    record: list[list[np.ndarray]] | None,
+    sizes: Stats,
+    ends: Sequence[int],
+    tokenizer: Any,
+    stop: Sequence[str],
+) -> Sampled:
+    """Of the blocks that `stream` gave, `parts` with the log-probabilities in `record`, each answer whole, without the
+    stop token, one of `ends`, or the text that ended it."""
     tokens, reasons, texts = [], [], []
     for line in map(np.concatenate, zip(*parts, strict=True)):
         stopped = line.size > 0 and bool(np.isin(line[-1], ends))

@@ -10,14 +10,20 @@ from jaxtyping import Bool, Int
 from kvjax.errors import UserError, shown
 
 
-def stop_texts(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The texts that the user named, and the ids of those that are tokens of the tokenizer's own (`</s>`): these end
-    an answer as stop tokens do. Raises UserError for what is no list of texts, and without a tokenizer."""
+def checked_stop(stop: Any) -> tuple[str, ...]:
+    """The texts that the user named. Raises UserError for what is no list of texts."""
     if isinstance(stop, str) or not isinstance(stop, Iterable | None):
         raise UserError(f"sample: stop must be a list of texts, got {shown(stop)}")
     texts = tuple(stop or ())
     if not all(isinstance(text, str) and text for text in texts):
-        raise UserError(f"sample: stop must be a list of texts, got {shown(list(texts))}")
+        raise UserError(f"sample: stop must be a list of texts, none empty, got {shown(list(texts))}")
+    return texts
+
+
+def stop_texts(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The texts that the user named, and the ids of those that are tokens of the tokenizer's own (`</s>`): these end
+    an answer as stop tokens do. Raises UserError for what is no list of texts, and without a tokenizer."""
+    texts = checked_stop(stop)
     if texts and tokenizer is None:
         raise UserError(
             f"sample: stop={shown(list(texts))} needs tokenizer=: eos are the stop tokens by their ids"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError, nearest, refuse_unknown, shown, whole_number
+from kvjax.errors import UserError, refuse_unknown, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import describe, is_exported
 from kvjax.mesh import use_mesh
@@ -30,6 +30,7 @@ from kvjax.policies.registry import (
     is_method,
     listed,
     role,
+    unknown,
 )
 
 WRAPPING = "over", "pinned", "first", "last"
@@ -99,6 +100,14 @@ def make_policy(
 make_policy.__doc__ = f"{make_policy.__doc__}\n    Methods:\n{textwrap.indent(listed(), ' ' * 8)}\n"
 
 
+def make_ahead(name: str | None = None, *, force: bool = False, **arguments: Any) -> Policy | None:
+    """What `make_policy` makes of these before there is a model, so that what it refuses costs nobody the reading of
+    weights; None: another package makes it of the model."""
+    roles = {part: arguments.pop(part, None) for part in ("admission", "eviction", "selection")}
+    named = _named(name, roles, arguments)
+    return None if any(one.waits for one in named.parts.values()) else _composed(named, None, force)
+
+
 def check_names(
     name: str | None = None,
     *,
@@ -159,8 +168,12 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
 
 def _own(name: str | None, parts: dict[str, "_Part"], given: dict[str, Any]) -> tuple["_Part", str]:
     """The method that is named, or the first of the others, and what the policy is called."""
-    own = _part("policy", name) if name else next(iter(parts.values()), None) or _part("admission", "full")
-    if not name:
+    own = (
+        _part("policy", name)
+        if name is not None
+        else next(iter(parts.values()), None) or _part("admission", "full")
+    )
+    if name is None:
         return own, _label(parts | {own.role: own})
     if own.role in parts and own.is_around:
         own = own.with_more({"eviction": given["eviction"]})
@@ -232,6 +245,11 @@ class _Part:
         return callable(self.method) and not is_method(self.method)
 
     @property
+    def waits(self) -> bool:
+        """Whether it makes its policy of the model."""
+        return self.makes_policies and "model" in inspect.signature(self.method).parameters
+
+    @property
     def is_around(self) -> bool:
         """Whether it is around another eviction."""
         return isinstance(self.method, type) and issubclass(self.method, Wrapper)
@@ -271,7 +289,7 @@ class _Part:
         if self.is_around:
             inner = given.get("eviction")
             given = given | {"eviction": SnapKV() if inner is None else inner.build(model, force)}
-        if self.makes_policies and model is not None and "model" in parameters:
+        if self.waits and model is not None:
             given = given | {"model": model}
         if self.makes_policies and force and "force" in parameters:
             given = given | {"force": True}
@@ -303,7 +321,5 @@ def _part(what: str, given: Any) -> _Part:
     name, told = with_arguments(given, known)
     method: Callable[..., Any] | None = known.get(name) or find_policy(name)
     if method is None or (what != "policy" and role(method) != what):
-        candidates = POLICIES if what == "policy" else known
-        near = nearest(name, candidates) or list(candidates)
-        raise UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
+        raise unknown(what, name, POLICIES if what == "policy" else known)
     return _Part(role(method), name, method).with_more(told or {})

@@ -13,7 +13,7 @@ from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import BUDGETS, Budget, Threshold
-from kvjax.policies.interfaces import BIAS, Admission, Eviction, Numbers, Planes, Selection, State
+from kvjax.policies.interfaces import BIAS, Admission, Eviction, Method, Numbers, Planes, Selection, State
 from kvjax.policies.moment import AtPrompt, Moment
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
@@ -181,21 +181,30 @@ class Policy:
 
     def for_model(self, model: Any) -> "Policy":
         """Checked against a model, and `placed`. Raises UserError if it is for another."""
-        for method in (self.admission, self.eviction, self.selection):
-            if method is not None:
-                method.check(model.config)
-                if method.made_for is not None:
-                    method.made_for.check(method.label, model)
-        if self.eviction is not None:
-            self.eviction.shares.check(model.config.num_layers)
-        largest = max(() if self.when is None else self.when.guidance, default=0)
-        if largest >= model.config.vocab_size:
-            raise UserError(
-                f"{self.name}: observers have token id {largest}, the model's vocabulary is 0 … "
-                f"{model.config.vocab_size - 1}"
-            )
+        self.check(model.config)
+        for method in self._methods:
+            if method.made_for is not None:
+                method.made_for.check(method.label, model)
         with use_mesh(model):
             return self.placed(model.config.num_layers, model.config.num_kv_heads)
+
+    def check(self, config: Any) -> None:
+        """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`, `head_dim`,
+        `vocab_size`)."""
+        for method in self._methods:
+            method.check(config)
+        if self.eviction is not None:
+            self.eviction.shares.check(config.num_layers)
+        largest = max(() if self.when is None else self.when.guidance, default=0)
+        if largest >= config.vocab_size:
+            raise UserError(
+                f"{self.name}: observers have token id {largest}, the model's vocabulary is 0 … "
+                f"{config.vocab_size - 1}"
+            )
+
+    @property
+    def _methods(self) -> list[Method]:
+        return [x for x in (self.admission, self.eviction, self.selection) if x is not None]
 
     @property
     def unchecked(self) -> "Policy":

@@ -4,10 +4,10 @@
 import inspect
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, nearest, shown
 from kvjax.plugins import METHODS, find
 from kvjax.plugins import POLICIES as PLUGINS
 from kvjax.policies.admission.full import Full
@@ -57,6 +57,15 @@ SELECTIONS: dict[str, type[Selection]] = {
 }
 POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
 
+ELSEWHERE = {
+    "DuoAttention": "it is head_pattern, whose pattern= may be a folder of DuoAttention's",
+    "ObservedAttention": "the nearest is h2o, which sums the attention that ObservedAttention averages over the "
+    "queries that see an entry, and leaves half of its budget to the newest (none with recent=0)",
+    "Random": "it is random_eviction; random is an admission",
+    "CriticalAdaKV": "the nearest is adakv with eviction='critical_kv', which shares budgets by CriticalKV's scores",
+}
+"""What methods of kvpress, whose names end in Press, are here, where the nearest name does not say it."""
+
 
 def described() -> dict[str, str]:
     """Each of `POLICIES` with a line about it: the first of its file, or of its class where a file has several."""
@@ -84,6 +93,15 @@ def _first_line(doc: str | None) -> str:
     """The first sentence, in a line."""
     paragraph = " ".join(inspect.cleandoc(doc or "").split("\n\n")[0].split())
     return re.split(r"(?<=[^ .]{2}[.)])\s+(?=[A-Z])", paragraph)[0]
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> UserError:
+    """The error of a name that is none of these: with what kvpress's method is here, or the nearest of them."""
+    elsewhere = {f"{own}{press}".lower(): said for own, said in ELSEWHERE.items() for press in ("", "Press")}
+    if said := elsewhere.get(name.lower().replace("_", "")):
+        return UserError(f"unknown {what} {name!r}; here {said}")
+    near = nearest(name, known) or known
+    return UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
 
 
 def find_policy(name: str | None) -> Callable[..., Any] | None:

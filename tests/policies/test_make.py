@@ -249,6 +249,18 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         ),
         (lambda: make_policy("SnapKVPress"), "unknown policy 'SnapKVPress'; the nearest known: snapkv"),
         (
+            lambda: make_policy("DuoAttentionPress"),
+            "unknown policy 'DuoAttentionPress'; here it is head_pattern, whose pattern= may be a folder of "
+            "DuoAttention's",
+        ),
+        (
+            lambda: make_policy("observed_attention", ratio=0.5),
+            "unknown policy 'observed_attention'; here the nearest is h2o, which sums the attention that "
+            "ObservedAttention averages over the queries that see an entry, and leaves half of its budget to the "
+            "newest (none with recent=0)",
+        ),
+        (lambda: make_policy("", ratio=0.5), f"unknown policy ''; the nearest known: {', '.join(POLICIES)}"),
+        (
             lambda: check_names("adakv", eviction="tova:obs=3", ratio=0.5),
             "tova has no argument 'obs'; it has none",
         ),
