@@ -103,11 +103,23 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the libraries raise whatever a damaged file makes them trip over
-        why = str(error).strip().splitlines()[0] if isinstance(error, OSError | ValueError) else repr(error)
-        raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+        raise UserError(f"{folder}: its tokenizer cannot be read ({_why(folder, error)})") from None
     if config is not None:
         _check_vocabulary(folder, tokenizer, config.get("vocab_size", int, None))
     return tokenizer
+
+
+def _why(folder: Path, error: Exception) -> str:
+    """What tokenizer.json is not, else what the libraries tripped over."""
+    file = folder / "tokenizer.json"
+    try:
+        if file.is_file():
+            parts = JsonObject.read(file)
+            parts.get("added_tokens", list)
+            parts.get("model", dict)
+    except UserError as wrong:
+        return str(wrong)
+    return str(error).strip().splitlines()[0] if isinstance(error, OSError | ValueError) else repr(error)
 
 
 def _check_vocabulary(folder: Path, tokenizer: Any, rows: int | None) -> None:

@@ -61,10 +61,16 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 def test_a_tokenizer_file_with_nothing_in_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"its tokenizer cannot be read \(KeyError") as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
+    file = tmp_path / "tokenizer.json"
+    for text, wrong in (
+        ("{}", "added_tokens is missing"),
+        ('{"added_tokens": []}', "model is missing"),
+        ("[]", "expected a JSON object, got list"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError) as caught:
+            load_tokenizer(tmp_path)
+        assert str(caught.value) == f"{tmp_path}: its tokenizer cannot be read ({file}: {wrong})"
 
 
 def test_a_broken_config_is_not_said_to_be_the_tokenizer_s(tmp_path):
