@@ -15,6 +15,7 @@ def main(args: list[str] | None = None) -> None:
     # jax and the rest come only once the command line is known to be good
     import jax
 
+    from kvjax.cache import parse_capacity
     from kvjax.command.lock import FolderLock
     from kvjax.command.progress import Progress
     from kvjax.evaluate.config import FIXED_TAU
@@ -22,18 +23,27 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.evaluate.gates import by_lambda
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
-    from kvjax.evaluate.run import Evaluation, pairs
+    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, pairs
     from kvjax.evaluate.workloads import workloads
-    from kvjax.models import load_model
+    from kvjax.inference.checks import check_capacity
+    from kvjax.models import load_model, read_config
+    from kvjax.models.folder import find_model
+    from kvjax.models.loading import model_shapes
 
     for name in config.policies:
         contender(name)
     if FIXED_TAU in config.policies:
         by_lambda(config.gates)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
+        if config.capacity is not None:
+            check_capacity(parse_capacity(config.capacity))
         results = Results(config)
+        # what no context can hold is refused before there are any, and what these cannot before there are weights
+        shapes = model_shapes(read_config(find_model(config.model), max(config.context)))
+        check_lengths(config, shapes)
         compared = workloads(config)
         results.check_contexts(compared)
+        check_contexts(config, shapes, compared)
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         results.check_model(model)
         evaluation = Evaluation(config, model, compared)

@@ -83,8 +83,7 @@ class Evaluation:
                 load_gates(gates, self.model)
         if not self.config.force:
             self._check_files()
-        for workload, (policy, budget) in itertools.product(self.workloads, pairs(self.config)):
-            self._possible(policy, self._sizing(workload, policy, budget))
+        check_contexts(self.config, self.model, self.workloads)
         for workload in self.workloads:
             self.choice_samples[workload.task, workload.length] = self._choice_samples(workload)
 
@@ -115,35 +114,7 @@ class Evaluation:
         return name == "head_pattern" and not self.config.pattern
 
     def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
-        config = self.config
-        assert config.chunk is not None
-        assert config.observed is not None
-        gates = config.gates[0] if config.gates else None
-        if contender(policy).own_tau:
-            gates, budget = by_lambda(config.gates)[budget], 1.0
-        elif contender(policy).over_gates:
-            gates = most_selective(config.gates, budget, workload.tokens)
-        return Sizing(
-            self.model, budget, workload.tokens, workload.shortest, config.chunk, config.observed, gates,
-            config.pattern, config.seed, config.force,
-        )  # fmt: skip
-
-    def _possible(self, name: str, sizing: Sizing) -> dict[str, Policy]:
-        """The policy of a size, by the folder of its gates: where τ is searched for, each that can meet the size.
-
-        Raises UserError if there is none.
-        """
-        if not contender(name).calibrated:
-            return {str(sizing.gates or ""): budget_policy(name, sizing)}
-        found, errors = {}, []
-        for gates in self.config.gates:
-            try:
-                found[gates] = budget_policy(name, dataclasses.replace(sizing, gates=gates))
-            except UserError as error:
-                errors.append(error)
-        if not found:
-            raise errors[0]
-        return found
+        return sizing_of(self.config, self.model, workload.tokens, workload.shortest, policy, budget)
 
     def _manner(self, workload: Workload) -> Manner:
         config = self.config
@@ -225,7 +196,7 @@ class Evaluation:
             return self._size(policy, workload, manner)
 
         for budget in budgets:
-            possible = self._possible(name, sizing := self._sizing(workload, name, budget))
+            possible = possible_policies(self.config, name, sizing := self._sizing(workload, name, budget))
             (gates, policy), choice = next(iter(possible.items())), ""
             if entry.choose is not None:
                 chosen = entry.choose(rivals(), sizing.entries)
@@ -277,6 +248,62 @@ class Evaluation:
             entries += int(sizes.entries.sum())
             whole += int(sizes.tokens.sum()) * self.model.config.num_layers * self.model.config.num_kv_heads
         return entries / whole
+
+
+def sizing_of(
+    config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, policy: str, budget: float
+) -> Sizing:
+    """What a policy is made for at a budget, of contexts of about `tokens` tokens, `shortest` at least."""
+    assert config.chunk is not None
+    assert config.observed is not None
+    gates = config.gates[0] if config.gates else None
+    if contender(policy).own_tau:
+        gates, budget = by_lambda(config.gates)[budget], 1.0
+    elif contender(policy).over_gates:
+        gates = most_selective(config.gates, budget, tokens)
+    return Sizing(
+        model, budget, tokens, shortest, config.chunk, config.observed, gates, config.pattern, config.seed,
+        config.force,
+    )  # fmt: skip
+
+
+def possible_policies(
+    config: EvaluateConfig, name: str, sizing: Sizing, *, any_gates: bool = False
+) -> dict[str, Policy]:
+    """The policy of a size, by the folder of its gates: where τ is searched for, or with `any_gates`, each that can
+    meet the size.
+
+    Raises UserError if there is none.
+    """
+    if not (contender(name).calibrated or (any_gates and contender(name).over_gates)):
+        return {str(sizing.gates or ""): budget_policy(name, sizing)}
+    found, errors = {}, []
+    for gates in config.gates:
+        try:
+            found[gates] = budget_policy(name, dataclasses.replace(sizing, gates=gates))
+        except UserError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found
+
+
+def check_lengths(config: EvaluateConfig, model: Decoder) -> None:
+    """Refuse budgets that no context of a length that was asked for can hold, before there are any. `model`: shapes
+    do. Raises UserError naming the policy and the budget."""
+    for length, (policy, budget) in itertools.product(config.context, pairs(config)):
+        sizing = sizing_of(config, model, length, length, policy, budget)
+        possible_policies(config, policy, sizing, any_gates=True)
+
+
+def check_contexts(config: EvaluateConfig, model: Decoder, workloads: Sequence[Workload]) -> None:
+    """The same for the contexts that there are. Raises UserError that names the task and the length asked for, too."""
+    for own, (policy, budget) in itertools.product(workloads, pairs(config)):
+        try:
+            sizing = sizing_of(config, model, own.tokens, own.shortest, policy, budget)
+            possible_policies(config, policy, sizing)
+        except UserError as error:
+            raise UserError(f"{own.task} at --context {own.length}: {error}") from None
 
 
 def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:

@@ -61,7 +61,7 @@ def load_model(
     stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
     with use_mesh():
         dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else parameter_dtype(dtype)
-        abstract = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+        abstract = model_shapes(config, dtype)
         wanted, tree = by_path(abstract)
         _check(model, config, stored, wanted)
 
@@ -91,6 +91,11 @@ def load(
     `load_tokenizer`, the tokenizer first."""
     tokenizer = load_tokenizer(path_or_hub_id)
     return load_model(path_or_hub_id, dtype, max_length=max_length), tokenizer
+
+
+def model_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Decoder:
+    """A model of which nothing is there but shapes, with their shardings on the current mesh."""
+    return jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
 
 
 def _stored_dtype(embed: TensorInFile | None) -> np.dtype:

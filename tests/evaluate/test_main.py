@@ -52,7 +52,11 @@ def ruler_data(tmp_path_factory):
         ),
         (
             ["--policies", "streaming_llm", "--budgets", "0.02"],
-            "budget of 2.4 entries .* does not hold 4 sinks",
+            "streaming_llm at 0.02 of 126 tokens: a budget of 2.5 entries of each kv head does not hold 4 sinks",
+        ),
+        (
+            ["--policies", "streaming_llm", "--budgets", "0.033", "--tasks", "needle"],
+            r"needle at --context 126: streaming_llm at 0.033 of \d+ tokens: a budget of 3\.\d entries",
         ),
         (
             ["--policies", "pyramidkv_chunked", "--observed", "32"],
@@ -74,10 +78,13 @@ def ruler_data(tmp_path_factory):
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
         (["--dtype", "int8"], "--dtype must be one of float32, bfloat16, float16, got int8"),
         (["--seed", "-1"], "--seed must be from 0 to 2147483647, got -1"),
+        (["--capacity", "abc"], r"capacity 'abc': expected entries per kv head \(4096\), bytes"),
         (["--page-size", "128"], "--page-size must be at most the shortest --context, 126, got 128"),
     ],
 )
-def test_bad_values_are_named(args, message, tmp_path):
+def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
+    """Before weights are read."""
+    monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]
     write_pattern(tmp_path / "pattern", np.eye(3, 4), 4, 16)
