@@ -80,6 +80,12 @@ def named_arguments(
     return decorate
 
 
+def named_fields(cls: type[T]) -> type[T]:
+    """The same of a dataclass's fields."""
+    cls.__init__ = named_arguments(where=cls.__name__)(cls.__init__)
+    return cls
+
+
 def whole_number(where: str, name: str, value: Any, least: int = 1, most: int = LARGEST_INT) -> int:
     """`value` if it is a whole number in the range, also as a float or an array of one; `where` says whose it is."""
     number = _plain(value)

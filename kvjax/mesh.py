@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from kvjax.errors import UserError, named_arguments, whole_number
+from kvjax.errors import UserError, named_arguments, shown, whole_number
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = ("data", "fsdp")
@@ -32,11 +33,13 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[A
     data, fsdp, tensor = sizes.values()
     count = data * fsdp * tensor
     devices = jax.devices() if devices is None else devices
+    if not isinstance(devices, Sequence | np.ndarray) or not all(hasattr(x, "device_kind") for x in devices):
+        raise UserError(f"make_mesh: devices must be a list of jax.devices(), got {shown(devices)}")
     if len(devices) < count:
         more = ""
         if devices and devices[0].platform == "cpu":
             more = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
-        said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1)
+        said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
         raise UserError(f"make_mesh: {said} takes {count} devices, there are {len(devices)}{more}")
     return jax.make_mesh(
         (data, fsdp, tensor), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:count]

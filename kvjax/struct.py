@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from kvjax.errors import named_arguments, shown
+from kvjax.errors import named_fields, shown
 
 T = TypeVar("T")
 
@@ -34,11 +34,10 @@ def struct(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass and a pytree whose children are its fields, except those declared `static`.
 
     Unflattening skips `__init__`: JAX may put shardings, shapes or `None` where arrays are declared. Its `repr` is
-    `short`. A misspelt argument is one line (`named_arguments`).
+    `short`. A misspelt argument is one line (`named_fields`).
     """
     own_repr = "__repr__" in cls.__dict__
-    cls = dataclasses.dataclass(frozen=True, repr=False)(cls)
-    cls.__init__ = named_arguments(where=cls.__name__)(cls.__init__)
+    cls = named_fields(dataclasses.dataclass(frozen=True, repr=False)(cls))
     if not own_repr:
         cls.__repr__ = short  # pyright: ignore[reportAttributeAccessIssue]
     fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]

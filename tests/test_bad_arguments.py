@@ -8,10 +8,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.inference import sampling
 from kvjax.mesh import use_mesh
-from kvjax.policies import make_policy
+from kvjax.policies import Every, Ratio, make_policy
 from tests.tiny_models import tiny_gates, tiny_model
 
 NAN, INF = float("nan"), float("inf")
@@ -146,6 +147,11 @@ BAD_CALLS = [
     ("sample", "temperature", ("a", NAN, -1, None, 1e-40)),
     ("sample", "top_k", ("a", 1.5, -1)),
     ("sample", "top_p", ("a", NAN, 0, 2)),
+    ("sample", "min_p", ("a", NAN, -1, 7)),
+    ("sample", "samples", ("2", None, 2.5, 0)),
+    ("sample", "logprobs", ("yes", None, 5, [])),
+    ("sample", "stop", ("a", [""], [5], 5)),
+    ("sample", "tokenizer", ("x", 5, len)),
     ("sample", "key", (5, "a", np.zeros(2))),
     ("sample", "eos", (5, "a", [1.5], np.array(5), [-1], [2**40])),
     ("sample", "block", (None, 2.5, 0)),
@@ -162,6 +168,49 @@ BAD_CALLS = [
     ("prefill", "model", ("x", None)),
     ("prefill", "prompt", (None, 5, [[1, [2]]], "text", ["text"], [None], [{1, 2}], [[True]], [[2**70]], np.array(5))),
 ]  # fmt: skip
+
+
+OTHERS = [
+    (lambda m: kvjax.load_model("", "float32"), "a model is the path of a folder .* got ''"),
+    (
+        lambda m: kvjax.load("nowhere", "int8"),
+        "dtype 'int8' is not supported, only float32, float16, bfloat16",
+    ),
+    (lambda m: kvjax.load_model("nowhere", max_length="a"), "max_length must be a whole number .* got 'a'"),
+    (
+        lambda m: kvjax.save_model("folder", m),
+        "save_model: model must come from kvjax.load_model, got 'folder'",
+    ),
+    (lambda m: kvjax.save_model(m, None), "save_model: folder must be a path, got None"),
+    (
+        lambda m: kvjax.make_mesh(devices="cpu"),
+        r"make_mesh: devices must be a list of jax.devices\(\), got 'cpu'",
+    ),
+    (lambda m: kvjax.make_mesh(devices=[]), "make_mesh: a mesh of one takes 1 devices, there are 0"),
+    (
+        lambda m: kvjax.sample((m, None), PROMPTS),
+        "model must come from .*; kvjax.load gives a model and its tokenizer",
+    ),
+    (lambda m: next(kvjax.stream(m, PROMPTS, logprobs=True)), "logprobs must be a list to add to, got True"),
+    (
+        lambda m: kvjax.warm_up(m, max_tokens=8, block=0),
+        "warm_up: block must be a whole number of at least 1, got 0",
+    ),
+    (
+        lambda m: kvjax.prefill(m, prompts=PROMPTS),
+        "prefill has no argument 'prompts'; prompts are called tokens here",
+    ),
+    (lambda m: Ratio(rato=0.5), "Ratio has no argument 'rato'; it has ratio; the nearest: ratio"),
+    (lambda m: Every(evry=5), "Every has no argument 'evry'; it has every; the nearest: every"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), OTHERS)
+def test_of_everything_else(model, compiled, call, says):
+    with pytest.raises(UserError, match=says) as error:
+        call(model)
+    assert "\n" not in str(error.value)
+    assert not compiled
 
 
 def one_line(call, argument, value):

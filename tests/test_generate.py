@@ -104,7 +104,7 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
         ("--samples 0", "--samples must be a whole number of at least 1, got 0"),
         ("--samples 3", "samples=3 at temperature 0 would all be alike: give a temperature above 0"),
         ("--stop ''", "stop must be a list of texts, none empty, got ['']"),
-        ("--dtype float31", "dtype float31 is not supported, only float32, float16, bfloat16"),
+        ("--dtype float31", "dtype 'float31' is not supported, only float32, float16, bfloat16"),
     ],
 )  # fmt: skip
 def test_arguments_are_refused_before_there_is_a_model(args, says):

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from kvjax.cache.pages import Cache
 from kvjax.cache.ring import ring_pages
 from kvjax.cache.sizes import CapacityError
-from kvjax.errors import UserError, named_arguments
+from kvjax.errors import UserError, named_arguments, whole_number
 
 SLACK = 1.05
 """How much more than what was missed the capacity is that an error names."""
@@ -61,6 +61,8 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
             else ""
         )
         raise UserError(f"stats: cache must come from kvjax.prefill, got {type(cache).__name__}{own}")
+    if sequences is not None:
+        sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])
     seen = np.asarray(cache.seen)[:sequences]
     length = np.asarray(cache.layers.length)[:, :sequences]
     ring = np.minimum(seen, cache.window - 1)[None, :, None]

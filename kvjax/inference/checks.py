@@ -48,7 +48,7 @@ def tokens_of(
         raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
     if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
         raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
-    if tokenizer is not None and not callable(tokenizer):
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise UserError(f"tokenizer must come from kvjax.load_tokenizer, got {shown(tokenizer)}")
     return [
         encode(tokenizer, prompt, part) if isinstance(prompt, str) or is_chat(prompt) else prompt
@@ -123,7 +123,8 @@ def check_arguments(
         ("calls", calls, Calls | None, "kvjax.inference.record.Calls()"),
     ):
         if not isinstance(given, kind):
-            raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}")
+            both = "; kvjax.load gives a model and its tokenizer" if isinstance(given, tuple) else ""
+            raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}{both}")
     if implementation is not None:
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.errors import UserError, named_arguments, shown, whole_number
+from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
 from kvjax.inference import schedule
 from kvjax.inference.checks import (
     Prompts,
@@ -55,6 +55,11 @@ OTHERS = {
     "num_return_sequences": "answers of each prompt are samples",
     "stop_strings": "texts that end an answer are stop",
     "eos_token_id": "stop tokens are eos, a list",
+    "prompts": "prompts are called tokens here",
+    "tokens": "token ids are called prompts here",
+    "input_ids": "prompts are lists of token ids, unpadded: prompts of sample, tokens of prefill",
+    "press": "what stays is policy, from kvjax.make_policy",
+    "method": "what stays is policy, from kvjax.make_policy",
     "batch_size": "all prompts of a call are one batch",
 }
 """Words of other libraries for arguments of these functions."""
@@ -277,13 +282,15 @@ def stream(
     page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
     samples = whole_number("sample", "samples", samples)
+    if not isinstance(logprobs, list | None):
+        raise UserError(f"stream: logprobs must be a list to add to, got {shown(logprobs)}")
     texts, ids = stop_texts(stop, tokenizer)
     ends = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
     draw = Draw(temperature, top_k, top_p, min_p, ends, logprobs is not None)
     greedy = draw.greedy
     check_samples(samples, greedy, cache is not None)
-    key = checked_key(key, greedy)
     prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
+    key = checked_key(key, greedy)
     prompts = [prompt for prompt in prompts for _ in range(samples)]
     watch = Watch(tokenizer, texts)
     # the caller's code runs between the blocks, so no mesh may stay set there
@@ -424,6 +431,7 @@ def sample(
     Raises:
         UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
     """
+    one_of("sample", "logprobs", logprobs, (True, False))
     stop, ids = stop_texts(stop, tokenizer)
     if eos is not None or ids:
         check_arguments("sample", model)

@@ -38,6 +38,7 @@ def warm_up(
     """
     max_tokens = whole_number("warm_up", "max_tokens", max_tokens)
     batch, chunk = whole_number("warm_up", "batch", batch), whole_number("warm_up", "chunk", chunk)
+    block = whole_number("warm_up", "block", block)
     options = {"policy": policy, "page_size": page_size, "chunk": chunk}
 
     def prompts(tokens: int) -> list[np.ndarray]:

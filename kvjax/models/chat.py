@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jinja2
+
 from kvjax.errors import UserError, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
@@ -20,6 +22,7 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
     """
     templated = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
+        _check_unicode(prompt)
         messages = [{"role": "user", "content": prompt}]
         if not templated:
             bare = {"add_special_tokens": False} if part == "end" else {}
@@ -41,7 +44,7 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
         last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
         text = _rendered(tokenizer, [*messages[:-1], last])[0]
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+    return list(_templated(tokenizer, messages, return_dict=False))
 
 
 def is_chat(prompt: Any) -> bool:
@@ -57,12 +60,35 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
         raise UserError(
             f"a prompt is a text or a chat, [{{'role': 'user', 'content': …}}], got {shown(prompt)}"
         )
+    for one in prompt:
+        _check_unicode(one["content"])
     return [dict(one) for one in prompt]
+
+
+def _check_unicode(text: str) -> None:
+    """Refuse half of a surrogate pair, which a text read from bytes of another encoding may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"a prompt must be Unicode text, and character {error.start} is none: {shown(text)}"
+        ) from None
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """The messages through the chat template, which may raise whatever its author wanted."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except jinja2.TemplateError as error:
+        roles = ", ".join(one["role"] for one in messages)
+        raise UserError(
+            f"the tokenizer's chat template does not take these messages (of {roles}): {' '.join(str(error).split())}"
+        ) from None
 
 
 def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
     """What the template shows before and after `PLACE`."""
-    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    whole = _templated(tokenizer, messages, tokenize=False)
     if whole.count(PLACE) != 1:
         raise UserError("the tokenizer's chat template does not show the user's text exactly once")
     before, _, after = whole.partition(PLACE)

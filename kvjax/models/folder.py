@@ -35,7 +35,7 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
     Raises:
         UserError: no such folder or file, or a hub id that cannot be fetched; says what to pass.
     """
-    if not isinstance(path_or_hub_id, str | os.PathLike):
+    if not isinstance(path_or_hub_id, str | os.PathLike) or path_or_hub_id == "":
         raise UserError(
             f"a model is the path of a folder or a GGUF file, a hub id or {BUILTIN!r}, got {shown(path_or_hub_id)}"
         )

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Int
 
-from kvjax.errors import UserError, named_arguments
+from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
@@ -56,11 +56,12 @@ def load_model(
         UserError: whatever is wrong with the files, in one line; missing, unexpected and misshapen tensors together. A
             mesh axis that does not divide what it splits.
     """
+    dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
     stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
     with use_mesh():
-        dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else parameter_dtype(dtype)
+        dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else dtype
         abstract = model_shapes(config, dtype)
         wanted, tree = by_path(abstract)
         _check(model, config, stored, wanted)
@@ -89,8 +90,14 @@ def load(
 ) -> tuple[Decoder, Any]:
     """A model, and its tokenizer: `model, tokenizer = kvjax.load("Qwen/Qwen3-4B")`. As `load_model` and
     `load_tokenizer`, the tokenizer first."""
+    dtype, max_length = _checked(dtype, max_length)
     tokenizer = load_tokenizer(path_or_hub_id)
     return load_model(path_or_hub_id, dtype, max_length=max_length), tokenizer
+
+
+def _checked(dtype: Any, max_length: int | None) -> tuple[np.dtype | None, int | None]:
+    longest = None if max_length is None else whole_number("load_model", "max_length", max_length)
+    return None if dtype is None else parameter_dtype(dtype), longest
 
 
 def model_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Decoder:
@@ -106,9 +113,9 @@ def _stored_dtype(embed: TensorInFile | None) -> np.dtype:
 def parameter_dtype(wanted: Any) -> np.dtype:
     """The dtype that parameters are asked to have. Raises UserError for what they cannot have."""
     names = {dtype.name: dtype for dtype in DTYPES.values()}
-    name = getattr(wanted, "__name__", None) or getattr(wanted, "name", None) or str(wanted)
-    if name not in names:
-        raise UserError(f"dtype {name} is not supported, only {', '.join(names)}")
+    name = getattr(wanted, "__name__", None) or getattr(wanted, "name", None) or wanted
+    if not isinstance(name, str) or name not in names:
+        raise UserError(f"dtype {shown(wanted)} is not supported, only {', '.join(names)}")
     return names[name]
 
 

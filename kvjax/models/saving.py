@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import reshard
 from jaxtyping import Array, Int
 
-from kvjax.errors import UserError, named_arguments
+from kvjax.errors import UserError, named_arguments, shown
 from kvjax.files import partial_folder, write_tensors
 from kvjax.mesh import P, use_mesh
 from kvjax.models.config import config_json
@@ -45,6 +45,10 @@ def save_model(
         UserError: a folder that holds something or cannot be made, a model that no Hugging Face class matches.
         OSError: the disk is full or not writable; nothing is left behind.
     """
+    if not isinstance(model, Decoder):
+        raise UserError(f"save_model: model must come from kvjax.load_model, got {shown(model)}")
+    if not isinstance(folder, str | os.PathLike):
+        raise UserError(f"save_model: folder must be a path, got {shown(folder)}")
     with new_folder(model, folder, tokenizer_from) as partial, use_mesh(model):
         _write_tensors(model, partial, writes=jax.process_index() == 0)
 

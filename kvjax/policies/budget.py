@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError, byte_size, one_of, real_number, shown, whole_number
+from kvjax.errors import UserError, byte_size, named_fields, one_of, real_number, shown, whole_number
 from kvjax.struct import assign, short
 from kvjax.top import OVER
 
@@ -43,6 +43,7 @@ class Budget(abc.ABC):
         return short(self)
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Ratio(Budget):
     """A share of a context's entries, above 0 and at most 1."""
@@ -58,6 +59,7 @@ class Ratio(Budget):
         return self.ratio * tokens
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Entries(Budget):
     """So many entries of each kv head on average."""
@@ -72,6 +74,7 @@ class Entries(Budget):
         return float(min(self.entries, tokens))
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Size(Budget):
     """So many bytes of a sequence, keys and values of all layers and heads together: a number, or "2GiB"."""
@@ -89,6 +92,7 @@ class Size(Budget):
         return min(int(self.size) / entry_bytes, tokens)
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Threshold(Budget):
     """Whatever has a score of at least `threshold`, which only the method's own scores give a meaning."""

@@ -35,14 +35,22 @@ from kvjax.policies.registry import (
 
 WRAPPING = "over", "pinned", "first", "last"
 MOMENT = "when", *NOTHING
+SINK = "first tokens that always stay are an admission's sink, or first with an eviction"
+LAST = "last tokens that are always visible are window, those that an eviction looks back at observed"
 OTHERS = {
-    "compression_ratio": "kvpress's share that goes is here the share that stays, ratio = 1 − compression_ratio",
-    "budget": "a budget is one of ratio, entries, size, threshold",
-    "max_capacity_prompt": "entries of a kv head that stay are entries",
-    "window_size": "last tokens that are always visible are window, those that an eviction looks back at observed",
-    "n_sink": "first tokens that always stay are an admission's sink, or first with an eviction",
+    "compression_ratio": {
+        "ratio": "kvpress's share that goes is here the share that stays, ratio = 1 − compression_ratio"
+    },
+    "budget": {"entries": "a budget is one of ratio, entries, size, threshold"},
+    "max_capacity_prompt": {"entries": "entries of a kv head that stay are entries"},
+    "window_size": {"window": LAST, "observed": LAST},
+    "window": {"observed": LAST},
+    "n_sink": {"sink": SINK, "first": SINK},
+    "kernel_size": {"pool": "the kernel that joins neighbours is pool"},
+    "alpha_safeguard": {"pinned": "the share that every head keeps of its own best is pinned"},
+    "n_future_positions": {"future": "positions ahead are future"},
 }
-"""Words of other libraries for arguments of these functions."""
+"""Words of other libraries, and what is said of them to a method that has these arguments."""
 OWN = "name", "model", "admission", "eviction", "selection", "force"
 """Arguments of `make_policy` that are no method's."""
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
@@ -276,7 +284,8 @@ class _Part:
                 raise UserError(f"{self.name} is given {argument} twice")
             if argument not in self.known and not open_ended:
                 known = list(dict.fromkeys([*self.known, *more]))
-                refuse_unknown(self.name, argument, known, OTHERS, beside)
+                said = [x for own, x in OTHERS.get(argument, {}).items() if own in known]
+                refuse_unknown(self.name, argument, known, {argument: said[0]} if said else None, beside)
         if self.is_around and "eviction" in arguments:
             arguments = arguments | {"eviction": _part("eviction", arguments["eviction"])}
         return dataclasses.replace(self, arguments=self.arguments | arguments)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.errors import UserError, named_fields, one_of, real_number, shown, whole_number
 from kvjax.struct import assign, short
 
 OBSERVERS = "own", "prompt"
@@ -57,6 +57,7 @@ class Moment:
         return short(self)
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class AtPrompt(Moment):
     """Once the prompt was read. `observers`: "own", or token ids that are read behind it, look at it, and are dropped
@@ -70,6 +71,7 @@ class AtPrompt(Moment):
         assign(self, observers=observers(self.observers, ("own",)))
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class EveryChunk(Moment):
     """After every `chunk` tokens of a prompt and at its end, so that the cache never holds all of it.
@@ -90,6 +92,7 @@ class EveryChunk(Moment):
         assign(self, observers=looking, chunk=whole_number("eviction", "chunk", self.chunk, 0))
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Every(Moment):
     """At the prompt's end and after `every` tokens of an answer, again and again (R-KV, arXiv:2505.24133)."""
@@ -102,6 +105,7 @@ class Every(Moment):
         assign(self, every=whole_number("eviction", "every", self.every))
 
 
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Overflow(Moment):
     """As soon as there are more entries than the budget allows, when every head loses a share `drop` of what it has

@@ -9,6 +9,7 @@ import pytest
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
+from kvjax.errors import UserError
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_gates
 
@@ -23,6 +24,9 @@ def test_memory_is_real(model):
     assert sizes.bytes <= sizes.full_bytes * 0.36
     assert 0.2 < sizes.kv_ratio < 0.32
     assert sum(a.nbytes for a in jax.live_arrays() if a.shape == cache.pages.pool.shape) == sizes.bytes
+    for sequences in (0, len(prompt) + 1):
+        with pytest.raises(UserError, match="^stats: sequences must be a whole number of at "):
+            caches.stats(cache, sequences)
     with pytest.raises(CapacityError, match=r"policy full needs at least \d+ pages .* the pool has \d+"):
         sampling.prefill(model, prompt, capacity=third)
     with pytest.raises(CapacityError, match="policy full"):

@@ -11,6 +11,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+PICKY = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "def f(x):\n"}]
 
 
@@ -51,6 +52,12 @@ def test_a_beginning_leaves_the_turn_open_for_its_end(templated):
         (TEMPLATE, CHAT, "end", "a cache is continued by text or token ids"),
         (TEMPLATE, [{"role": "user"}], "whole", "a prompt is a text or a chat, .* got"),
         ("hello", "x", "beginning", "does not show the user's text exactly once"),
+        (None, "x\udcff", "whole", "a prompt must be Unicode text, and character 1 is none: "),
+        (TEMPLATE, [{"role": "user", "content": "\udcff"}], "whole", "a prompt must be Unicode text"),
+        (PICKY, CHAT, "whole", r"does not take these messages \(of system, user\): no system role here$"),
+        (PICKY, CHAT, "beginning", r"does not take these messages \(of system, user\): no system role here$"),
+        ("{{ messages[0].nothing.more }}", "x", "whole", r"does not take these messages \(of user\): "),
+        ("{{ broken", "x", "whole", r"does not take these messages \(of user\): "),
     ],
 )
 def test_what_cannot_be_encoded_is_one_line(plain, template, prompt, part, says):

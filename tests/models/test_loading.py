@@ -263,7 +263,7 @@ def test_an_axis_that_does_not_divide_is_refused_before_anything_is_read(folder)
 
 
 def test_an_unknown_dtype(folder):
-    assert error(folder, "float8") == "dtype float8 is not supported, only float32, float16, bfloat16"
+    assert error(folder, "float8") == "dtype 'float8' is not supported, only float32, float16, bfloat16"
 
 
 def test_loading_needs_no_mesh_and_leaves_none(folder, whole):

@@ -247,6 +247,15 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
             "snapkv has no argument 'compression_ratio'; kvpress's share that goes is here the share that stays, ratio "
             "= 1 − compression_ratio",
         ),
+        (
+            lambda: make_policy("streaming_llm", compression_ratio=0.5),
+            "streaming_llm has no argument 'compression_ratio'; it has sink, window",
+        ),
+        (
+            lambda: make_policy("snapkv", window=32, ratio=0.5),
+            "snapkv has no argument 'window'; last tokens that are always visible are window, those that an eviction "
+            "looks back at observed",
+        ),
         (lambda: make_policy("SnapKVPress"), "unknown policy 'SnapKVPress'; the nearest known: snapkv"),
         (
             lambda: make_policy("DuoAttentionPress"),
