@@ -89,6 +89,8 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
         ("--policy snapkv --ratio 3", "ratio must be a finite number, above 0 and at most 1, got 3.0"),
         ("--policy adakv --ratio .5 --eviction snapkv:observed=-2", "observed must be a whole number of at least 1"),
         ("--policy random --ratio .5", "random needs window"),
+        ("--policy random --eviction knorm --ratio .5 --window 9", "its own goes behind its name: random:ratio=…"),
+        ("--polcy x", "unknown option --polcy; the nearest known: --method, --policy"),
         ("--policy wgkv --gates /nowhere", "/nowhere holds no gates"),
         ("--policy head_pattern --set pattern=/nowhere", "/nowhere is no head pattern"),
         ("--policy quest --tokens 0", "quest: tokens must be a whole number of at least 1, got 0"),

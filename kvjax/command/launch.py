@@ -130,7 +130,11 @@ def _one_line(box: str) -> str:
             parts[-1].append(line)
     _, message, *hints = [" ".join(part).strip() for part in parts]
     offered = [
-        word for hint in hints if hint.startswith("Perhaps") for word in hint.split() if word.startswith("--")
+        word.rstrip(",")
+        for hint in hints
+        if hint.startswith("Perhaps")
+        for word in hint.split()
+        if word.startswith("--")
     ]
     message = _in_our_words(message)
     return f"{message}; the nearest known: {', '.join(offered)}" if offered else message

@@ -96,7 +96,7 @@ def load(
 
 
 def _checked(dtype: Any, max_length: int | None) -> tuple[np.dtype | None, int | None]:
-    longest = None if max_length is None else whole_number("load_model", "max_length", max_length)
+    longest = None if max_length is None else whole_number("load_model", "max_length", max_length, most=2**62)
     return None if dtype is None else parameter_dtype(dtype), longest
 
 

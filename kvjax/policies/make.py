@@ -95,12 +95,7 @@ def make_policy(
     with use_mesh(model):
         if not force:
             _check_files(named.parts, model)
-        try:
-            policy = _composed(named, model, force)
-        except UserError as error:
-            if hint := named.hint(str(error)):
-                raise UserError(f"{error}; {hint}") from None
-            raise
+        policy = _made(named, model, force)
         policy = policy.unchecked if force else policy
         return policy if model is None else policy.for_model(model)
 
@@ -113,7 +108,7 @@ def make_ahead(name: str | None = None, *, force: bool = False, **arguments: Any
     weights; None: another package makes it of the model."""
     roles = {part: arguments.pop(part, None) for part in ("admission", "eviction", "selection")}
     named = _named(name, roles, arguments)
-    return None if any(one.waits for one in named.parts.values()) else _composed(named, None, force)
+    return None if any(one.waits for one in named.parts.values()) else _made(named, None, force)
 
 
 def check_names(
@@ -207,6 +202,15 @@ def _check_files(parts: dict[str, "_Part"], model: Any) -> None:
             made_for = MadeFor.described(describe(gates))
             if made_for is not None:
                 made_for.check(one.name, model)
+
+
+def _made(named: _Named, model: Any, force: bool) -> Policy:
+    try:
+        return _composed(named, model, force)
+    except UserError as error:
+        if hint := named.hint(str(error)):
+            raise UserError(f"{error}; {hint}") from None
+        raise
 
 
 def _composed(named: _Named, model: Any, force: bool) -> Policy:
