@@ -40,15 +40,14 @@ def main() -> None:
     from kvjax.models import load_tokenizer
 
     with jax.set_mesh(mesh):
+        # a policy waits for its model: gates that are none are found before weights are read
+        gated = {} if config.gates is None else {"name": "wgkv", "gates": config.gates}
+        policy = kvjax.make_policy(**gated)
         tokenizer = load_tokenizer(config.model)
         context = tokenizer(text)["input_ids"]
         asked = [tokenizer(question, add_special_tokens=False)["input_ids"] for question in config.questions]
         longest = len(context) + max(map(len, asked)) + config.max_new_tokens
         model = kvjax.load_model(config.model, max_length=longest)
-        if config.gates is None:
-            policy = kvjax.make_policy("full")
-        else:
-            policy = kvjax.make_policy("wgkv", model=model, gates=config.gates)
 
         cache = kvjax.prefill(model, [context], policy=policy)
         sizes = kvjax.stats(cache)
