@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def start(shape: MeshShape) -> Mesh:
     import jax
 
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)
-    _keep_programs(jax)
+    keep_programs()
     processes = _join_processes(jax)
     _virtual_devices(jax, -(-shape.count // processes))
     devices = jax.devices()
@@ -196,32 +197,6 @@ def start(shape: MeshShape) -> Mesh:
     if shape.count > 1 and devices[0].platform == "cpu" and jax.process_index() == 0:
         print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
     return make_mesh(shape.data, shape.fsdp, shape.tensor)
-
-
-PROGRAM_BYTES = 2 << 30
-"""Of compiled programs that are kept; of more, those used longest ago go."""
-
-
-def _keep_programs(jax: Any) -> None:
-    """Have compiled programs kept from one command to the next, in the user's cache folder, unless the environment says
-    where (`JAX_COMPILATION_CACHE_DIR`) or that they should not be (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "programs"
-    try:
-        new = not folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written: a command runs without
-        return
-    if new:
-        print(
-            f"Compiled programs are kept in {folder} for later commands (not with "
-            "JAX_ENABLE_COMPILATION_CACHE=false).",
-            file=sys.stderr,
-        )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def has_accelerator() -> bool:
