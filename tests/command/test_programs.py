@@ -30,10 +30,12 @@ def run(code, tmp_path, **environment):
 def test_the_second_process_compiles_nothing_that_takes_long(tmp_path):
     folder = tmp_path / "kvjax" / "programs"
     first, second = (run(SAMPLES, tmp_path) for _ in range(2))
-    assert first.stdout == "0\n" and first.stderr.count("\n") == 1
+    assert first.stdout == "0\n"
+    assert first.stderr.count("\n") == 1
     assert f"kept in {folder} for later runs (not with JAX_ENABLE_COMPILATION_CACHE=false)" in first.stderr
     assert list(folder.glob("*-cache"))
-    assert int(second.stdout) > 0 and second.stderr == ""
+    assert int(second.stdout) > 0
+    assert second.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -47,5 +49,6 @@ keep_programs()
 print(jax.config.jax_compilation_cache_dir)
 """
     done = run(code, tmp_path, **environment)
-    assert done.stdout.strip() == environment.get("JAX_COMPILATION_CACHE_DIR", "None") and done.stderr == ""
+    assert done.stdout.strip() == environment.get("JAX_COMPILATION_CACHE_DIR", "None")
+    assert done.stderr == ""
     assert not any(tmp_path.iterdir())
