@@ -5,6 +5,7 @@ Importing this imports no jax, so that `--help` and a refused command line answe
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import dataclasses
 import errno
@@ -14,8 +15,9 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax.command.programs import keep_programs
@@ -240,7 +242,8 @@ def run_command(main: Callable[[], None]) -> None:
     before = signal.signal(signal.SIGTERM, _terminate)
     usual, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
-        main()
+        with _stops_come_again():
+            main()
     except UserError as error:
         _leave(str(error), 2)
     except Termination as stop:
@@ -260,6 +263,29 @@ def run_command(main: Callable[[], None]) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
         warnings.formatwarning = usual
+
+
+@contextlib.contextmanager
+def _stops_come_again() -> Iterator[None]:
+    """Within it, a stop that came where Python ignores exceptions, as in what jax has the garbage collector call while
+    it compiles, comes once more a moment later."""
+    usual, to_come = sys.unraisablehook, []
+
+    def ignored(what: sys.UnraisableHookArgs) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            usual(what)
+            return
+        number = signal.SIGTERM if issubclass(what.exc_type, Termination) else signal.SIGINT
+        to_come.append(threading.Timer(0.05, _thread.interrupt_main, (number,)))
+        to_come[-1].start()
+
+    sys.unraisablehook = ignored
+    try:
+        yield
+    finally:
+        for timer in to_come:
+            timer.cancel()
+        sys.unraisablehook = usual
 
 
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:

@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 PROGRAM_BYTES = 2 << 30
 """Of compiled programs that are kept; of more, those used longest ago go."""
@@ -14,7 +15,8 @@ def keep_programs() -> None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "programs"
     try:
@@ -28,8 +30,8 @@ def keep_programs() -> None:
             "JAX_ENABLE_COMPILATION_CACHE=false).",
             file=sys.stderr,
         )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     # without it jax stays with what it found before its first compilation
     compilation_cache.reset_cache()

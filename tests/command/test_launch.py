@@ -1,6 +1,8 @@
 import dataclasses
 import errno
 import signal
+import subprocess
+import sys
 from typing import Annotated, Literal
 
 import pytest
@@ -189,3 +191,32 @@ def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
     assert not launch.has_accelerator()
     (tmp_path / "accel0").touch()
     assert launch.has_accelerator()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_is_not_lost_where_python_ignores_exceptions(name, code):
+    """As in what jax has the garbage collector call while it compiles."""
+    command = f"""
+import gc, signal, time
+from kvjax.command.launch import run_command
+
+def collected(phase, info):
+    if phase == "start" and len(told) < 2:
+        told.append(phase)
+        signal.raise_signal(signal.{name})
+
+def main():
+    gc.callbacks.append(collected)
+    for _ in range(1000):
+        gc.collect()
+        time.sleep(0.01)
+    print("not stopped", told)
+
+told = []
+run_command(main)
+"""
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("stopped by")
