@@ -6,6 +6,7 @@ Importing this imports no jax, so that `--help` and a refused command line answe
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -244,25 +245,38 @@ def run_command(main: Callable[[], None]) -> None:
     try:
         with _stops_come_again():
             main()
+        return
     except UserError as error:
-        _leave(str(error), 2)
+        line, code = f"error: {' '.join(str(error).split())}", 2
     except Termination as stop:
-        _leave(_said("stopped by SIGTERM", stop), 143)
+        line, code = _said("stopped by SIGTERM", stop), 143
     except KeyboardInterrupt as stop:
-        _leave(_said("stopped by the keyboard", stop), 130)
+        line, code = _said("stopped by the keyboard", stop), 130
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # so that the final flush has somewhere to go
-        sys.exit(1)
+        line, code = "", 1
     except Exception as error:
-        line = storage_problem(error)
-        if line is None:
+        problem = storage_problem(error)
+        if problem is None:
             raise
-        _leave(line, 2)
+        line, code = f"error: {' '.join(problem.split())}", 2
     finally:
         signal.signal(signal.SIGTERM, before)
         warnings.formatwarning = usual
+    if line:
+        print(line, file=sys.stderr)
+    if code > 128:
+        # what was being compiled goes on in a thread of XLA's, which is waited for, and crashes once Python has ended
+        atexit.register(_end_at_once, code)
+    sys.exit(code)
+
+
+def _end_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 @contextlib.contextmanager
@@ -320,8 +334,3 @@ def storage_problem(error: BaseException) -> str | None:
             return "the disk is full: No space left on device"
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def _leave(line: str, code: int) -> None:
-    print(f"error: {' '.join(line.split())}" if code == 2 else line, file=sys.stderr)
-    sys.exit(code)
