@@ -87,8 +87,7 @@ def figures(program: Program, platform: str) -> Figures:
             raise
         temporaries = max(0, needed - sum(parts.values()))
         seconds = time.monotonic() - began
-        said = _first_line(str(error))
-        return Figures(parts | {TEMPORARIES: temporaries}, 0.0, 0, {}, {}, seconds, said)
+        return Figures(parts | {TEMPORARIES: temporaries}, 0.0, 0, {}, {}, seconds, one_line(str(error)))
     seconds = time.monotonic() - began
     memory, given = compiled.memory_analysis(), sum(parts.values())
     assert memory is not None
@@ -137,5 +136,6 @@ def too_much(message: str) -> int | None:
     return int(float(number) * UNITS[unit])
 
 
-def _first_line(message: str) -> str:
+def one_line(message: str) -> str:
+    """A message, or its beginning, without line breaks."""
     return " ".join(message.split())[:300]
