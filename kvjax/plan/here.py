@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax.cache import device_bytes
 from kvjax.command.launch import MeshShape, start
 from kvjax.errors import UserError
 from kvjax.exported.orbax import abstract
@@ -28,13 +29,6 @@ KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H1
 """What devices call themselves, and the chips that they are; the longest name that fits counts."""
 
 
-def usable_bytes() -> int | None:
-    """What a program may use of the smallest of this process's devices; None where one does not say (a CPU)."""
-    stated = [device.memory_stats() for device in jax.local_devices()]
-    limits = [stats["bytes_limit"] for stats in stated if stats and "bytes_limit" in stats]
-    return min(limits) if len(limits) == len(stated) else None
-
-
 def chip() -> Chip | None:
     """The chip that this machine has, if its rates are known."""
     kind = jax.devices()[0].device_kind
@@ -52,7 +46,7 @@ def dry_run(config: Recipe) -> str:
     check_run(config, model.config)
     dtype, phases = config.dtype or model.dtype, config.phases()
     start(config.mesh)
-    usable = usable_bytes()
+    usable = device_bytes()
 
     def measure(length: int, index: int, shape: MeshShape = config.mesh) -> Figures:
         mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
@@ -70,8 +64,6 @@ def dry_run(config: Recipe) -> str:
         lines.append(f"train, {config.method}{which}: an update of {phase.rows} × {length} tokens")
         found = measure(length, index)
         lines += figures.table(found, chip(), usable)
-        if usable is None:
-            continue
         known = {length: found}
         longest = largest(
             lambda length, index=index: measure(length, index), known, usable, (TEMPORARIES,), most
@@ -86,15 +78,13 @@ def dry_run(config: Recipe) -> str:
 def check_memory(
     phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
 ) -> None:
-    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would; where these
-    do not state their memory, nothing is compiled. What is compiled here the run does not compile again.
+    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would (of virtual
+    CPU devices, their share of the host's memory). What is compiled here the run does not compile again.
 
     Raises:
         UserError: as said.
     """
-    usable = usable_bytes()
-    if usable is None:
-        return
+    usable = device_bytes()
     shapes = jax.tree.map(_shape, model)
     for index, (phase, own) in enumerate(zip(phases, updates, strict=True)):
         read = None if phase.takes_model else shapes
