@@ -35,6 +35,8 @@ class Job:
     """Of a training run."""
     batch: int = 1
     """Prompts at a time."""
+    limit: int | None = None
+    """Bytes of a device: what has more in arguments alone is not compiled."""
 
     def __str__(self) -> str:
         rows = "" if self.stage == "train" else f"{self.batch} × "
@@ -83,11 +85,12 @@ def run(job: Job) -> Figures:
     topology, shape = Topology.parse(job.topology), MeshShape.parse(job.mesh)
     mesh = make_mesh(shape.data, shape.fsdp, shape.tensor, topology.devices())
     with jax.set_mesh(mesh):
-        return figures(_program(job, shape, mesh), topology.platform)
+        return figures(_program(job, shape, mesh), topology.platform, job.limit)
 
 
 def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     from kvjax.plan.shapes import find_shape
+    from kvjax.plan.training import check_mesh
 
     if job.stage == "train":
         from kvjax.plan.training import update
@@ -95,6 +98,7 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
 
         recipe = dataclasses.replace(parse(job.arguments), mesh=shape)
         model = find_shape(recipe.model, job.length)
+        check_mesh(shape, model.config)
         return update(recipe, model.config, recipe.dtype or model.dtype, mesh, job.length, job.phase)
 
     from kvjax.command.launch import parse_command
@@ -103,6 +107,7 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     told = parse_command(ServeConfig, job.arguments)
     told = dataclasses.replace(told, mesh=shape, context=job.length, batch=job.batch)
     model = find_shape(told.model, told.context + told.new)
+    check_mesh(shape, model.config)
     serving = Serving(told, model.config, told.dtype or model.dtype, mesh)
     return serving.prefill() if job.stage == "prefill" else serving.decode()
 

@@ -89,10 +89,10 @@ def bracket(found: Bracket, what: str, *, most: int | None = None) -> str:
     """The largest that fits."""
     if found.fits is None:
         return f"  {what}: none that was tried fits, down to {found.fails}"
+    said = f"  {what}: {found.fits} fits with {size(found.total)} a device"
     if found.fails is None:
-        end = " (the model's own longest)" if found.fits == most else ""
-        return f"  {what}: {found.fits} fits{end}"
-    return f"  {what}: {found.fits} fits, {found.fails} does not"
+        return said + (" (the model's own longest)" if found.fits == most else "")
+    return f"{said}, {found.fails} does not"
 
 
 def other(shapes: Sequence[MeshShape], measure: Callable[[MeshShape], Figures], usable: int) -> str:

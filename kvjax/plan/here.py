@@ -19,8 +19,8 @@ from kvjax.plan import figures
 from kvjax.plan.chips import CHIPS, Chip
 from kvjax.plan.program import TEMPORARIES, Figures, held, too_much
 from kvjax.plan.program import figures as compiled
-from kvjax.plan.search import fits, largest, meshes
-from kvjax.plan.shapes import find_shape
+from kvjax.plan.search import TRIES, Count, fits, largest, meshes
+from kvjax.plan.shapes import check_longest, find_shape
 from kvjax.plan.training import batch_of, check_run, update
 from kvjax.train.recipe import Recipe
 from kvjax.train.update import Update, first_state
@@ -46,20 +46,22 @@ def dry_run(config: Recipe) -> str:
     check_run(config, model.config)
     dtype, phases = config.dtype or model.dtype, config.phases()
     start(config.mesh)
-    usable = device_bytes()
+    usable, others = device_bytes(), list(meshes(model.config, config.mesh.count, config.mesh))
+    count = Count(len(phases) * (1 + TRIES + len(others)))
 
-    def measure(length: int, index: int, shape: MeshShape = config.mesh) -> Figures:
+    def measure(length: int, index: int, shape: MeshShape = config.mesh, limit: int | None = None) -> Figures:
+        count.say(f"an update of {length} tokens, --mesh {shape}")
         mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
         platform = "cuda" if mesh.devices.flat[0].platform == "gpu" else mesh.devices.flat[0].platform
         with jax.set_mesh(mesh):
-            return compiled(
-                update(replace(config, mesh=shape), model.config, dtype, mesh, length, index), platform
-            )
+            program = update(replace(config, mesh=shape), model.config, dtype, mesh, length, index)
+            return compiled(program, platform, limit)
 
     device = jax.devices()[0]
     lines = [f"{config.model} ({dtype}) on {config.mesh.count} × {device.device_kind}, mesh {config.mesh}"]
     for index, phase in enumerate(phases):
-        length, most = max(phase.lengths), model.config.max_position
+        length, most = max(phase.lengths), model.config.longest
+        check_longest(model.config, length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
         lines.append(f"train, {config.method}{which}: an update of {phase.rows} × {length} tokens")
         found = measure(length, index)
@@ -70,8 +72,9 @@ def dry_run(config: Recipe) -> str:
         )
         lines.append(figures.bracket(longest, "longest sequence", most=most))
         if not fits(found, usable):
-            shapes = list(meshes(model.config, config.mesh.count, config.mesh))
-            lines.append(figures.other(shapes, lambda shape, i=index, n=length: measure(n, i, shape), usable))
+            lines.append(
+                figures.other(others, lambda shape, i=index, n=length: measure(n, i, shape, usable), usable)
+            )
     return "\n".join(lines)
 
 

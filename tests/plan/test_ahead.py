@@ -45,13 +45,13 @@ def test_what_the_process_finds_wrong_is_one_line(folder):
 
 @libtpu
 def test_what_a_kernel_refuses_is_said(shape, tmp_path):
-    """JAX ends its tracebacks with a remark on itself."""
+    """JAX ends its tracebacks with a remark on itself. And a slice may be of one chip."""
     write_json(tmp_path / "config.json", config_json(dataclasses.replace(shape, head_dim=16), "bfloat16"))
-    arguments = "--topology", "v5e:2x2", "--model", str(tmp_path)
+    arguments = "--topology", "v5e:1x1", "--model", str(tmp_path)
     with pytest.raises(
-        UserError, match=r"^prefill, 4 × 64 tokens, --mesh 4 on v5e:2x2: .*takes head_dim .* not 16;"
+        UserError, match=r"^prefill, 4 × 64 tokens, --mesh 1 on v5e:1x1: .*takes head_dim .* not 16;"
     ) as wrong:
-        compiled(Job("prefill", "v5e:2x2", arguments, "4", 64, batch=4))
+        compiled(Job("prefill", "v5e:1x1", arguments, "1", 64, batch=4))
     assert "internal frames" not in str(wrong.value)
 
 
