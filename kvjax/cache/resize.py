@@ -1,7 +1,6 @@
 """A cache that has seen nothing, and copies of a cache with more pages, fewer, or larger rings."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.pages import Cache, LayerCache, Pages
 from kvjax.cache.ring import ring_pages
-from kvjax.mesh import BATCH, SHARDS, P, axis_size, batch_shards
+from kvjax.mesh import BATCH, SHARDS, P, axis_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,20 +54,15 @@ def empty(layout: Layout, state: Any) -> Cache:
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
     shards, slots = axis_size(*SHARDS), layout.window - 1
-    ring = ring_pages(layout.window, page_size)
-    local = layers, batch // batch_shards(), heads // axis_size("tensor")
-    n_rings = math.prod(local) * ring
-    columns = max(1, ring + min(-(-max(layout.tokens - slots, 0) // page_size), pages - ring))
+    behind = min(-(-max(layout.tokens - slots, 0) // page_size), pages)
+    columns = max(1, ring_pages(layout.window, page_size) + behind)
     rows = P(None, BATCH, "tensor", None)
 
-    # the rings' pages are the first ones of the pool; the rest are free
-    def tables():
-        ids = jnp.arange(n_rings, dtype=jnp.int32).reshape(*local, ring)
-        none = jnp.full((*local, columns - ring), pages, jnp.int32)
-        free = jnp.arange(pages, dtype=jnp.int32)[::-1]
-        return jnp.concatenate([ids, none], -1), free, jnp.full(1, pages - n_rings, jnp.int32)
+    def all_free():
+        return jnp.arange(pages, dtype=jnp.int32)[::-1], jnp.full(1, pages, jnp.int32)
 
-    table, free, count = jax.shard_map(tables, in_specs=(), out_specs=(rows, P(SHARDS), P(SHARDS)))()
+    free, count = jax.shard_map(all_free, in_specs=(), out_specs=(P(SHARDS), P(SHARDS)))()
+    table = jnp.full((layers, batch, heads, columns), pages, jnp.int32, out_sharding=rows)
     pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
     bounds = None
     if layout.bounds is not None:
@@ -143,27 +137,24 @@ def trimmed(cache: Cache, pages: int) -> Cache:
 
 
 def widened(cache: Cache, window: int) -> Cache:
-    """A copy with rings for a larger window, of a cache whose tokens are all in its rings. Its pool must have the pages
-    free that the larger rings take."""
-    had, ring = (ring_pages(w, cache.page_size) for w in (cache.window, window))
-    more, slots = ring - had, window - cache.window
+    """A copy with rings for a larger window, of a cache whose tokens are all in its rings."""
+    had = ring_pages(cache.window, cache.page_size)
+    more, slots = ring_pages(window, cache.page_size) - had, window - cache.window
 
     def wide(pages, layers):
         # a token's slot is its position, in the larger ring as in the smaller
-        rows = layers.page_table.shape[:-1]
-        taken = math.prod(rows) * more
-        place = pages.free_count[0] - 1 - jnp.arange(taken, dtype=jnp.int32)
-        ids = pages.free.at[place].get(mode="clip").reshape(*rows, more)
-        table = jnp.concatenate([layers.page_table[..., :had], ids, layers.page_table[..., had:]], -1)
+        table, none = layers.page_table, pages.pool.shape[0]
+        table = jnp.concatenate(
+            [table[..., :had], jnp.full((*table.shape[:-1], more), none, table.dtype), table[..., had:]], -1
+        )
         after = ((0, 0), (0, 0), (0, 0), (0, slots))
-        layers = dataclasses.replace(
+        return dataclasses.replace(
             layers,
             page_table=table,
             priority=jnp.pad(layers.priority, after, constant_values=jnp.nan),
             numbers={name: jnp.pad(x, after) for name, x in layers.numbers.items()},
         )
-        return dataclasses.replace(pages, free_count=pages.free_count - taken), layers
 
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
-    pages, layers = jax.shard_map(wide, out_specs=specs)(cache.pages, cache.layers)
-    return dataclasses.replace(cache, pages=pages, layers=layers, window=window)
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, cache.layers)
+    layers = jax.shard_map(wide, out_specs=specs)(cache.pages, cache.layers)
+    return dataclasses.replace(cache, layers=layers, window=window)

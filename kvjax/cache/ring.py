@@ -1,15 +1,18 @@
 """The ring and the global region of a row, on one shard and in one layer.
 
 A token is written to its rows' rings; when it leaves the ring (`window − 1` tokens later: with the query itself a query
-then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. A pool that
-runs out is counted, not overwritten: the free count is then negative.
+then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. Both take
+pages as they fill. A pool that runs out is counted, not overwritten: the free count is then negative.
 
 With a capacity (`kvjax.cache.capacity`) a token may take the place of one that was stored.
 """
 
 import dataclasses
+from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.capacity import POSITION, PRIORITY, Turnover
@@ -17,9 +20,11 @@ from kvjax.cache.pages import LayerCache, Pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
 
+Number = TypeVar("Number", int, np.ndarray, jax.Array)
 
-def ring_pages(window: int, page_size: int) -> int:
-    """Pages that a ring of `window − 1` slots takes."""
+
+def ring_pages(window: Number, page_size: int) -> Number:
+    """Pages that a full ring of `window − 1` slots takes, or a larger one that has so many tokens."""
     return -(-(window - 1) // page_size)
 
 
@@ -93,7 +98,7 @@ def push(
     outgoing = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
     stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
     had = layer.length
-    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, ring_pages(window, page_size))
+    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window)
     numbers = {
         name: jnp.concatenate([in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
         for name, new in numbers.items()
@@ -138,10 +143,11 @@ def push(
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
 
 
-def _allocate(pages, layer, stays, gone, ring):
-    """Extend the rows of the tokens that stay; the place of each in its row, past its end for those that go."""
+def _allocate(pages, layer, stays, gone, seen, valid, window):
+    """Extend the rows of the tokens that stay, and the rings; the place of each token in its row, past its end for
+    those that go."""
     page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
-    tokens, columns = stays.shape[-1], layer.page_table.shape[-1]
+    tokens, columns, ring = stays.shape[-1], layer.page_table.shape[-1], ring_pages(window, page_size)
     rank = jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
     if gone is None:
         place, length = layer.length[..., None] + rank, layer.length + stays.sum(-1, dtype=jnp.int32)
@@ -152,15 +158,20 @@ def _allocate(pages, layer, stays, gone, ring):
         vacant = jnp.take_along_axis(vacant, jnp.clip(rank, 0, max(gone.shape[-1] - 1, 0)), 2)
         place = jnp.where(rank < freed, vacant, layer.length[..., None] + rank - freed)
         length = layer.length + stays.sum(-1, dtype=jnp.int32) - freed[..., 0]
-    had, have = -(-layer.length // page_size), -(-length // page_size)
-    need = have - had
+    rings = [
+        jnp.broadcast_to(ring_pages(jnp.minimum(count + 1, window), page_size)[:, None], length.shape)
+        for count in (seen, seen + valid)
+    ]
+    # of a ring and of a global region: the column behind the last page, and how many pages are missing
+    had = jnp.stack([rings[0], ring - (-layer.length // page_size)], -1)
+    need = jnp.stack([rings[1], ring - (-length // page_size)], -1) - had
     ends = jnp.cumsum(need.reshape(-1)).reshape(need.shape)
     column = jnp.arange(-(-tokens // page_size))
     source = pages.free_count[0] - 1 - ((ends - need)[..., None] + column)
     fresh = jnp.where(source >= 0, pages.free[jnp.maximum(source, 0)], capacity)
-    target = jnp.where(column < need[..., None], ring + had[..., None] + column, columns)
+    target = jnp.where(column < need[..., None], had[..., None] + column, columns)
     b, k = jnp.ogrid[: stays.shape[0], : stays.shape[1]]
-    table = layer.page_table.at[b[..., None], k[..., None], target].set(fresh, mode="drop")
+    table = layer.page_table.at[b[..., None, None], k[..., None, None], target].set(fresh, mode="drop")
     layer = dataclasses.replace(layer, page_table=table, length=length)
     pages = dataclasses.replace(pages, free_count=pages.free_count - ends.reshape(-1)[-1])
     return pages, layer, jnp.where(stays, place, columns * page_size)

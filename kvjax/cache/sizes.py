@@ -95,20 +95,23 @@ def pages_for(
     """
     tensor, shards = axis_size("tensor"), batch_shards()
     local_rows = layers * len(tokens) // shards * kv_heads // tensor
-    ring = ring_pages(window, page_size)
-    if capacity is None:
+
+    def need(share: Callable[[int], Float[np.ndarray, "#l #k"] | float]) -> int:
+        """Pages of a shard whose sequences have their rings and, behind them, so many entries of each count."""
 
         def pages_of(count: int) -> int:
-            need = np.minimum(expected(count) * MARGIN, count)
-            held = np.maximum(need - min(count, window - 1), 0)
+            held = np.maximum(np.minimum(share(count), count) - min(count, window - 1), 0)
             # a mean says little of one row: each may have a page more, as long as there are tokens for it
             most = -(-max(count - window + 1, 0) // page_size)
+            ring = ring_pages(min(count + 1, window), page_size)
             pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
             return largest_shard(np.broadcast_to(pages, (layers, kv_heads)), tensor)
 
         pages = {count: pages_of(count) for count in set(tokens)}
-        by_shard = np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1)
-        return max(1, int(by_shard.max()))
+        return max(1, int(np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1).max()))
+
+    if capacity is None:
+        return need(lambda count: expected(count) * MARGIN)
     if not isinstance(capacity, str):
         what = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
         pages = -(-whole_number("cache", what, capacity, most=2**62) * local_rows // page_size)
@@ -121,12 +124,22 @@ def pages_for(
                 f"capacity {capacity!r}: expected entries per kv head (4096), bytes (2GiB) or a share (30%)"
             )
         pages = size // (page_bytes * axis_size(*SHARDS))
-    if pages < local_rows * max(ring, 1):
+    if pages < (least := need(lambda count: 0.0)):
+        whole = need(float)
+        if isinstance(capacity, str):
+            share = capacity.endswith("%")
+            enough = (
+                f"{math.ceil(1e4 * whole * page_bytes / device_bytes()) / 100}%"
+                if share
+                else f"{-(-whole * page_bytes * axis_size(*SHARDS) // 2**20)}MiB"
+            )
+        else:
+            enough = -(-whole * page_size // local_rows)
         raise CapacityError(
-            f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the "
-            f"{local_rows * max(ring, 1)} that the windows of {local_rows} (layer, sequence, kv head) rows take"
+            f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the {least} that the "
+            f"windows of {local_rows} (layer, sequence, kv head) rows take; {enough} holds every token"
         )
-    return min(pages, local_rows * (ring + -(-max(tokens) // page_size)))
+    return min(pages, local_rows * (ring_pages(window, page_size) + -(-max(tokens) // page_size)))
 
 
 def largest_shard(pages: Float[np.ndarray, "l k"], shards: int) -> int:

@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.cache.pages import Cache
-from kvjax.cache.ring import ring_pages
 from kvjax.cache.sizes import CapacityError
 from kvjax.errors import UserError, named_arguments, whole_number
 
@@ -69,7 +68,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     pool = cache.pages.pool
     layers, _, heads = length.shape
     entry_bytes = pool.shape[-1] * pool.dtype.itemsize
-    pages = -(-length // cache.page_size) + ring_pages(cache.window, cache.page_size)
+    pages = -(-length // cache.page_size) + -(-ring // cache.page_size)
     return Stats(
         entries=length + ring,
         tokens=seen,

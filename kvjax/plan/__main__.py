@@ -1,29 +1,31 @@
 """`python -m kvjax.plan train|serve|table`: the command."""
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.command.launch import MeshShape, parse_command, run_command
 from kvjax.command.options import find_value
 from kvjax.errors import UserError
-from kvjax.models.config import ModelConfig
 from kvjax.plan import figures
 from kvjax.plan.ahead import Job, compiled
 from kvjax.plan.chips import Topology
 from kvjax.plan.program import TEMPORARIES, Figures
-from kvjax.plan.search import fits, largest, meshes
-from kvjax.plan.shapes import find_shape, known
+from kvjax.plan.search import TRIES, Bracket, Count, fits, largest, meshes
+from kvjax.plan.shapes import check_longest, find_shape, known
 
 NO_SEARCH = "--no-search"
-LARGEST_BATCH = 1 << 16
+LARGEST_BATCH = 512
+"""Of a part of the mesh that splits batches: larger ones are not looked for."""
 USAGE = """usage: python -m kvjax.plan train --topology v5e:2x4 [--no-search] OPTIONS-OF-kvjax.train
        python -m kvjax.plan serve --topology v5e:2x4 OPTIONS
        python -m kvjax.plan table OPTIONS
 
 Whether training or serving fits: compiled ahead for chips that are not here, from config.json alone.
+
+What would fit is looked for by more compiles, at most {tries} for a length or a batch and one for each other mesh, of
+half a minute to two minutes each for an 8B (stderr says which is on); --no-search leaves that out.
 
 train takes what kvjax.train takes (--model, --config, --mesh, --method, --lengths, ...). serve and table have a
 --help of their own. Models that need no folder: {known}.
@@ -35,7 +37,7 @@ def main(args: list[str] | None = None) -> None:
     given = sys.argv[1:] if args is None else args
     commands = {"train": train, "serve": serve, "table": table}
     if not given or given[0] in ("--help", "-h"):
-        print(USAGE.format(known=", ".join(known())))
+        print(USAGE.format(known=", ".join(known()), tries=TRIES))
         return
     if given[0] not in commands:
         raise UserError(f"plan: expected {', '.join(commands)}, got {given[0]}; --help says more")
@@ -57,26 +59,25 @@ def train(args: list[str]) -> None:
     model, mesh = find_shape(recipe.model), recipe.mesh
     check_run(recipe, model.config)
     topology = _checked(told, mesh)
-    usable, most = topology.chip.usable, model.config.max_position
+    most, others = model.config.longest, list(meshes(model.config, mesh.count, mesh))
     _heading(recipe.model, recipe.dtype or model.dtype, topology, mesh)
     phases = recipe.phases()
+    programs = Programs(topology, Count(len(phases) * (1 + (TRIES + len(others) if search else 0))))
     for index, phase in enumerate(phases):
         job = Job("train", told, arguments, str(mesh), max(phase.lengths), index)
+        check_longest(model.config, job.length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
         _say(f"train, {recipe.method}{which}: an update of {phase.rows} × {job.length} tokens")
-        found = compiled(job)
-        _say(*figures.table(found, topology.chip, usable))
+        found = programs.shown(job)
         if search:
-            known = {job.length: found}
-            longest = largest(
-                functools.partial(_of, job, "length"), known, usable, (TEMPORARIES, "batch"), most
-            )
+            growing = TEMPORARIES, "batch"
+            longest = programs.largest([job], "length", found, growing, most)
             _say(figures.bracket(longest, "longest sequence", most=most))
-            _say(*_meshes(job, found, usable, model.config, mesh))
+            _say(*programs.mesh([job], found, others))
 
 
 def serve(args: list[str]) -> None:
-    """The call that reads a chunk of the prompts, and a block of decoded tokens, then what would fit."""
+    """The call that reads a chunk of the prompts, and a block of decoded tokens, then what both would fit with."""
     from kvjax.plan.serving import POOL, STAGES, TABLES, ServeConfig, check_policy
 
     told = parse_command(ServeConfig, args)
@@ -84,26 +85,27 @@ def serve(args: list[str]) -> None:
     model, mesh = find_shape(told.model), told.mesh
     check_policy(told, model.config)
     topology = _checked(told.topology, mesh)
-    usable, most, shards = topology.chip.usable, model.config.max_position, mesh.batch_shards
+    check_longest(model.config, told.context)
+    most, shards = model.config.longest, mesh.batch_shards
+    others = list(meshes(model.config, mesh.count, mesh))
     batch = -(-told.batch // shards) * shards
-    growing = POOL, TABLES, TEMPORARIES, "batch"
     _heading(told.model, told.dtype or model.dtype, topology, mesh)
-    for stage in STAGES:
-        job = Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch)
-        what = "a token" if stage == "decode" else "a chunk"
-        _say(f"{stage}, {told.policy}: {batch} × {told.context} tokens, a step is {what}")
-        found = compiled(job)
-        _say(*figures.table(found, topology.chip, usable))
-        if told.search:
-            contexts = largest(
-                functools.partial(_of, job, "length"), {job.length: found}, usable, growing, most
-            )
-            _say(figures.bracket(contexts, f"longest context, {batch} of them", most=most))
-            batches = largest(
-                functools.partial(_of, job, "batch"), {batch: found}, usable, growing, LARGEST_BATCH, shards
-            )
-            _say(figures.bracket(batches, f"largest batch of {job.length} tokens"))
-            _say(*_meshes(job, found, usable, model.config, mesh))
+    each = 1 + (2 * TRIES + len(others) if told.search else 0)
+    programs = Programs(topology, Count(len(STAGES) * each))
+    jobs = [Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch) for stage in STAGES]
+    made = []
+    for job in jobs:
+        what = "a token" if job.stage == "decode" else "a chunk"
+        _say(f"{job.stage}, {told.policy}: {batch} × {told.context} tokens, a step is {what}")
+        made.append(programs.shown(job))
+    if told.search:
+        found, growing = programs.worst(made), (POOL, TABLES, TEMPORARIES, "batch")
+        _say("prefill and decode:")
+        contexts = programs.largest(jobs, "length", found, growing, most)
+        _say(figures.bracket(contexts, f"longest context, {batch} of them", most=most))
+        batches = programs.largest(jobs, "batch", found, growing, LARGEST_BATCH * shards, shards)
+        _say(figures.bracket(batches, f"largest batch of {told.context} tokens"))
+        _say(*programs.mesh(jobs, found, others))
 
 
 def table(args: list[str]) -> None:
@@ -130,17 +132,65 @@ def _heading(model: str, dtype: str, topology: Topology, mesh: MeshShape) -> Non
     )
 
 
-def _of(job: Job, field: str, value: Any) -> Figures:
-    """The figures of the job with another length, batch or mesh."""
-    return compiled(dataclasses.replace(job, **{field: value}))
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What is compiled for a topology."""
 
+    topology: Topology
+    """The devices."""
+    count: Count
+    """Of the compiles."""
 
-def _meshes(job: Job, found: Figures, usable: int, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """The mesh that would fit, in a line, if this one does not."""
-    if fits(found, usable):
-        return []
-    others = list(meshes(model, mesh.count, mesh))
-    return [figures.other(others, lambda shape: _of(job, "mesh", str(shape)), usable)]
+    def compiled(self, job: Job) -> Figures:
+        """A job's figures, said before they are asked for."""
+        self.count.say(job)
+        return compiled(job)
+
+    def shown(self, job: Job) -> Figures:
+        """The same, with all that there is to say of them."""
+        found, chip = self.compiled(job), self.topology.chip
+        _say(*figures.table(found, chip, chip.usable))
+        return found
+
+    def worst(self, made: Iterable[Figures]) -> Figures:
+        """Those that fit least. After the first that do not fit no more are asked for."""
+        usable, found = self.topology.chip.usable, []
+        for one in made:
+            if not fits(one, usable):
+                return one
+            found.append(one)
+        return max(found, key=lambda one: one.total)
+
+    def of(self, jobs: Sequence[Job], **changed: Any) -> Figures:
+        """Of the jobs with another length, batch or mesh the worst."""
+        return self.worst(self.compiled(dataclasses.replace(job, **changed)) for job in jobs)
+
+    def largest(
+        self,
+        jobs: Sequence[Job],
+        field: str,
+        found: Figures,
+        growing: tuple[str, ...],
+        most: int,
+        by: int = 1,
+    ) -> Bracket:
+        """The largest of a field of the jobs with which all fit."""
+        known = {getattr(jobs[0], field): found}
+        return largest(
+            lambda number: self.of(jobs, **{field: number}),
+            known,
+            self.topology.chip.usable,
+            growing,
+            most,
+            by,
+        )
+
+    def mesh(self, jobs: Sequence[Job], found: Figures, others: Sequence[MeshShape]) -> list[str]:
+        """The mesh that would fit, in a line, if this one does not."""
+        usable = self.topology.chip.usable
+        if fits(found, usable):
+            return []
+        return [figures.other(others, lambda shape: self.of(jobs, mesh=str(shape), limit=usable), usable)]
 
 
 def _say(*lines: str) -> None:

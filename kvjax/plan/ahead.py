@@ -6,13 +6,15 @@ Started by itself it reads a job as JSON from its standard input and writes figu
 import dataclasses
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from typing import Any
 
 from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
-from kvjax.plan.program import Figures
+from kvjax.plan.program import Figures, one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,12 @@ class Job:
     """Of a training run."""
     batch: int = 1
     """Prompts at a time."""
+    limit: int | None = None
+    """Bytes of a device: what has more in arguments alone is not compiled."""
+
+    def __str__(self) -> str:
+        rows = "" if self.stage == "train" else f"{self.batch} × "
+        return f"{self.stage}, {rows}{self.length} tokens, --mesh {self.mesh} on {self.topology}"
 
 
 def compiled(job: Job) -> Figures:
@@ -49,15 +57,21 @@ def compiled(job: Job) -> Figures:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        said = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "nothing")
-        raise UserError(
-            f"{job.stage}, {job.length} tokens, --mesh {job.mesh} on {job.topology}: the compiler's process ended with "
-            f"exit code {done.returncode}, and said: {said[:300]}"
-        )
+        raise UserError(f"{job}: the compiler's process {_end(done.returncode, done.stderr)}")
     answer = json.loads(lines[-1])
     if "wrong" in answer:
         raise UserError(answer["wrong"])
     return Figures(**answer)
+
+
+def _end(code: int, said: str) -> str:
+    """How a process ended that gave no answer: out of memory, or in a compiler's failed check."""
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL): this machine may have too little memory to compile it"
+    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
+    fatal = (line for line in lines if re.match(r"F\d{4} ", line))
+    end = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"{end}, and said: {one_line(next(fatal, lines[-1]))}"
 
 
 def run(job: Job) -> Figures:
@@ -71,11 +85,12 @@ def run(job: Job) -> Figures:
     topology, shape = Topology.parse(job.topology), MeshShape.parse(job.mesh)
     mesh = make_mesh(shape.data, shape.fsdp, shape.tensor, topology.devices())
     with jax.set_mesh(mesh):
-        return figures(_program(job, shape, mesh), topology.platform)
+        return figures(_program(job, shape, mesh), topology.platform, job.limit)
 
 
 def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     from kvjax.plan.shapes import find_shape
+    from kvjax.plan.training import check_mesh
 
     if job.stage == "train":
         from kvjax.plan.training import update
@@ -83,6 +98,7 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
 
         recipe = dataclasses.replace(parse(job.arguments), mesh=shape)
         model = find_shape(recipe.model, job.length)
+        check_mesh(shape, model.config)
         return update(recipe, model.config, recipe.dtype or model.dtype, mesh, job.length, job.phase)
 
     from kvjax.command.launch import parse_command
@@ -91,6 +107,7 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     told = parse_command(ServeConfig, job.arguments)
     told = dataclasses.replace(told, mesh=shape, context=job.length, batch=job.batch)
     model = find_shape(told.model, told.context + told.new)
+    check_mesh(shape, model.config)
     serving = Serving(told, model.config, told.dtype or model.dtype, mesh)
     return serving.prefill() if job.stage == "prefill" else serving.decode()
 
@@ -102,6 +119,8 @@ def main() -> None:
         answer: dict[str, Any] = dataclasses.asdict(run(job))
     except UserError as error:
         answer = {"wrong": str(error)}
+    except Exception as error:  # whatever tracing and the compilers raise
+        answer = {"wrong": f"{job}: {one_line(f'{type(error).__name__}: {error}')}"}
     print(json.dumps(answer), flush=True)
 
 

@@ -111,6 +111,8 @@ class Topology:
         from pallas_kernels.ahead import H100
 
         told: dict[str, Any] = {"platform": "tpu", "topology_name": self.text}
+        if self.count == 1:  # else a host has four
+            told["chips_per_host_bounds"] = [1, 1, 1]
         if self.platform == "cuda":
             told = {"platform": "cuda", "target_config": H100, "topology": f"1x1x{self.count}"}
         try:

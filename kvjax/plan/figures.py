@@ -76,10 +76,8 @@ def duration(seconds: int | float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
-def verdict(found: Figures, usable: int | None) -> str:
+def verdict(found: Figures, usable: int) -> str:
     """Whether it fits."""
-    if usable is None:
-        return "  this device does not state its memory: whether it fits is not known"
     if fits(found, usable):
         return f"  fits {size(usable)}, with {size(usable - found.total)} to spare"
     if found.total <= usable:
@@ -91,10 +89,10 @@ def bracket(found: Bracket, what: str, *, most: int | None = None) -> str:
     """The largest that fits."""
     if found.fits is None:
         return f"  {what}: none that was tried fits, down to {found.fails}"
+    said = f"  {what}: {found.fits} fits with {size(found.total)} a device"
     if found.fails is None:
-        end = " (the model's own longest)" if found.fits == most else ""
-        return f"  {what}: {found.fits} fits{end}"
-    return f"  {what}: {found.fits} fits, {found.fails} does not"
+        return said + (" (the model's own longest)" if found.fits == most else "")
+    return f"{said}, {found.fails} does not"
 
 
 def other(shapes: Sequence[MeshShape], measure: Callable[[MeshShape], Figures], usable: int) -> str:
@@ -108,7 +106,7 @@ def other(shapes: Sequence[MeshShape], measure: Callable[[MeshShape], Figures], 
     )
 
 
-def table(found: Figures, chip: Chip | None, usable: int | None) -> list[str]:
+def table(found: Figures, chip: Chip | None, usable: int) -> list[str]:
     """All that is said of one program."""
     lines = parts(found)
     if not found.refused:

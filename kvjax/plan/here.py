@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from kvjax.cache import device_bytes
 from kvjax.command.launch import MeshShape, start
 from kvjax.errors import UserError
 from kvjax.exported.orbax import abstract
@@ -18,21 +19,14 @@ from kvjax.plan import figures
 from kvjax.plan.chips import CHIPS, Chip
 from kvjax.plan.program import TEMPORARIES, Figures, held, too_much
 from kvjax.plan.program import figures as compiled
-from kvjax.plan.search import fits, largest, meshes
-from kvjax.plan.shapes import find_shape
+from kvjax.plan.search import TRIES, Count, fits, largest, meshes
+from kvjax.plan.shapes import check_longest, find_shape
 from kvjax.plan.training import batch_of, check_run, update
 from kvjax.train.recipe import Recipe
 from kvjax.train.update import Update, first_state
 
 KINDS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "NVIDIA H100": "h100"}
 """What devices call themselves, and the chips that they are; the longest name that fits counts."""
-
-
-def usable_bytes() -> int | None:
-    """What a program may use of the smallest of this process's devices; None where one does not say (a CPU)."""
-    stated = [device.memory_stats() for device in jax.local_devices()]
-    limits = [stats["bytes_limit"] for stats in stated if stats and "bytes_limit" in stats]
-    return min(limits) if len(limits) == len(stated) else None
 
 
 def chip() -> Chip | None:
@@ -52,49 +46,48 @@ def dry_run(config: Recipe) -> str:
     check_run(config, model.config)
     dtype, phases = config.dtype or model.dtype, config.phases()
     start(config.mesh)
-    usable = usable_bytes()
+    usable, others = device_bytes(), list(meshes(model.config, config.mesh.count, config.mesh))
+    count = Count(len(phases) * (1 + TRIES + len(others)))
 
-    def measure(length: int, index: int, shape: MeshShape = config.mesh) -> Figures:
+    def measure(length: int, index: int, shape: MeshShape = config.mesh, limit: int | None = None) -> Figures:
+        count.say(f"an update of {length} tokens, --mesh {shape}")
         mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
         platform = "cuda" if mesh.devices.flat[0].platform == "gpu" else mesh.devices.flat[0].platform
         with jax.set_mesh(mesh):
-            return compiled(
-                update(replace(config, mesh=shape), model.config, dtype, mesh, length, index), platform
-            )
+            program = update(replace(config, mesh=shape), model.config, dtype, mesh, length, index)
+            return compiled(program, platform, limit)
 
     device = jax.devices()[0]
     lines = [f"{config.model} ({dtype}) on {config.mesh.count} × {device.device_kind}, mesh {config.mesh}"]
     for index, phase in enumerate(phases):
-        length, most = max(phase.lengths), model.config.max_position
+        length, most = max(phase.lengths), model.config.longest
+        check_longest(model.config, length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
         lines.append(f"train, {config.method}{which}: an update of {phase.rows} × {length} tokens")
         found = measure(length, index)
         lines += figures.table(found, chip(), usable)
-        if usable is None:
-            continue
         known = {length: found}
         longest = largest(
             lambda length, index=index: measure(length, index), known, usable, (TEMPORARIES,), most
         )
         lines.append(figures.bracket(longest, "longest sequence", most=most))
         if not fits(found, usable):
-            shapes = list(meshes(model.config, config.mesh.count, config.mesh))
-            lines.append(figures.other(shapes, lambda shape, i=index, n=length: measure(n, i, shape), usable))
+            lines.append(
+                figures.other(others, lambda shape, i=index, n=length: measure(n, i, shape, usable), usable)
+            )
     return "\n".join(lines)
 
 
 def check_memory(
     phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
 ) -> None:
-    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would; where these
-    do not state their memory, nothing is compiled. What is compiled here the run does not compile again.
+    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would (of virtual
+    CPU devices, their share of the host's memory). What is compiled here the run does not compile again.
 
     Raises:
         UserError: as said.
     """
-    usable = usable_bytes()
-    if usable is None:
-        return
+    usable = device_bytes()
     shapes = jax.tree.map(_shape, model)
     for index, (phase, own) in enumerate(zip(phases, updates, strict=True)):
         read = None if phase.takes_model else shapes

@@ -63,8 +63,9 @@ class Figures:
         return sum(self.parts.values())
 
 
-def figures(program: Program, platform: str) -> Figures:
-    """The program compiled for the current mesh, whose devices need not be here. `platform`: tpu, cuda or cpu.
+def figures(program: Program, platform: str, limit: int | None = None) -> Figures:
+    """The program compiled for the current mesh, whose devices need not be here. `platform`: tpu, cuda or cpu; nothing
+    is compiled whose arguments alone are more than `limit` bytes.
 
     Raises whatever the compiler raises, but where it finds too little memory.
     """
@@ -78,6 +79,8 @@ def figures(program: Program, platform: str) -> Figures:
     parts: dict[str, int] = {}
     for name, tree in program.parts:
         parts[name] = parts.get(name, 0) + held(tree)
+    if limit is not None and sum(parts.values()) > limit:
+        return Figures(parts, 0.0, 0, {}, {}, 0.0, "its arguments alone are too much")
     traced = function.trace(*program.arguments, **program.static)
     try:
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
@@ -87,8 +90,7 @@ def figures(program: Program, platform: str) -> Figures:
             raise
         temporaries = max(0, needed - sum(parts.values()))
         seconds = time.monotonic() - began
-        said = _first_line(str(error))
-        return Figures(parts | {TEMPORARIES: temporaries}, 0.0, 0, {}, {}, seconds, said)
+        return Figures(parts | {TEMPORARIES: temporaries}, 0.0, 0, {}, {}, seconds, one_line(str(error)))
     seconds = time.monotonic() - began
     memory, given = compiled.memory_analysis(), sum(parts.values())
     assert memory is not None
@@ -137,5 +139,6 @@ def too_much(message: str) -> int | None:
     return int(float(number) * UNITS[unit])
 
 
-def _first_line(message: str) -> str:
+def one_line(message: str) -> str:
+    """A message, or its beginning, without line breaks."""
     return " ".join(message.split())[:300]

@@ -1,6 +1,8 @@
 """What would fit: the largest number by a few compiles, and other meshes of as many chips."""
 
 import dataclasses
+import sys
+import time
 from collections.abc import Callable, Iterator
 
 from kvjax.command.launch import MeshShape
@@ -8,9 +10,27 @@ from kvjax.models.config import ModelConfig
 from kvjax.plan.program import TEMPORARIES, Figures
 
 TRIES = 3
-"""Compiles that a search may take."""
+"""Numbers that a search may try."""
 NEAR = 1.07
 """What is known to fit and what is known not to are this near when a search is over."""
+ENOUGH = 0.8
+"""Or what fits takes this share of a device."""
+AIM = 0.95
+"""The share that a guess is to take, so that it mostly fits: those compile for longest that just do."""
+
+
+class Count:
+    """The compiles of a command, said on stderr one by one before they begin."""
+
+    def __init__(self, most: int):
+        self._most, self._begun, self._start = most, 0, time.monotonic()
+
+    def say(self, what: object) -> None:
+        """One more begins."""
+        self._begun += 1
+        passed = time.monotonic() - self._start
+        said = f"compile {self._begun} of at most {self._most} ({passed:.0f} s): {what}"
+        print(said, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +41,8 @@ class Bracket:
     """The largest that fits."""
     fails: int | None
     """The smallest that does not."""
+    total: int = 0
+    """Bytes of a device, of the largest that fits."""
 
 
 def fits(found: Figures, usable: int) -> bool:
@@ -36,10 +58,11 @@ def largest(
     most: int,
     multiple: int = 1,
 ) -> Bracket:
-    """The largest number, a length or a batch, for which `measure` fits.
+    """About the largest number, a length or a batch, for which `measure` fits.
 
     Memory is taken to be a line through the two numbers nearest to the limit, or through one and what does not grow
-    with it; what comes of it is compiled, and again, `TRIES` times at most.
+    with it; what comes of it is compiled, and again, `TRIES` times at most, until what fits takes `ENOUGH` of a device,
+    or no larger number means anything. Nothing is compiled where what does not grow is too much already.
 
     Args:
         known: what was measured before, one number at least; it is added to.
@@ -48,14 +71,15 @@ def largest(
         most: no larger number means anything.
         multiple: of which numbers are.
     """
-    for _ in range(TRIES):
+    fixed = min(one.total - sum(one.parts.get(part, 0) for part in growing) for one in known.values())
+    for _ in range(TRIES if fixed <= usable else 0):
         found = _bracket(known, usable)
-        if found.fits == most or (
-            found.fits and found.fails and found.fails <= max(found.fits * NEAR, found.fits + 1)
-        ):
+        if found.fits and (found.fits >= most or found.total >= ENOUGH * usable):
             break
-        guess = _guess(known, usable, growing, found)
-        guess = max(rounded_down(min(guess, most)) // multiple, 1) * multiple
+        if found.fits and found.fails and found.fails <= max(found.fits * NEAR, found.fits + 1):
+            break
+        guess = _guess(known, int(AIM * usable), growing, found)
+        guess = most if guess >= most else max(rounded_down(guess) // multiple, 1) * multiple
         if guess in known:
             break
         known[guess] = measure(guess)
@@ -65,12 +89,15 @@ def largest(
 def _bracket(known: dict[int, Figures], usable: int) -> Bracket:
     good = [number for number, found in known.items() if fits(found, usable)]
     bad = [number for number, found in known.items() if not fits(found, usable)]
-    return Bracket(max(good, default=None), min(bad, default=None))
+    best = max(good, default=None)
+    return Bracket(best, min(bad, default=None), known[best].total if best else 0)
 
 
 def _guess(known: dict[int, Figures], usable: int, growing: tuple[str, ...], found: Bracket) -> int:
     # a refusal does not always say how much is needed
-    said = {number: one.total for number, one in known.items() if not one.refused or one.parts[TEMPORARIES]}
+    said = {
+        number: one.total for number, one in known.items() if not one.refused or one.parts.get(TEMPORARIES)
+    }
     near = sorted(said, key=lambda number: abs(said[number] - usable))[:2]
     if len(near) == 2 and said[near[0]] != said[near[1]]:
         (a, b) = near

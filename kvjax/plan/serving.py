@@ -29,6 +29,8 @@ from kvjax.policies.assignments import assignments
 POOL = "KV pool"
 TABLES = "page tables and states"
 STAGES = "prefill", "decode"
+MOST = 1 << 30
+"""What a size may be: programs count in int32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +73,13 @@ class ServeConfig:
     page_size: int = 16
     """Tokens per page."""
     search: bool = True
-    """Also look for the largest context and batch that fit, and for a mesh that would; --no-search compiles the two
-    programs only."""
+    """Also look for a context and a batch that just fit, by at most three compiles of both programs each, and for a
+    mesh that would, by one each; --no-search compiles the two programs only."""
 
     def check(self) -> None:
         """Refuse numbers that mean nothing. Raises UserError."""
         for name in ("context", "batch", "new", "chunk", "page_size"):
-            whole_number("plan", f"--{name}", getattr(self, name))
+            whole_number("plan", f"--{name.replace('_', '-')}", getattr(self, name), most=MOST)
         if self.policy == "wgkv":
             if self.entries is not None:
                 raise UserError(

@@ -6,12 +6,14 @@ import json
 import time
 from pathlib import Path
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, one_of, real_number, whole_number
 from kvjax.files import read_text
 from kvjax.plan.ahead import Job, compiled
 from kvjax.plan.chips import Topology
 from kvjax.plan.search import fits
+from kvjax.plan.shapes import find_shape
 
+STAGES = "train", "decode", "prefill"
 SHORT = {4096: "4K", 8192: "8K", 16384: "16K", 32768: "32K", 131072: "128K"}
 
 
@@ -23,7 +25,7 @@ class TableConfig:
     """By name, or folders."""
     topologies: tuple[str, ...] = ("v5e:2x4", "v6e:2x4", "v5p:2x2x1", "h100:8")
     """As in train and serve. Heads are split over all chips (tensor)."""
-    stages: tuple[str, ...] = ("train", "decode", "prefill")
+    stages: tuple[str, ...] = STAGES
     """What is compiled now, in this order."""
     lengths: tuple[int, ...] = (4096, 8192, 16384, 32768)
     """Of training's sequences, one an update."""
@@ -37,6 +39,24 @@ class TableConfig:
     """Where cells are kept."""
     minutes: float = 60.0
     """No cell is begun later than that."""
+
+    def check(self) -> None:
+        """Refuse what is not there or means nothing. Raises UserError."""
+        for name in ("models", "topologies", "stages", "lengths", "contexts", "batches", "kept"):
+            if not getattr(self, name):
+                raise UserError(f"table: --{name} must have one value at least")
+        for name in ("lengths", "contexts", "batches"):
+            for value in getattr(self, name):
+                whole_number("table", f"--{name}", value)
+        for share in self.kept:
+            real_number("table", "--kept", share, most=1.0, above=0.0)
+        for stage in self.stages:
+            one_of("table", "--stages", stage, STAGES)
+        real_number("table", "--minutes", self.minutes, 0.0)
+        for topology in self.topologies:
+            Topology.parse(topology)
+        for model in self.models:
+            find_shape(model)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,9 +137,9 @@ def read(file: Path) -> dict[Cell, Known]:
 
 
 def write(config: TableConfig) -> None:
-    """Compile what is missing, then print. A cell that cannot be compiled is said and left out."""
-    for topology in config.topologies:
-        Topology.parse(topology)
+    """Compile what is missing, then print. A cell that cannot be compiled is said and left out. Raises UserError for
+    options that are no cells."""
+    config.check()
     end, found = time.monotonic() + 60 * config.minutes, read(config.out)
     for cell in (cell for stage in config.stages for cell in cells(config, stage)):
         if cell in found or time.monotonic() > end:

@@ -45,8 +45,12 @@ class Lists:
                         if self.wish[b][k][token - 1]:
                             self.kept[b][k].append(token)
 
-    def pages(self) -> int:
-        return sum(-(-len(row) // PAGE) for rows in self.kept for row in rows)
+    def pages(self, sequences: int = BATCH) -> int:
+        """That these sequences' rings and global regions take, by the tokens that they have."""
+        rows = [*self.kept, *([ring] * HEADS for ring in self.ring)]
+        return sum(
+            -(-len(row) // PAGE) for b, rows in enumerate(rows) if b % BATCH < sequences for row in rows
+        )
 
 
 @partial(jax.jit, static_argnames="window")
@@ -130,5 +134,10 @@ def holds_exactly(cache, lists, window):
         assert (table[b, k, len(mine) :] >= len(pool)).all()
         used += mine.tolist()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-    rings = np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)].reshape(-1)
-    assert sorted([*used, *free, *rings.tolist()]) == list(range(len(pool)))
+    for b, rings in enumerate(
+        np.asarray(cache.layers.page_table)[0, :, :, : caches.ring_pages(window, PAGE)]
+    ):
+        taken = -(-len(lists.ring[b]) // PAGE)
+        assert (rings[:, taken:] >= len(pool)).all()
+        used += rings[:, :taken].reshape(-1).tolist()
+    assert sorted([*used, *free]) == list(range(len(pool)))

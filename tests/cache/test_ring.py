@@ -32,14 +32,12 @@ from tests.inference.delayed import delayed
 @given(calls=calls)
 def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, calls):
     (_, cache), lists = started(window, CALLS * TOKENS + window), Lists(window)
-    ring = BATCH * HEADS * caches.ring_pages(window, PAGE)
     for valid, wanted in calls:
         wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
-        assert caches.stats(cache).pages == ring + lists.pages()
-        first = sum(-(-len(row) // PAGE) for row in lists.kept[0])
-        assert caches.stats(cache, 1).pages == ring // BATCH + first
+        assert caches.stats(cache).pages == lists.pages()
+        assert caches.stats(cache, 1).pages == lists.pages(1)
         assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)
         layer = jax.tree.map(lambda a: a[0], cache.layers)
@@ -60,12 +58,12 @@ def test_pages_hold_exactly_what_was_kept_and_none_is_lost_or_shared(window, cal
 def test_a_pool_that_runs_out_owes_what_was_missing_and_keeps_what_it_had(calls, capacity):
     window = 5
     (_, cache), lists = started(window, capacity), Lists(window)
-    pool_pages, ring = cache.pages.pool.shape[0], BATCH * HEADS * caches.ring_pages(window, PAGE)
+    pool_pages = cache.pages.pool.shape[0]
     for valid, wanted in calls:
         wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
         cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
         lists.push(valid, wanted)
-        assert int(cache.pages.free_count[0]) == pool_pages - ring - lists.pages()
+        assert int(cache.pages.free_count[0]) == pool_pages - lists.pages()
         assert_bounds_are_those_of_the_keys(cache)
         pool, table = np.asarray(cache.pages.pool)[..., 1], tables(cache, window)
         owned = table[table < pool_pages]

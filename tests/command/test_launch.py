@@ -1,6 +1,8 @@
 import dataclasses
 import errno
 import signal
+import subprocess
+import sys
 from typing import Annotated, Literal
 
 import pytest
@@ -106,6 +108,12 @@ def test_help_leaves_quietly_with_the_defaults(capsys):
     assert "(default: 7)" in capsys.readouterr().out
 
 
+@pytest.fixture
+def goes_on(monkeypatch):
+    """These tests do not end with the stops that they try."""
+    monkeypatch.setattr(launch.atexit, "register", lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("raised", "code", "line"),
     [
@@ -122,6 +130,7 @@ def test_help_leaves_quietly_with_the_defaults(capsys):
         (Termination("say so"), 143, "stopped by SIGTERM: say so\n"),
     ],
 )
+@pytest.mark.usefixtures("goes_on")
 def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
     def main():
         raise raised
@@ -134,6 +143,7 @@ def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
     assert shown.count("\n") == 1
 
 
+@pytest.mark.usefixtures("goes_on")
 def test_sigterm_is_one_line_after_what_must_be_put_in_order(capsys):
     before, order = signal.getsignal(signal.SIGTERM), []
 
@@ -189,3 +199,33 @@ def test_an_accelerator_is_seen_by_its_device_node(tmp_path, monkeypatch):
     assert not launch.has_accelerator()
     (tmp_path / "accel0").touch()
     assert launch.has_accelerator()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_is_not_lost_where_python_ignores_exceptions(name, code):
+    """As in what jax has the garbage collector call while it compiles."""
+    command = f"""
+import atexit, gc, signal, time
+from kvjax.command.launch import run_command
+
+def collected(phase, info):
+    if phase == "start" and len(told) < 2:
+        told.append(phase)
+        signal.raise_signal(signal.{name})
+
+def main():
+    atexit.register(print, "XLA is waited for")
+    gc.callbacks.append(collected)
+    for _ in range(1000):
+        gc.collect()
+        time.sleep(0.01)
+    print("not stopped", told)
+
+told = []
+run_command(main)
+"""
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout == ""
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("stopped by")

@@ -148,30 +148,38 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
     np.testing.assert_array_equal(told.tokens, fixed.tokens)
 
 
-def test_a_pool_follows_each_sequence(model, monkeypatch):
-    """And not the longest one, however often."""
+@pytest.mark.parametrize("window", [1, 100, 300, 10**9])
+def test_a_pool_follows_each_sequence(model, monkeypatch, window):
+    """And not the longest one, however often, nor the window of a policy."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    policy = make_policy("full") if window == 1 else make_policy("streaming_llm", window=window)
     lengths = [400, *[40] * 7]
-    sizes = caches.stats(sampling.prefill(model, [np.arange(length) % 61 for length in lengths]))
-    assert sizes.full_bytes <= sizes.bytes <= 1.2 * sizes.full_bytes
+    cache = sampling.prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
+    sizes = caches.stats(cache)
+    assert sizes.bytes <= 1.2 * sizes.full_bytes
+    assert sizes.pages <= sizes.pool_pages == cache.pages.pool.shape[0]
+    if window in (1, 10**9):
+        assert sizes.full_bytes <= sizes.bytes
 
 
 def test_a_window_is_no_larger_than_the_sequences(model):
     """Until they grow: then the answer is that of the whole window, and of one that the sequences leave."""
-    prompt, question = np.arange(100) % 61, np.arange(30)
+    prompts, questions = [np.arange(100) % 61, np.arange(20)], [np.arange(30), np.arange(3)]
+    both = [np.concatenate(pair) for pair in zip(prompts, questions, strict=True)]
     wide, narrow = (make_policy("streaming_llm", sink=2, window=window) for window in (10**9, 150))
     more = {"max_new_tokens": 60, "eos": ()}
-    cache = sampling.prefill(model, [prompt], policy=wide)
+    cache = sampling.prefill(model, prompts, policy=wide)
     assert cache.pages.nbytes < 3 * caches.stats(cache).full_bytes
-    found = sampling.sample(model, [question], policy=wide, cache=cache, **more)
-    whole = sampling.sample(model, [np.concatenate([prompt, question])], **more)
+    found = sampling.sample(model, questions, policy=wide, cache=cache, **more)
+    whole = sampling.sample(model, both, **more)
     np.testing.assert_array_equal(found.tokens, whole.tokens)
-    cache = sampling.prefill(model, [prompt], policy=narrow)
+    cache = sampling.prefill(model, prompts, policy=narrow)
     assert cache.window == 129, "of a table for 128 tokens"
-    found = sampling.sample(model, [question], policy=narrow, cache=cache, **more)
-    whole = sampling.sample(model, [np.concatenate([prompt, question])], policy=narrow, **more)
+    found = sampling.sample(model, questions, policy=narrow, cache=cache, **more)
+    whole = sampling.sample(model, both, policy=narrow, **more)
     np.testing.assert_array_equal(found.tokens, whole.tokens)
-    assert found.stats.entries.max() == 151
+    # all but the last token of the answer
+    np.testing.assert_array_equal(found.stats.entries[0, :, 0], [151, 23 + 59])
 
 
 def test_what_no_device_could_hold_is_refused(model):
@@ -196,3 +204,17 @@ def test_short_prompts_are_kept_whole(model, name):
     policy = make_policy(name, ratio=0.5)
     sizes = caches.stats(sampling.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
     assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
+
+
+@pytest.mark.parametrize("capacity", [3, "20KB", "1%"])
+def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token(
+    model, prompts, monkeypatch, capacity
+):
+    monkeypatch.setattr(caches.sizes, "device_bytes", lambda **_: 10**6)
+    policy = make_policy("streaming_llm", sink=60, window=20)
+    with pytest.raises(caches.CapacityError, match="that the windows of") as error:
+        sampling.prefill(model, prompts, policy=policy, capacity=capacity)
+    enough = caches.parse_capacity(str(error.value).split("; ")[1].split()[0])
+    assert type(enough) is type(capacity)
+    cache = sampling.prefill(model, prompts, policy=policy, capacity=enough)
+    np.testing.assert_array_equal(caches.stats(cache).entries[0, :, 0], np.minimum(LENGTHS, 60 + 19))

@@ -75,6 +75,7 @@ def test_sizes_that_are_derived(read):
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be bool, got 1"),
         ({"num_hidden_layers": True}, "num_hidden_layers must be int, got True"),
         ({"num_attention_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"max_position_embeddings": 0}, "max_position must be at least 1, got 0"),
         ({"num_key_value_heads": 3}, "3 kv heads do not divide 4 query heads"),
         ({"head_dim": 7}, "head_dim is 7, but rotary embeddings need an even one"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got ['</s>']"),

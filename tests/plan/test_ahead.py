@@ -1,15 +1,24 @@
 """Compiling for a TPU that is not here, in a process of its own."""
 
+import dataclasses
 import importlib.util
+import io
+import json
+import subprocess
 
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.models.config import config_json
+from kvjax.models.json_file import write_json
+from kvjax.plan import ahead
 from kvjax.plan.ahead import Job, compiled
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+JOB = Job("decode", "v5e:2x2", ("--topology", "v5e:2x2"), "4", 64, batch=8)
 
 
+@libtpu
 def test_training_on_four_chips(folder, shape):
     arguments = "--model", str(folder), "--window", "32", "--lengths", "128", "--shares", "1"
     found = compiled(Job("train", "v5e:2x2", arguments, "2x2", 128))
@@ -28,6 +37,46 @@ def test_training_on_four_chips(folder, shape):
     assert not found.refused
 
 
+@libtpu
 def test_what_the_process_finds_wrong_is_one_line(folder):
     with pytest.raises(UserError, match="^--topology v5e:3x7: the compiler knows no such slice"):
         compiled(Job("decode", "v5e:3x7", ("--topology", "v5e:3x7", "--model", str(folder)), "21", 64))
+
+
+@libtpu
+def test_what_a_kernel_refuses_is_said(shape, tmp_path):
+    """JAX ends its tracebacks with a remark on itself. And a slice may be of one chip."""
+    write_json(tmp_path / "config.json", config_json(dataclasses.replace(shape, head_dim=16), "bfloat16"))
+    arguments = "--topology", "v5e:1x1", "--model", str(tmp_path)
+    with pytest.raises(
+        UserError, match=r"^prefill, 4 × 64 tokens, --mesh 1 on v5e:1x1: .*takes head_dim .* not 16;"
+    ) as wrong:
+        compiled(Job("prefill", "v5e:1x1", arguments, "1", 64, batch=4))
+    assert "internal frames" not in str(wrong.value)
+
+
+def test_an_exception_s_message_is_the_answer(monkeypatch, capsys):
+    def fail(job):
+        raise RuntimeError("INTERNAL: the\nkernel")
+
+    monkeypatch.setattr(ahead, "run", fail)
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(dataclasses.asdict(JOB))))
+    ahead.main()
+    answer = {"wrong": "decode, 8 × 64 tokens, --mesh 4 on v5e:2x2: RuntimeError: INTERNAL: the kernel"}
+    assert json.loads(capsys.readouterr().out) == answer
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "line"),
+    [
+        (-9, "W1124 a warning", r"was killed \(SIGKILL\): this machine may have too little memory"),
+        (-6, "F1124 10:00 Check failed: x\n*** trace\n@ 0x1", "ended with SIGABRT, and said: F1124 .*: x$"),
+        (1, "No module named 'jax'\n\n", "ended with exit code 1, and said: No module named 'jax'$"),
+        (1, "", "ended with exit code 1, and said: nothing$"),
+    ],
+)
+def test_a_process_that_gives_no_answer(code, said, line, monkeypatch):
+    ended = subprocess.CompletedProcess([], code, stdout="", stderr=said)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(UserError, match=line):
+        compiled(JOB)

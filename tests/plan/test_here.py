@@ -25,7 +25,7 @@ def mesh():
 
 def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
     """It is not compiled twice."""
-    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(here, "device_bytes", lambda: 1 << 40)
     compiles = []
     with jax.set_mesh(mesh):
         model = tiny_model()
@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
             (needs[32], "--lengths up to 32 would fit"),
             (needs[32] - 1, "none of its lengths fits"),
         ]:
-            monkeypatch.setattr(here, "usable_bytes", lambda usable=usable: usable)
+            monkeypatch.setattr(here, "device_bytes", lambda usable=usable: usable)
             if instead is None:
                 here.check_memory((RUN,), (own,), dtypes, mesh, model)
                 continue
@@ -84,10 +84,14 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
             assert "\n" not in str(refused.value)
 
 
-def test_a_device_that_does_not_state_its_memory_is_not_asked(mesh, monkeypatch):
-    assert here.usable_bytes() is None
-    monkeypatch.setattr(here, "_need", lambda *_: pytest.fail("it compiled"))
-    with jax.set_mesh(mesh):
+def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
+    """They do not state a memory of their own."""
+    host = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 16 * jax.local_device_count()}
+    monkeypatch.setattr("kvjax.cache.sizes.os.sysconf", host.get)
+    refusal = (
+        "^an update of 2 × 64 tokens takes .* of a device that has 64.00 KiB: .*none of its lengths fits"
+    )
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=refusal):
         here.check_memory((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
 
 
@@ -101,7 +105,7 @@ def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     update.lower = refuse
-    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(here, "device_bytes", lambda: 1 << 30)
     with (
         jax.set_mesh(mesh),
         pytest.raises(UserError, match="takes more of a device that has 1.00 GiB: .*none of its"),
@@ -112,7 +116,7 @@ def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
 def test_a_dry_run_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     """It has no weights to read; the devices' memory is stated, so that it looks for what would fit."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(here, "device_bytes", lambda: 1 << 20)
     monkeypatch.setattr("kvjax.plan.search.TRIES", 1)
     run = (
         "--model",

@@ -2,12 +2,13 @@
 
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.plan import __main__ as command
 from kvjax.plan import figures
 from kvjax.plan.chips import CHIPS
 from kvjax.plan.program import TEMPORARIES, Figures
 from kvjax.plan.search import Bracket
+from kvjax.plan.serving import POOL
 from kvjax.plan.shapes import known
 
 TRAIN = "train", "--topology", "v5e:2x4", "--mesh", "8", "--window", "8", "--lengths", "64", "--shares", "1"
@@ -32,6 +33,8 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
         ([*SERVE, "--policy", "wgkv", "--ratio", "2"], "--ratio must be a finite number"),
         ([*SERVE, "--policy", "nope"], "unknown policy 'nope'"),
         ([*SERVE, "--context", "0"], "--context must be a whole number of at least 1"),
+        ([*SERVE, "--context", "2000000000"], "--context must be a whole number of at most"),
+        ([*SERVE, "--page-size", "0"], "--page-size must be a whole number of at least 1"),
         ([*SERVE, "--set", "x"], "NAME=VALUE"),
         ([*SERVE, "--topology", "v9:8"], "--topology v9:8: expected a chip"),
     ],
@@ -72,11 +75,13 @@ def test_training_that_does_not_fit_gets_a_length_and_a_mesh(folder, monkeypatch
     command.main(
         [*TRAIN[:5], "--window", "8", "--lengths", "64", "128", "--shares", "1", "1", "--model", str(folder)]
     )
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
     assert "an update of 8 × 128 tokens" in said
     assert "does not fit 15.75 GiB: 1.25 GiB too much" in said
-    assert "longest sequence: 112 fits" in said
+    assert "longest sequence: 104 fits with 14.00 GiB a device, 128 does not" in said
     assert "another mesh: --mesh 4x2 fits, with 9.00 GiB a device" in said
+    assert progress.splitlines()[0].startswith("compile 1 of at most 5 (")
+    assert len(progress.splitlines()) == len(jobs) == 3
     assert all(job.arguments == jobs[0].arguments and "--topology" not in job.arguments for job in jobs)
 
 
@@ -88,6 +93,41 @@ def test_the_bound_is_that_of_the_slower_of_both():
 
 
 def test_brackets_in_words():
-    assert figures.bracket(Bracket(8, 16), "largest batch") == "  largest batch: 8 fits, 16 does not"
+    said = "  largest batch: 8 fits with 2.00 KiB a device, 16 does not"
+    assert figures.bracket(Bracket(8, 16, 2048), "largest batch") == said
     assert "none that was tried fits, down to 4" in figures.bracket(Bracket(None, 4), "largest batch")
-    assert "8 fits (the model's own longest)" in figures.bracket(Bracket(8, None), "longest", most=8)
+    assert "a device (the model's own longest)" in figures.bracket(Bracket(8, None), "longest", most=8)
+
+
+def test_serving_fits_where_both_of_its_programs_do(folder, monkeypatch, capsys):
+    """Decoding takes twice the 2 MiB a token of a prefill; a mesh that splits heads takes half."""
+    jobs = []
+
+    def compiled(job):
+        jobs.append(job)
+        each = 2**21 << (job.stage == "decode")
+        held = job.batch * job.length * each >> (job.mesh == "4x2")
+        return Figures({"weights": 2**30, POOL: held}, 1e12, 2**30, {}, {"flops": 1.0}, 1.0)
+
+    monkeypatch.setattr(command, "compiled", compiled)
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    command.main([*SERVE, "--model", str(folder), "--context", "512", "--batch", "8", "--new", "8"])
+    said = capsys.readouterr().out
+    assert "longest context, 8 of them: 416 fits with 14.00 GiB a device, 512 does not" in said
+    assert "largest batch of 512 tokens: none that was tried fits, down to 8" in said
+    assert "another mesh: --mesh 4x2 fits, with 9.00 GiB a device" in said
+    found = [(job.stage, job.length, job.mesh) for job in jobs]
+    assert found[:4] == [
+        ("prefill", 512, "8"), ("decode", 512, "8"), ("prefill", 416, "8"), ("decode", 416, "8"),
+    ]  # fmt: skip
+    assert all((job.limit is None) == (job.mesh == "8") for job in jobs)
+
+
+def test_longer_than_the_model_is_for_is_said(folder, monkeypatch):
+    monkeypatch.setattr(command, "compiled", lambda job: pytest.fail("it compiled"))
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    with (
+        pytest.warns(Doubt, match="5,000 tokens are more than the 4,096"),
+        pytest.raises(pytest.fail.Exception),
+    ):
+        command.main([*SERVE, "--model", str(folder), "--context", "5000"])

@@ -72,6 +72,16 @@ def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     assert least * page <= own - 4 <= caches.pool_size(int(least) + 3 * rows, page) * page
 
 
+def test_what_is_held_already_may_be_too_much(mesh, shape):
+    """Then nothing is compiled."""
+    with jax.set_mesh(mesh):
+        program = update(RUN, shape, "float32", mesh, 64)
+        program = dataclasses.replace(program, function=jax.jit(lambda *_: pytest.fail("it was traced")))
+        found = figures(program, "cpu", limit=1000)
+    assert found.refused == "its arguments alone are too much"
+    assert found.total > 1000
+
+
 def test_decoding_reads_the_weights_once_for_each_token(mesh, shape):
     told = ServeConfig(topology="", context=64, batch=2, new=9)
     with jax.set_mesh(mesh):

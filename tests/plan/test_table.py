@@ -67,3 +67,21 @@ def test_another_file_is_refused(tmp_path):
     (tmp_path / "cells.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(UserError, match="cells.jsonl: holds something else than cells"):
         table.read(tmp_path / "cells.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        ({"stages": ("nope",)}, "table: --stages is one of train, decode, prefill, got 'nope'"),
+        ({"batches": ()}, "table: --batches must have one value at least"),
+        ({"batches": (0,)}, "table: --batches must be a whole number of at least 1, got 0"),
+        ({"kept": (0.0,)}, "table: --kept must be a finite number, above 0 and at most 1"),
+        ({"minutes": float("nan")}, "table: --minutes must be a finite number"),
+        ({"models": ("nobody",)}, "--model nobody: no such folder here"),
+    ],
+)
+def test_what_is_no_cell_is_refused_before_anything_compiles(told, line, tmp_path, monkeypatch):
+    monkeypatch.setattr(table, "compiled", lambda job: pytest.fail("it compiled"))
+    monkeypatch.setattr(table.Topology, "check_compiler", lambda self: None)
+    with pytest.raises(UserError, match=f"^{line}"):
+        table.write(table.TableConfig(**{"out": tmp_path / "cells.jsonl"} | told))

@@ -1,10 +1,11 @@
 """Models by their shape alone: well-known ones from a `config.json` in a folder here, others from their own."""
 
 import dataclasses
+import warnings
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.folder import find_model
 from kvjax.models.gguf_file import is_gguf
@@ -55,3 +56,13 @@ def find_shape(name: str, max_length: int | None = None) -> ModelShape:
     keys = JsonObject.read(found / "config.json")
     stated = keys.get("torch_dtype", str, None) or keys.get("dtype", str, "float32")
     return ModelShape(read_config(found, max_length), stated)
+
+
+def check_longest(config: ModelConfig, tokens: int) -> None:
+    """Warn of sequences that are longer than the model is for."""
+    if tokens > config.longest:
+        warnings.warn(
+            f"{tokens:,} tokens are more than the {config.longest:,} (max_position_embeddings) that the model is for",
+            Doubt,
+            stacklevel=2,
+        )

@@ -148,6 +148,7 @@ def stopping_after(count):
             done.append(1)
             return update(*args)
 
+        stopped.lower = update.lower
         return stopped
 
     return stopping

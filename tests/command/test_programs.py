@@ -1,0 +1,54 @@
+"""Compiled programs are kept by default, said once, and can be had elsewhere or not at all."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvjax.builtin import builtin_model
+
+SAMPLES = f"""
+import jax
+jax.jit(lambda x: x + 1)(1.0)  # a program of the user's, before anything is kept
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+import kvjax
+kvjax.sample(kvjax.load_model({str(builtin_model("test_model"))!r}), [[1, 2]], max_new_tokens=2)
+print(sum(event == "/jax/compilation_cache/cache_hits" for event in hits))
+"""
+
+
+def run(code, tmp_path, **environment):
+    known = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAX_COMPIL", "JAX_PERS"))
+    }
+    known |= {"XDG_CACHE_HOME": str(tmp_path)} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=known)
+
+
+def test_the_second_process_compiles_nothing_that_takes_long(tmp_path):
+    folder = tmp_path / "kvjax" / "programs"
+    first, second = (run(SAMPLES, tmp_path) for _ in range(2))
+    assert first.stdout == "0\n"
+    assert first.stderr.count("\n") == 1
+    assert f"kept in {folder} for later runs (not with JAX_ENABLE_COMPILATION_CACHE=false)" in first.stderr
+    assert list(folder.glob("*-cache"))
+    assert int(second.stdout) > 0
+    assert second.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "environment", [{"JAX_ENABLE_COMPILATION_CACHE": "false"}, {"JAX_COMPILATION_CACHE_DIR": "elsewhere"}]
+)
+def test_the_environment_decides(tmp_path, environment):
+    code = """
+import jax
+from kvjax.command.programs import keep_programs
+keep_programs()
+print(jax.config.jax_compilation_cache_dir)
+"""
+    done = run(code, tmp_path, **environment)
+    assert done.stdout.strip() == environment.get("JAX_COMPILATION_CACHE_DIR", "None")
+    assert done.stderr == ""
+    assert not any(tmp_path.iterdir())
