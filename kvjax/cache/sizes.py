@@ -116,7 +116,7 @@ def pages_for(
         what = "capacity (entries per kv head, bytes as 2GiB or a share as 30%)"
         pages = -(-whole_number("cache", what, capacity, most=2**62) * local_rows // page_size)
     elif capacity.endswith("%"):
-        pages = int(_number(capacity[:-1], capacity) / 100 * device_bytes()) // page_bytes
+        pages = int(_share(capacity) * device_bytes()) // page_bytes
     else:
         size = byte_size(capacity)
         if size is None:
@@ -147,11 +147,12 @@ def largest_shard(pages: Float[np.ndarray, "l k"], shards: int) -> int:
     return int(rearrange(pages, "l (shards k) -> shards (l k)", shards=shards).sum(-1).max())
 
 
-def _number(text: str, capacity: str) -> float:
+def _share(capacity: str) -> float:
+    """Of "30%"."""
     try:
-        value = float(text)
+        percent = float(capacity[:-1])
     except ValueError:
-        value = -1.0
-    if not 0 < value < math.inf:
-        raise UserError(f"capacity {capacity!r}: expected a positive number before its unit")
-    return value
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise UserError(f"capacity {capacity!r}: expected more than 0% and at most 100% of a device's memory")
+    return percent / 100

@@ -24,7 +24,8 @@ ENTRIES = 24
         (lambda m: sampling.sample(m, [[]]), "prompt 0 is empty"),
         (lambda m: sampling.sample(m, [5, 6]), r"prompt 0 must be a list of whole token ids, got shape \(\)"),
         (lambda m: sampling.sample(m, [[0.5]]), "must be a list of whole token ids"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="nan%"), "expected a positive number"),
+        (lambda m: sampling.prefill(m, [[1]], capacity="nan%"), "more than 0% and at most 100%"),
+        (lambda m: sampling.prefill(m, [[1]], capacity="200%"), "more than 0% and at most 100%"),
         (
             lambda m: sampling.sample(m, [[1]], cache=sampling.prefill(m, [[1]]), capacity=9),
             "capacity is stated where the cache is made",
