@@ -46,7 +46,7 @@ ENTRIES = 24
         (lambda m: sampling.prefill(m, [[1]], capacity="-3GiB"), "expected entries per kv head"),
         (lambda m: sampling.prefill(m, [[1]], page_size=0), "page_size must be a whole number of at least 1"),
         (
-            lambda m: sampling.prefill(m, [[1]], policy=make_policy("full", window=50), capacity=20),
+            lambda m: sampling.prefill(m, [[1] * 60], policy=make_policy("full", window=50), capacity=20),
             "capacity 20: .* fewer than",
         ),
         (lambda m: sampling.logits(m, [[1], [1, 2]]), "one length"),
