@@ -171,8 +171,6 @@ def _load(
     config: Recipe, phases: Sequence[Recipe], mesh: Mesh
 ) -> tuple[Decoder, Rows, Data, Int[np.ndarray, " steps"]]:
     """The model, this process's rows, the data, and the length of every step."""
-    longest = max(max(phase.lengths) for phase in phases)
-    model = load_model(config.model, dtype=config.dtype, max_length=longest)
     rows = Rows.of_this_process(mesh, config.rows)
     lengths = np.concatenate(
         [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
@@ -188,6 +186,8 @@ def _load(
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
     )
+    longest = max(max(phase.lengths) for phase in phases)
+    model = load_model(config.model, dtype=config.dtype, max_length=longest)
     return model, rows, data, lengths
 
 

@@ -6,6 +6,9 @@ from typing import Any, Protocol, runtime_checkable
 from kvjax.errors import UserError
 from kvjax.train.documents import Documents
 
+HUB_SECONDS = 10.0
+"""That the hub may take to say whether it has a data set."""
+
 
 @runtime_checkable
 class Reader(Protocol):
@@ -69,9 +72,12 @@ class HubReader:
 def open_hub(name: str) -> Any:
     """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
     import datasets
+    import huggingface_hub
 
     path, _, config = name.partition(":")
     try:
+        # asked once first: `datasets` tries a hub that does not answer for half a minute
+        huggingface_hub.dataset_info(path, timeout=HUB_SECONDS)
         return datasets.load_dataset(path, config or None, split="train", streaming=True)
     except Exception as error:  # the hub's client raises dozens of kinds
         reason = " ".join(str(error).split())[:200]
