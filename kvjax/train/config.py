@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import parse_command
+from kvjax.command.launch import MeshShape, parse_command
 from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.train.recipe import Recipe, option
@@ -44,7 +44,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
     out = config.out or RUNS / f"train-{_newest_run() + 1}"
-    if (out / SAVED).is_file():
+    if (out / SAVED).is_file() and not config.dry_run:
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
     return dataclasses.replace(config, out=out)
 
@@ -54,10 +54,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if named is None else Path(named)
-    if not (out / SAVED).is_file():
-        raise UserError(f"--resume: {out} holds no run (it has no {SAVED})")
-    recipe = _recipe(arguments, out / SAVED)
-    before = load_config(recipe, str(out / SAVED))
+    recipe, before = _saved(out, "--resume: ", arguments)
     config = parse_command(recipe, args, default=load_config(recipe, name) if name else before)
     if config.rows != before.batch:
         raise UserError(
@@ -72,6 +69,28 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
             )
     config.check()
     return dataclasses.replace(config, out=out, resume=True)
+
+
+def read_run(out: Path, mesh: MeshShape | None = None) -> Recipe:
+    """What the run in a folder was told, for its own mesh or another. Raises UserError if there is no run, or it is
+    none for that mesh."""
+    _, before = _saved(out)
+    config = dataclasses.replace(before, out=out, resume=True, mesh=mesh or before.mesh)
+    if config.rows != before.batch:
+        raise UserError(
+            f"--mesh {mesh}: the run in {out} has {before.batch} sequences an update, which this mesh would round up "
+            f"to {config.rows}"
+        )
+    config.check()
+    return config
+
+
+def _saved(out: Path, where: str = "", arguments: Sequence[str] = ()) -> tuple[type[Recipe], Recipe]:
+    """The recipe of the run in a folder, and what it was told."""
+    if not (out / SAVED).is_file():
+        raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
+    recipe = _recipe(arguments, out / SAVED)
+    return recipe, load_config(recipe, str(out / SAVED))
 
 
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:

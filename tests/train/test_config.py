@@ -159,6 +159,7 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
         prepare_folder(first)
     with pytest.raises(UserError, match="already holds a run: pass --resume"):
         parse(["--out", str(first.out)])
+    assert parse(["--out", str(first.out), "--dry-run"]).out == first.out, "which writes nothing"
     with pytest.raises(UserError, match="other holds no run"):
         parse(["--resume", "--out", str(tmp_path / "other")])
     assert (first.out / SAVED).is_file()
