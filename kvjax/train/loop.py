@@ -29,6 +29,7 @@ from kvjax.plan.here import check_memory
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, draw_step_lengths, open_data
+from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.rows import Rows, to_mesh
@@ -402,6 +403,7 @@ class Run:
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, counted = self.updates[at], TokenCount(self.data.sequences, self.rows.total)
+                metrics.say(device_bytes(recipe, update, self.mesh, state, model))
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))

@@ -405,9 +405,11 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path):
+def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path, capsys):
     args = [*ARGS, "--mesh", "8", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
     found = train(parse([*args, "--out", str(tmp_path / "run")]))
+    before, _ = capsys.readouterr().err.split("step 1/6")
+    assert "\na device holds " in before
     _, validations = written(found.folder)
     assert list(validations) == [4, 5]
     assert logged(found.validation) == validations[5]
