@@ -9,6 +9,7 @@ from kvjax.command.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe
+from kvjax.train.reporting import measured, without_report
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
@@ -36,11 +37,7 @@ def main(args: list[str] | None = None) -> None:
         text = summary(config, trained, policy)
     if jax.process_index() == 0:
         print(text)
-    if config.report == "none" or not measured(policy):
-        return
-    if jax.process_count() > 1:
-        if jax.process_index() == 0:
-            print("no report: it is made by one process")
+    if config.report == "none" or without_report(policy):
         return
 
     from kvjax.train import held_out_report, report
@@ -53,11 +50,6 @@ def main(args: list[str] | None = None) -> None:
             own = trained.model, trained.params, config, trained.folder, trained.held_out
             rows = held_out_report.table(held_out_report.report(*own, text, print))
     print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
-
-
-def measured(policy: "Policy") -> bool:
-    """Whether `kvjax.evaluate` can measure it."""
-    return policy.continuing.eviction is None
 
 
 def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:

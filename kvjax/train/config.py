@@ -43,6 +43,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     if config.resume:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
+    _check_tasks(config, arguments)
     out = config.out or RUNS / f"train-{_newest_run() + 1}"
     if (out / SAVED).is_file() and not config.dry_run:
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
@@ -68,6 +69,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
                 f"--resume goes on with the run's own {option(field.name)} {was}, got {now}: start another run for it"
             )
     config.check()
+    _check_tasks(config, arguments)
     return dataclasses.replace(config, out=out, resume=True)
 
 
@@ -91,6 +93,11 @@ def _saved(out: Path, where: str = "", arguments: Sequence[str] = ()) -> tuple[t
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
     recipe = _recipe(arguments, out / SAVED)
     return recipe, load_config(recipe, str(out / SAVED))
+
+
+def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
+    if config.report == "none" and find_value(arguments, "--tasks"):
+        raise UserError(f"--tasks {' '.join(config.tasks)} are the report's, which --report none leaves out")
 
 
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:

@@ -7,6 +7,7 @@ import functools
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,14 @@ from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.plan.here import check_memory
+from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, draw_step_lengths, open_data
 from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
+from kvjax.train.reporting import check_report
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import (
     TrainState,
@@ -103,6 +106,7 @@ def train(config: Recipe) -> RunOutput:
     phases, mesh = _phases(config), start(config.mesh)
     one = jax.process_index() == 0
     assert config.out is not None, "parse chose it"
+    without = check_report(config)
     with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
         model, rows, data, lengths = _load(config, phases, mesh)
         dtypes = param_dtypes(phases, model)
@@ -115,11 +119,21 @@ def train(config: Recipe) -> RunOutput:
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates)
             state, first = run.begin(model)
+            if config.report != "none":
+                without = without or check_report(config, _policy(config, state, model))
+            if one and without:
+                print(without, file=sys.stderr, flush=True)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
             state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
             into = folder / config.exports
             return _export(run, len(phases) - 1, into, state, read, found)
+
+
+def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
+    """What a state would be deployed as."""
+    own, trained = config.split(state.params)
+    return config.deploy(own, loaded if trained is None else trained)
 
 
 def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tuple[RunOutput, int, Path]:

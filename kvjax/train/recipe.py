@@ -103,7 +103,9 @@ class Recipe(abc.ABC):
     """Checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
     """The table at the end: of the built-in model with at least 192 answers a cell, with at least 500, or none; of
-    another held-out text against KV size, its last 128 tokens or its last eighth predicted."""
+    another held-out text against KV size, its last 128 tokens or its last eighth predicted. Where none can be made
+    (several processes, a method that compacts while it decodes) a line says so before the start, and full is refused.
+    """
     tasks: tuple[str, ...] = ()
     """RULER's tasks that the report of another model than the built-in one adds: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False

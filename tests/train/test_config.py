@@ -61,6 +61,7 @@ def refusal(capsys, args):
         (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
         (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
+        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are the report's", "--report none"]),
     ],
 )
 def test_refused_in_one_line(args, parts, capsys):
