@@ -48,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
             rows = report.table(report.report(trained.model, trained.params, config, trained.folder, print))
         else:
             own = trained.model, trained.params, config, trained.folder, trained.held_out
-            rows = held_out_report.table(held_out_report.report(*own, text, print))
+            rows = held_out_report.report(*own, trained.validation, text, print)
     print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 
 
