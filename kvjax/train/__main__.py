@@ -28,8 +28,7 @@ def main(args: list[str] | None = None) -> None:
     # the model's and the data's libraries come only once the command line is known to be good
     import jax
 
-    from kvjax.models.folder import speaks_builtin
-    from kvjax.train.loop import train
+    from kvjax.train.loop import resume_command, train
 
     trained = train(config)
     with jax.set_mesh(trained.mesh):
@@ -40,16 +39,27 @@ def main(args: list[str] | None = None) -> None:
     if config.report == "none" or without_report(policy):
         return
 
+    try:
+        rows = _report(config, trained, text)
+    except KeyboardInterrupt as stop:
+        use = resume_command(trained.folder)
+        raise type(stop)(f"all but the report is there: {use} makes it") from None
+    print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
+
+
+def _report(config: Recipe, trained: "RunOutput", summary: str) -> str:
+    """Measure, write the report, and return its table."""
+    import jax
+
+    from kvjax.models.folder import speaks_builtin
     from kvjax.train import held_out_report, report
 
+    own = trained.model, trained.params, config, trained.folder
     with jax.set_mesh(trained.mesh):
         print("the report: each method's cache is filled before the questions come")
         if speaks_builtin(config.model):
-            rows = report.table(report.report(trained.model, trained.params, config, trained.folder, print))
-        else:
-            own = trained.model, trained.params, config, trained.folder, trained.held_out
-            rows = held_out_report.report(*own, trained.validation, text, print)
-    print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
+            return report.table(report.report(*own, print))
+        return held_out_report.report(*own, trained.held_out, trained.validation, summary, print)
 
 
 def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:

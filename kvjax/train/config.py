@@ -44,9 +44,17 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
     _check_tasks(config, arguments)
-    out = config.out or RUNS / f"train-{_newest_run() + 1}"
+    if find_value(arguments, "--out") == "":
+        raise UserError("--out is empty, expected a folder")
+    out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
+    if _is_there(out) and not out.is_dir():
+        raise UserError(f"--out {out} is a file, expected a folder")
     if (out / SAVED).is_file() and not config.dry_run:
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
+    if (out / config.exports).exists() and not config.dry_run:
+        raise UserError(
+            f"--out {out} has {config.exports} in it, which the run would replace: name another folder"
+        )
     return dataclasses.replace(config, out=out)
 
 
@@ -117,6 +125,13 @@ def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
     """The recipe that the command line names, else the file, else the default one."""
     method = read_values(file).get("method") if file else None
     return find_recipe(find_value(arguments, "--method") or str(method or DEFAULT))
+
+
+def _is_there(out: Path) -> bool:
+    try:
+        return out.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
 def _newest_run() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from kvjax.errors import UserError
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import Manner, measure
@@ -34,6 +35,8 @@ SAMPLES = {"default": 16, "full": 64}
 """Contexts of each task that is named, by --report. Their seeds do not depend on the run's."""
 TOKENS = 16384
 """Of the contexts that are read at a time, where the mesh has not more sequences at a time."""
+OF_FILES = "documents", "text", "qa_1", "qa_2"
+"""Tasks that cannot be made here."""
 TEXT, FULL = "held-out text", "full"
 
 
@@ -66,6 +69,10 @@ def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
     material = Material(config.model, Files(), ruler_data=None, chat=True)
     made = {}
     for name in config.tasks:
+        if name in OF_FILES:
+            raise UserError(
+                f"--tasks {name} is made of files, which kvjax.evaluate takes and a training run does not"
+            )
         made[name] = source(name, material).samples(Split(0, count), count, max(config.lengths))
         check_separable(name, made[name])
     return made

@@ -8,6 +8,7 @@ import json
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.command.lock import FolderLock
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import sign
 from kvjax.exported.orbax import abstract, export
@@ -94,6 +95,12 @@ def check(config: Recipe) -> None:
         task_samples(config, 1)
     if config.tensorboard:
         check_tensorboard()
+    if (most := max(max(phase.lengths) for phase in config.phases())) > model.longest:
+        warnings.warn(
+            f"--lengths {most}: more tokens than the {model.longest:,} (max_position_embeddings) that the model is for",
+            Doubt,
+            stacklevel=2,
+        )
 
 
 def train(config: Recipe) -> RunOutput:
@@ -225,10 +232,14 @@ def _ending(config: Recipe, folder: Path) -> Iterator[None]:
 def stopped(folder: Path) -> str:
     """How to go on with a run that a person or a batch system stopped, in one line."""
     saved = saved_steps(folder / "checkpoints")
-    use = shlex.join(["python", "-m", "kvjax.train", "--resume", "--out", str(folder)])
     if saved:
-        return f"the last checkpoint is of step {saved[-1]}: {use} goes on from there"
-    return f"there is no checkpoint yet: {use} begins again with the same options"
+        return f"the last checkpoint is of step {saved[-1]}: {resume_command(folder)} goes on from there"
+    return f"there is no checkpoint yet: {resume_command(folder)} begins again with the same options"
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with a run, or makes the report of a finished one."""
+    return shlex.join(["python", "-m", "kvjax.train", "--resume", "--out", str(folder)])
 
 
 def _export(

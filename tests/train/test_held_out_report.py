@@ -116,6 +116,7 @@ def test_the_end_of_a_long_sequence_is_cut_to_what_the_report_predicts():
     assert some.questions[0].answer.tolist() == [61, 62, 63]
     assert (some.questions[0].prompt.tolist(), len(some.context)) == ([60], 60)
     assert len(continuation(tokens, most=100).questions[0].answer) == 8
+    assert continuation(tokens[:7]).questions[0].answer.tolist() == [6], "an eighth is a token at least"
 
 
 def test_a_recipe_without_a_sweep_has_its_deployed_policy():
@@ -127,3 +128,5 @@ def test_a_recipe_without_a_sweep_has_its_deployed_policy():
 def test_a_task_that_is_none_is_refused_before_the_start():
     with pytest.raises(UserError, match="unknown task 'no_such'"):
         task_samples(WriteGates(tasks=("no_such",)), 1)
+    with pytest.raises(UserError, match="--tasks qa_1 is made of files, which kvjax.evaluate takes"):
+        task_samples(WriteGates(tasks=("qa_1",)), 1)

@@ -8,8 +8,10 @@ import jax
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from kvjax.train.__main__ import summary
+from kvjax.train import loop, report
+from kvjax.train.__main__ import main, summary
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.reporting import check_report
@@ -62,3 +64,23 @@ def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
 
 def test_a_report_that_can_be_made_is():
     assert check_report(WriteGates(report="full"), make_policy("h2o", entries=64)) == ""
+
+
+def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
+    output = SimpleNamespace(
+        validation=Validation({"admitted": 0.5}, {}, 1),
+        folder=tmp_path,
+        mesh=make_mesh(),
+        params=None,
+        model=None,
+    )
+    monkeypatch.setattr(loop, "train", lambda config: output)
+    monkeypatch.setattr(WriteGates, "deploy", lambda *_: make_policy("h2o", entries=64))
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "report", stopped)
+    use = f"python -m kvjax.train --resume --out {tmp_path}"
+    with pytest.raises(KeyboardInterrupt, match=f"^all but the report is there: {use} makes it$"):
+        main(["--out", str(tmp_path / "run")])

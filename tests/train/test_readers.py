@@ -28,6 +28,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
         open_hub("no/such-set")
 
 
+@pytest.mark.parametrize("path", ["./none", "/no/where", "none.jsonl", "a folder", "a/b/c", "~/none"])
+def test_a_path_is_not_looked_for_on_the_hub(path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: pytest.fail("it was"))
+    with pytest.raises(UserError, match=f"^--data {path}: no such file or folder$"):
+        open_hub(path)
+
+
 def test_readers_tell_when_a_pass_is_over(tmp_path):
     documents = Documents(tmp_path_of(tmp_path, 3), 0, 100)
     reader = FileReader(documents, 0, 1)
