@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from kvjax.command.launch import parse_command, run_command
+from kvjax.command.launch import MeshShape, parse_command, run_command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +29,9 @@ def main(args: list[str] | None = None) -> None:
     """Export, then say where to and what it is worth."""
     told = parse_command(ExportConfig, args)
 
-    from kvjax.train.config import parse
+    from kvjax.train.config import read_run
 
-    mesh = [] if told.mesh is None else ["--mesh", told.mesh]
-    config = parse(["--resume", "--out", str(told.run), *mesh])
+    config = read_run(told.run, None if told.mesh is None else MeshShape.parse(told.mesh))
 
     import jax
 

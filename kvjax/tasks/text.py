@@ -44,7 +44,7 @@ def continuation(tokens: Tokens, most: int | None = None) -> Sample:
     The score is the share of the next tokens that the model says, and that of the full cache's next tokens once these
     are known (`score_agreements`).
     """
-    eighth = len(tokens) // PARTS
+    eighth = max(1, len(tokens) // PARTS)
     n_context = len(tokens) - (eighth if most is None else min(eighth, most)) - 1
     prompt, answer = tokens[n_context : n_context + 1], tokens[n_context + 1 :]
     return Sample(tokens[:n_context], (Question(prompt, answer, "text", given=True),))

@@ -9,6 +9,7 @@ from kvjax.command.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe
+from kvjax.train.reporting import measured, without_report
 
 if TYPE_CHECKING:
     from kvjax.policies import Policy
@@ -27,8 +28,7 @@ def main(args: list[str] | None = None) -> None:
     # the model's and the data's libraries come only once the command line is known to be good
     import jax
 
-    from kvjax.models.folder import speaks_builtin
-    from kvjax.train.loop import train
+    from kvjax.train.loop import resume_command, train
 
     trained = train(config)
     with jax.set_mesh(trained.mesh):
@@ -36,28 +36,30 @@ def main(args: list[str] | None = None) -> None:
         text = summary(config, trained, policy)
     if jax.process_index() == 0:
         print(text)
-    if config.report == "none" or not measured(policy):
-        return
-    if jax.process_count() > 1:
-        if jax.process_index() == 0:
-            print("no report: it is made by one process")
+    if config.report == "none" or without_report(policy):
         return
 
-    from kvjax.train import held_out_report, report
-
-    with jax.set_mesh(trained.mesh):
-        print("the report: each method's cache is filled before the questions come")
-        if speaks_builtin(config.model):
-            rows = report.table(report.report(trained.model, trained.params, config, trained.folder, print))
-        else:
-            own = trained.model, trained.params, config, trained.folder, trained.held_out
-            rows = held_out_report.table(held_out_report.report(*own, text, print))
+    try:
+        rows = _report(config, trained, text)
+    except KeyboardInterrupt as stop:
+        use = resume_command(trained.folder)
+        raise type(stop)(f"all but the report is there: {use} makes it") from None
     print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 
 
-def measured(policy: "Policy") -> bool:
-    """Whether `kvjax.evaluate` can measure it."""
-    return policy.continuing.eviction is None
+def _report(config: Recipe, trained: "RunOutput", summary: str) -> str:
+    """Measure, write the report, and return its table."""
+    import jax
+
+    from kvjax.models.folder import speaks_builtin
+    from kvjax.train import held_out_report, report
+
+    own = trained.model, trained.params, config, trained.folder
+    with jax.set_mesh(trained.mesh):
+        print("the report: each method's cache is filled before the questions come")
+        if speaks_builtin(config.model):
+            return report.table(report.report(*own, print))
+        return held_out_report.report(*own, trained.held_out, trained.validation, summary, print)
 
 
 def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import parse_command
+from kvjax.command.launch import MeshShape, parse_command
 from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.train.recipe import Recipe, option
@@ -43,9 +43,18 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     if config.resume:
         raise UserError(f"--config {name}: resume belongs on the command line, as --resume")
     config.check()
-    out = config.out or RUNS / f"train-{_newest_run() + 1}"
-    if (out / SAVED).is_file():
+    _check_tasks(config, arguments)
+    if find_value(arguments, "--out") == "":
+        raise UserError("--out is empty, expected a folder")
+    out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
+    if _is_there(out) and not out.is_dir():
+        raise UserError(f"--out {out} is a file, expected a folder")
+    if (out / SAVED).is_file() and not config.dry_run:
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
+    if (out / config.exports).exists() and not config.dry_run:
+        raise UserError(
+            f"--out {out} has {config.exports} in it, which the run would replace: name another folder"
+        )
     return dataclasses.replace(config, out=out)
 
 
@@ -54,10 +63,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if named is None else Path(named)
-    if not (out / SAVED).is_file():
-        raise UserError(f"--resume: {out} holds no run (it has no {SAVED})")
-    recipe = _recipe(arguments, out / SAVED)
-    before = load_config(recipe, str(out / SAVED))
+    recipe, before = _saved(out, "--resume: ", arguments)
     config = parse_command(recipe, args, default=load_config(recipe, name) if name else before)
     if config.rows != before.batch:
         raise UserError(
@@ -71,7 +77,35 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
                 f"--resume goes on with the run's own {option(field.name)} {was}, got {now}: start another run for it"
             )
     config.check()
+    _check_tasks(config, arguments)
     return dataclasses.replace(config, out=out, resume=True)
+
+
+def read_run(out: Path, mesh: MeshShape | None = None) -> Recipe:
+    """What the run in a folder was told, for its own mesh or another. Raises UserError if there is no run, or it is
+    none for that mesh."""
+    _, before = _saved(out)
+    config = dataclasses.replace(before, out=out, resume=True, mesh=mesh or before.mesh)
+    if config.rows != before.batch:
+        raise UserError(
+            f"--mesh {mesh}: the run in {out} has {before.batch} sequences an update, which this mesh would round up "
+            f"to {config.rows}"
+        )
+    config.check()
+    return config
+
+
+def _saved(out: Path, where: str = "", arguments: Sequence[str] = ()) -> tuple[type[Recipe], Recipe]:
+    """The recipe of the run in a folder, and what it was told."""
+    if not (out / SAVED).is_file():
+        raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
+    recipe = _recipe(arguments, out / SAVED)
+    return recipe, load_config(recipe, str(out / SAVED))
+
+
+def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
+    if config.report == "none" and find_value(arguments, "--tasks"):
+        raise UserError(f"--tasks {' '.join(config.tasks)} are the report's, which --report none leaves out")
 
 
 def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Recipe:
@@ -91,6 +125,13 @@ def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
     """The recipe that the command line names, else the file, else the default one."""
     method = read_values(file).get("method") if file else None
     return find_recipe(find_value(arguments, "--method") or str(method or DEFAULT))
+
+
+def _is_there(out: Path) -> bool:
+    try:
+        return out.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
 def _newest_run() -> int:

@@ -304,8 +304,8 @@ def open_data(
     if source == "builtin":
         return Data(builtin_sequences(rows, step_lengths, seed), builtin_validation(validation, seed))
     bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
-    if Path(source).exists():
-        documents = Documents(Path(source), seed, piece=16 * max(lengths))
+    if (path := Path(source).expanduser()).exists():
+        documents = Documents(path, seed, piece=16 * max(lengths))
 
         def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
             return FileReader(documents, group, groups)

@@ -7,6 +7,8 @@ import functools
 import json
 import shlex
 import shutil
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,21 @@ from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.command.lock import FolderLock
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import sign
 from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.plan.here import check_memory
+from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, draw_step_lengths, open_data
+from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
+from kvjax.train.reporting import check_report
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import (
     TrainState,
@@ -90,6 +95,12 @@ def check(config: Recipe) -> None:
         task_samples(config, 1)
     if config.tensorboard:
         check_tensorboard()
+    if (most := max(max(phase.lengths) for phase in config.phases())) > model.longest:
+        warnings.warn(
+            f"--lengths {most}: more tokens than the {model.longest:,} (max_position_embeddings) that the model is for",
+            Doubt,
+            stacklevel=2,
+        )
 
 
 def train(config: Recipe) -> RunOutput:
@@ -102,6 +113,7 @@ def train(config: Recipe) -> RunOutput:
     phases, mesh = _phases(config), start(config.mesh)
     one = jax.process_index() == 0
     assert config.out is not None, "parse chose it"
+    without = check_report(config)
     with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
         model, rows, data, lengths = _load(config, phases, mesh)
         dtypes = param_dtypes(phases, model)
@@ -114,11 +126,21 @@ def train(config: Recipe) -> RunOutput:
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates)
             state, first = run.begin(model)
+            if config.report != "none":
+                without = without or check_report(config, _policy(config, state, model))
+            if one and without:
+                print(without, file=sys.stderr, flush=True)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
             state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
             into = folder / config.exports
             return _export(run, len(phases) - 1, into, state, read, found)
+
+
+def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
+    """What a state would be deployed as."""
+    own, trained = config.split(state.params)
+    return config.deploy(own, loaded if trained is None else trained)
 
 
 def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tuple[RunOutput, int, Path]:
@@ -171,8 +193,6 @@ def _load(
     config: Recipe, phases: Sequence[Recipe], mesh: Mesh
 ) -> tuple[Decoder, Rows, Data, Int[np.ndarray, " steps"]]:
     """The model, this process's rows, the data, and the length of every step."""
-    longest = max(max(phase.lengths) for phase in phases)
-    model = load_model(config.model, dtype=config.dtype, max_length=longest)
     rows = Rows.of_this_process(mesh, config.rows)
     lengths = np.concatenate(
         [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
@@ -188,6 +208,8 @@ def _load(
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
     )
+    longest = max(max(phase.lengths) for phase in phases)
+    model = load_model(config.model, dtype=config.dtype, max_length=longest)
     return model, rows, data, lengths
 
 
@@ -210,10 +232,14 @@ def _ending(config: Recipe, folder: Path) -> Iterator[None]:
 def stopped(folder: Path) -> str:
     """How to go on with a run that a person or a batch system stopped, in one line."""
     saved = saved_steps(folder / "checkpoints")
-    use = shlex.join(["python", "-m", "kvjax.train", "--resume", "--out", str(folder)])
     if saved:
-        return f"the last checkpoint is of step {saved[-1]}: {use} goes on from there"
-    return f"there is no checkpoint yet: {use} begins again with the same options"
+        return f"the last checkpoint is of step {saved[-1]}: {resume_command(folder)} goes on from there"
+    return f"there is no checkpoint yet: {resume_command(folder)} begins again with the same options"
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with a run, or makes the report of a finished one."""
+    return shlex.join(["python", "-m", "kvjax.train", "--resume", "--out", str(folder)])
 
 
 def _export(
@@ -402,6 +428,7 @@ class Run:
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, counted = self.updates[at], TokenCount(self.data.sequences, self.rows.total)
+                metrics.say(device_bytes(recipe, update, self.mesh, state, model))
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))

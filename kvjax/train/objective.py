@@ -15,6 +15,7 @@ from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.interfaces import BIAS, Admission, Mask, Trainable
 from kvjax.step import Shape, Step
+from kvjax.struct import static, struct
 from pallas_kernels.varying import alike
 
 
@@ -57,6 +58,22 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     end = ends(keep.wanted(fixed), fixed, keep.capacity, window=window)
     bias = admission.bias(state, step) if BIAS in admission.planes else None
     return priority, Mask(end=end, log_gate=bias)
+
+
+@struct
+class Deployed:
+    """An admission's own mask, as a student's."""
+
+    admission: Admission
+    """Placed: its numbers have a leading layer axis."""
+    window: int = static()
+    """Tokens that are seen whatever the admission says."""
+
+    def masks(self, step: Step) -> tuple[None, list[Mask]]:
+        return None, [deployed_mask(self.admission, step, self.window)[1]]
+
+    def figures(self, state: None, step: Step, outputs: Any) -> dict[str, Float[Array, "b k"]]:
+        return {}
 
 
 def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:

@@ -1,10 +1,15 @@
 """Where documents come from: files on this machine, or a streamed hub data set."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
-from kvjax.train.documents import Documents
+from kvjax.train.documents import KINDS, Documents
+
+HUB_SECONDS = 10.0
+"""That the hub may take to say whether it has a data set."""
 
 
 @runtime_checkable
@@ -68,10 +73,16 @@ class HubReader:
 
 def open_hub(name: str) -> Any:
     """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
-    import datasets
-
     path, _, config = name.partition(":")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) or Path(path).suffix in KINDS:
+        raise UserError(f"--data {name}: no such file or folder")
+
+    import datasets
+    import huggingface_hub
+
     try:
+        # asked once first: `datasets` tries a hub that does not answer for half a minute
+        huggingface_hub.dataset_info(path, timeout=HUB_SECONDS)
         return datasets.load_dataset(path, config or None, split="train", streaming=True)
     except Exception as error:  # the hub's client raises dozens of kinds
         reason = " ".join(str(error).split())[:200]

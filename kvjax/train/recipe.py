@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kvjax.command.launch import MeshShape
 from kvjax.errors import LARGEST_INT, UserError
@@ -18,7 +18,7 @@ from kvjax.errors import LARGEST_INT, UserError
 if TYPE_CHECKING:
     import jax
     import optax
-    from jaxtyping import Array, Int
+    from jaxtyping import Array
 
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
@@ -103,7 +103,9 @@ class Recipe(abc.ABC):
     """Checkpoints that are kept."""
     report: Literal["default", "full", "none"] = "default"
     """The table at the end: of the built-in model with at least 192 answers a cell, with at least 500, or none; of
-    another held-out text against KV size, its last 128 tokens or its last eighth predicted."""
+    another held-out text against KV size, its last 128 tokens or its last eighth predicted. Where none can be made
+    (several processes, a method that compacts while it decodes) a line says so before the start, and full is refused.
+    """
     tasks: tuple[str, ...] = ()
     """RULER's tasks that the report of another model than the built-in one adds: niah_single_1, …, vt, cwe, fwe."""
     tensorboard: bool = False
@@ -126,6 +128,8 @@ class Recipe(abc.ABC):
     """The folder of a run that holds what it leaves for use."""
     builtin: ClassVar[str | None] = None
     """The YAML file that is taken for the built-in model, if none is named."""
+    soft: ClassVar[str | None] = None
+    """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
     """Which of the logged scalars the progress bar shows, and how."""
 
@@ -276,10 +280,12 @@ class Recipe(abc.ABC):
     def deploy(self, params: Any, model: Decoder) -> Policy:
         """The policy of the method's own parameters, for a model."""
 
-    def sweep(self, params: Any, model: Decoder) -> Mapping[str, Policy]:
+    def sweep(
+        self, params: Any, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
+    ) -> Mapping[str, Policy]:
         """What the report of a user's own model measures, by what `--set` is told for each: the deployed policy first,
-        then smaller and larger ones of the same parameters. By default the deployed one alone, which is told nothing.
-        """
+        then smaller and larger ones of the same parameters, as held-out sequences ask for them. By default the deployed
+        one alone, which is told nothing."""
         return {"": self.deploy(params, model)}
 
     @classmethod

@@ -34,7 +34,7 @@ def make_validate(
 
     def batches(model: Decoder | None):
         rows = Rows.of_this_process(mesh, shards)
-        groups = list(_groups(sequences, 1 if alone else shards))
+        groups = list(by_length(sequences, 1 if alone else shards))
         padded = (
             np.stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
             for group in groups
@@ -55,9 +55,9 @@ def make_validate(
     return validate
 
 
-def _groups(sequences: Sequence[Any], size: int) -> list[list[Any]]:
+def by_length(sequences: Sequence[Int[np.ndarray, " _"]], size: int) -> list[list[Int[np.ndarray, " _"]]]:
     """Sequences of one length, at most `size` together."""
-    by_length: dict[int, list[Any]] = {}
+    found: dict[int, list[Any]] = {}
     for tokens in sequences:
-        by_length.setdefault(len(tokens), []).append(tokens)
-    return [own[start : start + size] for own in by_length.values() for start in range(0, len(own), size)]
+        found.setdefault(len(tokens), []).append(tokens)
+    return [own[start : start + size] for own in found.values() for start in range(0, len(own), size)]

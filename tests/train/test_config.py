@@ -6,11 +6,11 @@ import pytest
 
 from kvjax.command.launch import MeshShape, run_command
 from kvjax.command.options import packaged_configs
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.train import config as module
 from kvjax.train.config import SAVED, parse, prepare_folder
 from kvjax.train.data import draw_step_lengths
-from kvjax.train.loop import plan, train
+from kvjax.train.loop import check, plan, train
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
@@ -61,10 +61,13 @@ def refusal(capsys, args):
         (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
         (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
+        (["--out", "long" * 100], ["--out longlong", "cannot be written: File name too long"]),
+        (["--out", "{file}"], ["--out", "is a file, expected a folder"]),
+        (["--report", "none", "--tasks", "vt", "cwe"], ["--tasks vt cwe are the report's", "--report none"]),
     ],
 )
 def test_refused_in_one_line(args, parts, capsys):
-    line = refusal(capsys, args)
+    line = refusal(capsys, [__file__ if arg == "{file}" else arg for arg in args])
     assert all(part in line for part in parts), line
     assert not module.RUNS.exists()
 
@@ -159,6 +162,7 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
         prepare_folder(first)
     with pytest.raises(UserError, match="already holds a run: pass --resume"):
         parse(["--out", str(first.out)])
+    assert parse(["--out", str(first.out), "--dry-run"]).out == first.out, "which writes nothing"
     with pytest.raises(UserError, match="other holds no run"):
         parse(["--resume", "--out", str(tmp_path / "other")])
     assert (first.out / SAVED).is_file()
@@ -182,6 +186,28 @@ def test_a_run_keeps_its_batch_as_it_was_rounded_up(tmp_path):
     prepare_folder(parse(["--mesh", "8", "--batch", "3", "--out", str(tmp_path / "run")]))
     resumed = parse(["--resume", "--mesh", "1", "--out", str(tmp_path / "run")])
     assert (resumed.batch, resumed.rows) == (8, 8)
+
+
+def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path):
+    (tmp_path / "mine" / "gates").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match="--out .*mine has gates in it, which the run would replace: name another"
+    ):
+        parse(["--out", str(tmp_path / "mine")])
+    assert parse(["--out", str(tmp_path / "mine"), "--dry-run"]).dry_run
+    with pytest.raises(UserError, match="--out is empty, expected a folder"):
+        parse(["--out", ""])
+
+
+def test_a_home_in_a_file_is_the_users(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.yaml").write_text("out: ~/a run\n")
+    assert parse(["--config", str(tmp_path / "mine.yaml")]).out == tmp_path / "a run"
+
+
+def test_lengths_beyond_the_models_are_a_warning():
+    with pytest.warns(Doubt, match=r"^--lengths 5000: more tokens than the 4,096 .* that the model is for$"):
+        check(parse(["--lengths", "5000"]))
 
 
 def test_a_file_of_another_method_is_named_as_such():

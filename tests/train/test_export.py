@@ -110,8 +110,10 @@ def test_what_cannot_be_exported_is_one_line(run, tmp_path):
     (tmp_path / "mine").mkdir()
     with pytest.raises(UserError, match="mine exists: name a new folder"):
         export_checkpoint(config, None, tmp_path / "mine")
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match=f"^{tmp_path}/mine holds no run"):
         command.main([str(tmp_path / "mine")])
+    with pytest.raises(UserError, match="^--mesh 3: the run in .* has 4 sequences .* round up to 6"):
+        command.main([str(run), "--mesh", "3"])
 
 
 def test_the_gates_of_a_run_are_found_by_the_runs_folder(run, tmp_path):

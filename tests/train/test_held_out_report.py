@@ -1,6 +1,7 @@
 """The report of a user's own model: what it measures of held-out text, against one dense attention."""
 
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,12 @@ from kvjax.errors import UserError
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.tasks.text import continuation
+from kvjax.train.distillation import distillation
 from kvjax.train.held_out_report import TEXT, compare, report, task_samples
-from kvjax.train.recipes.wgkv import TAUS, WriteGates
+from kvjax.train.recipes.wgkv import WriteGates, held_out_gates
+from kvjax.train.thresholds import SHARES
+from kvjax.train.update import TrainState
+from kvjax.train.validation import make_validate
 from tests.tiny_models import tiny_gates, tiny_model
 from tests.train.recipes.whole_model import WholeModel
 
@@ -25,31 +30,60 @@ def held_out():
     return [random.integers(0, 61, length).astype(np.int32) for length in LENGTHS]
 
 
-def measured(folder, held_out, said=None):
-    model = tiny_model()
-    config = WriteGates(window=5, tau=0.4)
-    say = print if said is None else said.append
-    return report(model, tiny_gates(model), config, folder, held_out, "use them: so", say)
+def squeezed(model, config):
+    """Gates between 0.4 and 0.6, whose quantiles lie close together."""
+    gates = tiny_gates(model)
+    values = held_out_gates(gates, model, [np.arange(61, dtype=np.int32)])
+    logits = np.log(values / (1 - values))
+    narrow, middle = 0.4 / np.ptp(logits), np.median(logits)
+    gates.w2[...] = gates.w2[...] * narrow
+    gates.b2[...] = (gates.b2[...] - middle) * narrow
+    return gates
 
 
-def test_a_row_for_every_threshold_and_the_full_cache_by_size(held_out, tmp_path):
+def measured(folder, held_out, said):
+    """The rows of squeezed gates on held-out text, and what is written of them."""
+    model, config = tiny_model(), WriteGates(window=5, tau=0.4999)
+    gates = squeezed(model, config)
+    with use_mesh(model):
+        validate = make_validate(config, jax.sharding.get_mesh(), held_out)
+        found = validate(TrainState(gates, None), model)
+    shown = report(model, gates, config, folder, held_out, found, "use them: so", said.append)
+    written = json.loads((folder / "report.json").read_text())
+    return [SimpleNamespace(**row) for row in written["rows"]], written, found.numbers, shown
+
+
+def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path):
     said = []
-    rows = measured(tmp_path, held_out, said)
-    assert {row.policy for row in rows} == {"full", *(f"wgkv tau={tau:g}" for tau in (0.4, *TAUS))}
+    rows, written, numbers, shown = measured(tmp_path, held_out[:2], said)
     sizes = [row.kv_ratio for row in rows]
     assert sizes == sorted(sizes)
-    assert (rows[-1].policy, sizes[-1]) == ("full", 1.0)
-    by_tau = {float(row.policy.split("=")[1]): row.kv_ratio for row in rows[:-1]}
-    falling = [by_tau[tau] for tau in sorted(by_tau)]
-    assert falling == sorted(falling, reverse=True)
-    assert falling[-1] < 0.5 < falling[0]
-    assert len(said) == len(by_tau)
-    written = (tmp_path / "report.md").read_text()
-    assert "use them: so" in written
-    assert f"| {TEXT} | full | 1.000 | 1.000 | 100.0% |" in written
-    heads = json.loads((tmp_path / "report.json").read_text())["rates"]
-    assert np.shape(heads) == (3, 4)
+    assert (rows[-1].policy, sizes[-1], rows[-1].distillation) == ("full", 1.0, 0.0)
+    by_tau = {float(row.policy.removeprefix("wgkv tau=")): row for row in rows[:-1]}
+    assert len(said) == len(by_tau) == len(SHARES) + 1
+    own = by_tau.pop(0.4999)
+    assert own.distillation == pytest.approx(numbers["hard_distillation"], rel=1e-3)
+    assert all(0.4 < tau < 0.6 for tau in by_tau)
+    falling = [by_tau[tau] for tau in sorted(by_tau, reverse=True)]
+    ring = 4 / (LENGTHS[0] - LENGTHS[0] // 8 - 1)
+    for row, share in zip(falling, SHARES, strict=True):
+        assert row.kv_ratio == pytest.approx(ring + (1 - ring) * share, abs=0.04), row
+    lost = [row.distillation for row in falling]
+    assert lost[0] > 2 * lost[-1] > 0
+    assert written["soft_distillation"] == numbers["distillation"] != own.distillation
+    assert f"| {TEXT} | soft, as trained | | | | | {numbers['distillation']:.4g} | |" in shown
+    text = (tmp_path / "report.md").read_text()
+    assert shown in text
+    assert "use them: so" in text
+    assert f"| {TEXT} | full | 1.000 | 1.000 | 100.0% |" in text
+    assert np.shape(written["rates"]) == (3, 4)
     assert all((tmp_path / name).read_bytes()[:4] == b"\x89PNG" for name in ("heads.png", "tradeoff.png"))
+
+
+def test_an_eviction_has_no_mask_to_lose_by():
+    model = tiny_model()
+    policies = {"one": make_policy("snapkv", ratio=0.5), "other": make_policy("quest", ratio=0.5)}
+    assert distillation(model, policies, [np.arange(40, dtype=np.int32)]) == {"one": None, "other": None}
 
 
 def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_path):
@@ -65,7 +99,7 @@ def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_pat
         "wide": make_policy("streaming_llm", model=model, sink=1, window=200),
         "narrow": make_policy("streaming_llm", model=model, sink=1, window=8),
     }
-    rows, rates = compare(model, policies, {TEXT: samples}, shards=1, say=print)
+    rows, rates = compare(model, policies, {TEXT: samples}, {}, shards=1, say=print)
     found = {row.policy: row for row in rows}
     for name in ("full", "wide"):
         assert found[name].perplexity == pytest.approx(np.exp(np.mean(errors)), rel=1e-4)
@@ -82,14 +116,17 @@ def test_the_end_of_a_long_sequence_is_cut_to_what_the_report_predicts():
     assert some.questions[0].answer.tolist() == [61, 62, 63]
     assert (some.questions[0].prompt.tolist(), len(some.context)) == ([60], 60)
     assert len(continuation(tokens, most=100).questions[0].answer) == 8
+    assert continuation(tokens[:7]).questions[0].answer.tolist() == [6], "an eighth is a token at least"
 
 
 def test_a_recipe_without_a_sweep_has_its_deployed_policy():
     model = tiny_model()
-    ((told, policy),) = WholeModel().sweep({}, model).items()
+    ((told, policy),) = WholeModel().sweep({}, model, []).items()
     assert (told, policy.name) == ("", "streaming_llm")
 
 
 def test_a_task_that_is_none_is_refused_before_the_start():
     with pytest.raises(UserError, match="unknown task 'no_such'"):
         task_samples(WriteGates(tasks=("no_such",)), 1)
+    with pytest.raises(UserError, match="--tasks qa_1 is made of files, which kvjax.evaluate takes"):
+        task_samples(WriteGates(tasks=("qa_1",)), 1)

@@ -295,6 +295,19 @@ def missing(*_, **__):
     raise FileNotFoundError
 
 
+def test_a_report_that_the_method_cannot_have_is_refused_before_the_start(tmp_path, capsys):
+    method, told = "tests.probes.hidden_gate:HiddenGates", ARGS[: ARGS.index("--window")]
+    args = ["--method", method, *told, "--sequences", "8", "--mesh", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(
+        UserError, match="--report full: there can be no report .hidden_gate compacts while it"
+    ):
+        train(parse([*args, "--report", "full"]))
+    assert "step 1" not in capsys.readouterr().err
+    train(parse(args))
+    before, _ = capsys.readouterr().err.split("step 1/1")
+    assert "there will be no report: hidden_gate compacts while it decodes" in before
+
+
 def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypatch):
     args = [*ARGS, "--mesh", "8", "--out", str(tmp_path / "run")]
     broken = ValueError("no export today")
@@ -380,7 +393,11 @@ def run_two_processes(*args, code=0):
 
 def test_two_processes_train_like_one(whole, tmp_path):
     """Each with half the rows."""
-    run_two_processes(*ARGS, "--mesh", "2", "--out", str(tmp_path / "run"))
+    told = [part for part in ARGS if part not in ("--report", "none")]
+    said = run_two_processes(*told, "--mesh", "2", "--out", str(tmp_path / "run"))
+    without = "there will be no report: one process makes it, and this run has 2"
+    assert without in said[0].split("step 1/6")[0]
+    assert without not in said[1]
     assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
 
@@ -407,9 +424,11 @@ def test_two_processes_save_a_model_that_they_trained(tmp_path):
         np.testing.assert_allclose(mine, theirs, atol=1e-6)
 
 
-def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path):
+def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path, capsys):
     args = [*ARGS, "--mesh", "8", "--checkpoint-every", "4", "--validate-every", "5", "--validation", "2"]
     found = train(parse([*args, "--out", str(tmp_path / "run")]))
+    before, _ = capsys.readouterr().err.split("step 1/6")
+    assert "\na device holds " in before
     _, validations = written(found.folder)
     assert list(validations) == [4, 5]
     assert logged(found.validation) == validations[5]

@@ -4,12 +4,17 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import jax
 import pytest
 
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from kvjax.train.__main__ import summary
+from kvjax.train import loop, report
+from kvjax.train.__main__ import main, summary
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.reporting import check_report
 
 
 def test_help_imports_little_and_names_every_option():
@@ -34,3 +39,48 @@ def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, m
     text = summary(WriteGates(), trained, make_policy("h2o", entries=64, **when))
     assert ("compare them: " in text) == measured
     assert ("no report, and no comparison: h2o compacts while it decodes" in text) != measured
+
+
+@pytest.mark.parametrize(
+    ("told", "option"), [({"report": "full"}, "--report full"), ({"tasks": ("vt",)}, "--tasks vt")]
+)
+@pytest.mark.parametrize(
+    ("processes", "when", "why"),
+    [
+        (2, None, "one process makes it, and this run has 2"),
+        (1, "every", "h2o compacts while it decodes, which is not measured"),
+    ],
+)
+def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
+    told, option, processes, when, why, monkeypatch
+):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    policy = make_policy("h2o", entries=64, when=when, every=8) if when else None
+    with pytest.raises(UserError, match=f"^{option}: there can be no report .{why}.: leave it out$"):
+        check_report(WriteGates(**told), policy)
+    assert check_report(WriteGates(), policy) == f"there will be no report: {why}"
+    assert check_report(WriteGates(report="none"), policy) == ""
+
+
+def test_a_report_that_can_be_made_is():
+    assert check_report(WriteGates(report="full"), make_policy("h2o", entries=64)) == ""
+
+
+def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
+    output = SimpleNamespace(
+        validation=Validation({"admitted": 0.5}, {}, 1),
+        folder=tmp_path,
+        mesh=make_mesh(),
+        params=None,
+        model=None,
+    )
+    monkeypatch.setattr(loop, "train", lambda config: output)
+    monkeypatch.setattr(WriteGates, "deploy", lambda *_: make_policy("h2o", entries=64))
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "report", stopped)
+    use = f"python -m kvjax.train --resume --out {tmp_path}"
+    with pytest.raises(KeyboardInterrupt, match=f"^all but the report is there: {use} makes it$"):
+        main(["--out", str(tmp_path / "run")])

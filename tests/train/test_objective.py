@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax.mesh import make_mesh, put, use_mesh
-from kvjax.policies.interfaces import Admission
-from kvjax.struct import changed, static, struct
-from kvjax.train.objective import deployed_mask, student, student_errors
+from kvjax.struct import changed
+from kvjax.train.objective import Deployed, deployed_mask, student, student_errors
 from kvjax.train.recipes.wgkv import WriteGates
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
@@ -24,20 +23,6 @@ def test_the_error_is_in_float32():
         tokens = jnp.zeros((1, 8), jnp.int32)
         squares, _ = student_errors(config.masks(gates), model, tokens, model.hidden(tokens), window=4)
     assert squares.dtype == jnp.float32
-
-
-@struct
-class Deployed:
-    """An admission's own mask, trained through."""
-
-    admission: Admission
-    window: int = static()
-
-    def masks(self, step):
-        return None, [deployed_mask(self.admission, step, self.window)[1]]
-
-    def figures(self, state, step, outputs):
-        return {}
 
 
 @pytest.mark.parametrize(("delay", "sinks"), [(0, 0), (3, 3), (5, 0)])

@@ -1,5 +1,7 @@
 """Where documents come from."""
 
+import datasets
+import huggingface_hub
 import pytest
 
 from kvjax.errors import UserError
@@ -11,6 +13,26 @@ from tests.train.texts import hub
 def test_an_unknown_source_is_taken_for_a_hub_data_set():
     with pytest.raises(UserError, match="--data no/such-set: no such file or folder, and as a hub data set"):
         open_hub("no/such-set")
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch):
+    """Not by the client that tries again for half a minute and prints so."""
+
+    def unreachable(*_, timeout):
+        assert timeout <= 10
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(huggingface_hub, "dataset_info", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: pytest.fail("it tried on"))
+    with pytest.raises(UserError, match=r"it cannot be had \(ConnectionError: no network\)$"):
+        open_hub("no/such-set")
+
+
+@pytest.mark.parametrize("path", ["./none", "/no/where", "none.jsonl", "a folder", "a/b/c", "~/none"])
+def test_a_path_is_not_looked_for_on_the_hub(path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "dataset_info", lambda *_, **__: pytest.fail("it was"))
+    with pytest.raises(UserError, match=f"^--data {path}: no such file or folder$"):
+        open_hub(path)
 
 
 def test_readers_tell_when_a_pass_is_over(tmp_path):

@@ -12,19 +12,19 @@ import numpy as np
 import optax
 import tyro
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.mesh import AXES, gather
+from kvjax.inference.capture import captured_layers
+from kvjax.mesh import AXES, batch_shards, gather, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gates
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe, Rule, Validation
-
-TAUS = 0.01, 0.03, 0.1, 0.3, 0.6, 0.9
-"""Thresholds that a report measures beside the run's own."""
+from kvjax.train.thresholds import thresholds
+from kvjax.train.validation import by_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +55,7 @@ class WriteGates(Recipe):
     """AdamW's, on every gate parameter."""
 
     exports: ClassVar[str] = "gates"
+    soft: ClassVar[str | None] = "distillation"
     builtin: ClassVar[str | None] = "builtin"
     shown: ClassVar[Mapping[str, str]] = {
         "loss": ".4f",
@@ -177,13 +178,33 @@ class WriteGates(Recipe):
         # without rates the pool takes everything: the real size is not known yet
         return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
 
-    def sweep(self, params: WriteGate, model: Decoder) -> Mapping[str, Policy]:
-        taus = dict.fromkeys([self.tau, *TAUS])
-        return {f"tau={tau:g}": dataclasses.replace(self, tau=tau).deploy(params, model) for tau in taus}
+    def sweep(
+        self, params: WriteGate, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
+    ) -> Mapping[str, Policy]:
+        taus = dict.fromkeys([self.tau, *thresholds(held_out_gates(params, model, held_out))])
+        return {f"tau={tau:.9g}": dataclasses.replace(self, tau=tau).deploy(params, model) for tau in taus}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
         return make_policy("wgkv", gates=gates, model=model, force=force, **options)
+
+
+def held_out_gates(
+    params: WriteGate, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
+) -> Float32[np.ndarray, " n"]:
+    """The gates of every layer, kv head and token of sequences under full attention."""
+    with use_mesh(model):
+        gates, at_once = gather(params, *AXES), batch_shards()
+    found = []
+    for rows in by_length(held_out, at_once):
+        layers = captured_layers(model, Policy(), None, rows, ("k_pre", "k"))
+        found += [np.ravel(_gates(gates, index, x["k_pre"], x["k"])) for index, x in enumerate(layers)]
+    return np.concatenate(found)
+
+
+@jax.jit
+def _gates(gates: WriteGate, layer: Any, k_pre: Any, k: Any) -> Float[Array, "b k t"]:
+    return jax.tree.map(lambda x: x[layer], gates)(k_pre, k)
 
 
 def warmup_cosine(sequences: int, rows: int, peak: float) -> optax.Schedule:

@@ -1,0 +1,52 @@
+"""What a policy costs held-out sequences: how far it moves their final hidden states."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.mesh import BATCH, batch_shards, put, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.train.objective import Deployed, student_errors
+from kvjax.train.validation import by_length
+
+
+def distillation(
+    model: Decoder, policies: Mapping[str, Policy], sequences: Sequence[Int[np.ndarray, " _"]]
+) -> dict[str, float | None]:
+    """Of each policy the mean over whole sequences of the squared difference from full attention's final hidden states;
+    None: it evicts or selects, so that its admission does not say what a token sees."""
+    shape = model.config.num_layers, model.config.num_kv_heads
+    with use_mesh(model):
+        methods = {
+            name: Deployed(policy.placed(*shape).admission.traced, policy.window)
+            for name, policy in policies.items()
+            if policy.eviction is None and policy.selection is None
+        }
+        errors: dict[str, list[Any]] = {name: [] for name in methods}
+        shards = batch_shards()
+        for group in by_length(sequences, shards):
+            # each shard has a row: the last one stands for those that are missing
+            tokens = put(np.stack([group[min(row, len(group) - 1)] for row in range(shards)]), BATCH, None)
+            teacher = _teacher(model, tokens)
+            for name, method in methods.items():
+                own = np.asarray(_errors(method, model, tokens, teacher))
+                errors[name].extend(own[: len(group)])
+    return {name: float(np.mean(errors[name])) if name in errors else None for name in policies}
+
+
+@jax.jit
+def _teacher(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    return model.hidden(tokens)
+
+
+@jax.jit
+def _errors(
+    method: Deployed, model: Decoder, tokens: Int[Array, "b t"], teacher: Float[Array, "b t d"]
+) -> Float[Array, " b"]:
+    squares, _ = student_errors(method, model, tokens, teacher, window=method.window)
+    return jnp.mean(squares, (1, 2))

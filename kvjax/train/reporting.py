@@ -1,0 +1,38 @@
+"""Whether a run can end with a report: known, and said, before it starts."""
+
+from typing import TYPE_CHECKING
+
+from kvjax.errors import UserError
+from kvjax.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from kvjax.policies import Policy
+
+
+def measured(policy: "Policy") -> bool:
+    """Whether `kvjax.evaluate` can measure it."""
+    return policy.continuing.eviction is None
+
+
+def without_report(policy: "Policy | None" = None) -> str:
+    """Why this run can have no report, of the `policy` that it deploys if that is known; nothing, if it can."""
+    import jax
+
+    if jax.process_count() > 1:
+        return f"one process makes it, and this run has {jax.process_count()}"
+    if policy is not None and not measured(policy):
+        return f"{policy.name} compacts while it decodes, which is not measured"
+    return ""
+
+
+def check_report(config: Recipe, policy: "Policy | None" = None) -> str:
+    """The line that says that a run which may have a report will have none; nothing, if it will or should not.
+
+    Raises:
+        UserError: it was told to make one that cannot be made.
+    """
+    why = "" if config.report == "none" else without_report(policy)
+    if why and (config.report == "full" or config.tasks):
+        told = "--report full" if config.report == "full" else f"--tasks {' '.join(config.tasks)}"
+        raise UserError(f"{told}: there can be no report ({why}): leave it out")
+    return f"there will be no report: {why}" if why else ""

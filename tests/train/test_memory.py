@@ -1,0 +1,68 @@
+"""What a run says of a device's memory before its first update."""
+
+import jax
+import numpy as np
+import pytest
+from jax import monitoring
+
+from kvjax.command.launch import MeshShape
+from kvjax.mesh import make_mesh
+from kvjax.plan import here
+from kvjax.plan.figures import size
+from kvjax.train.memory import device_bytes
+from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.update import initial_state, make_update
+from tests.tiny_models import tiny_model
+
+RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(32, 64), shares=(1.0, 1.0), sequences=10)
+
+
+@pytest.fixture(scope="module")
+def started():
+    mesh = make_mesh(fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        return mesh, model, jax.jit(lambda model: initial_state(RUN, model))(model)
+
+
+def on_one(tree):
+    """Bytes of the first device."""
+    return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+
+
+def test_parts_are_what_one_device_holds(started):
+    mesh, model, state = started
+    with jax.set_mesh(mesh):
+        said = device_bytes(RUN, make_update(RUN), mesh, state, model)
+    assert said == (
+        f"a device holds {size(on_one((model, state)))}: weights {size(on_one(model))}, trained parameters "
+        f"{size(on_one(state.params))}, optimizer {size(on_one(state.opt))}; --dry-run says what an update of "
+        "2 × 64 tokens takes more"
+    )
+    assert on_one(state.params) < sum(x.nbytes for x in jax.tree.leaves(state.params)) / 2
+
+
+def test_temporaries_are_the_checked_program_s(started, monkeypatch):
+    """Which is not compiled again."""
+    monkeypatch.setattr(here, "usable_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("kvjax.train.memory.usable_bytes", lambda: 1 << 40)
+    mesh, model, state = started
+    own, compiles = make_update(RUN), []
+    with jax.set_mesh(mesh):
+        here.check_memory((RUN,), (own,), (None,), mesh, model)
+        monitoring.register_event_duration_secs_listener(
+            lambda event, *_, **__: (
+                compiles.append(event) if event.endswith("backend_compile_duration") else None
+            )
+        )
+        try:
+            said = device_bytes(RUN, own, mesh, state, model)
+        finally:
+            monitoring.clear_event_listeners()
+        batch = jax.device_put(np.zeros((2, 64), np.int32), jax.P(("data", "fsdp"), None))
+        memory = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+    assert not compiles
+    more = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    more += memory.generated_code_size_in_bytes
+    assert said.endswith(f"; an update of 2 × 64 tokens takes {size(more)} more")
+    assert more > 0
