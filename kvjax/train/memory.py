@@ -9,7 +9,6 @@ from jax.sharding import Mesh
 from kvjax.errors import UserError
 from kvjax.models.decoder import Decoder
 from kvjax.plan.figures import size
-from kvjax.plan.here import usable_bytes
 from kvjax.plan.program import held
 from kvjax.plan.training import batch_of
 from kvjax.train.recipe import Recipe
@@ -17,8 +16,8 @@ from kvjax.train.update import TrainState
 
 
 def device_bytes(recipe: Recipe, update: Any, mesh: Mesh, state: TrainState, model: Decoder | None) -> str:
-    """The bytes of a device by part, in one line. What the longest sequence's update takes beside them is known where
-    its program is: where devices state their memory, it was compiled to see whether it fits."""
+    """The bytes of a device by part, in one line, and what the longest sequence's update takes beside them: its program
+    was compiled to see whether it fits."""
     trees = {
         "weights": model,
         "trained parameters": state.params,
@@ -28,19 +27,18 @@ def device_bytes(recipe: Recipe, update: Any, mesh: Mesh, state: TrainState, mod
     parts = {name: held(tree) for name, tree in trees.items()}
     said = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
     more = _beside(recipe, update, mesh, state, model)
-    update_of = f"an update of {recipe.rows} × {max(recipe.lengths)} tokens"
-    rest = f"{update_of} takes {size(more)} more" if more else f"--dry-run says what {update_of} takes more"
-    return f"a device holds {size(sum(parts.values()))}: {said}; {rest}"
+    rest = (
+        f"; an update of {recipe.rows} × {max(recipe.lengths)} tokens takes {size(more)} more" if more else ""
+    )
+    return f"a device holds {size(sum(parts.values()))}: {said}{rest}"
 
 
 def _beside(recipe: Recipe, update: Any, mesh: Mesh, state: TrainState, model: Decoder | None) -> int:
-    """Bytes of the longest sequence's update beside its arguments; 0: it is not compiled yet."""
-    if usable_bytes() is None:
-        return 0
+    """Bytes of the longest sequence's update beside its arguments; 0: its batches need the weights."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), model)
     try:
         batch = batch_of(recipe, mesh, max(recipe.lengths), shapes)
-    except UserError:  # it needs the weights
+    except UserError:
         return 0
     memory = update.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
