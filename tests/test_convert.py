@@ -77,7 +77,7 @@ def test_what_is_refused_leaves_nothing(file, tmp_path):
     (out / "kept").touch()
     assert refused(file, out) == f"{out}: exists and is not an empty folder, give another one"
     assert refused(tmp_path / "none.gguf", tmp_path / "new") == f"{tmp_path / 'none.gguf'}: no such file"
-    assert "dtype float8 is not supported" in refused(file, tmp_path / "new", "--dtype", "float8")
+    assert "dtype 'float8' is not supported" in refused(file, tmp_path / "new", "--dtype", "float8")
     # the model is whole, its tokenizer is not
     write_gguf(file, CASE, weights(CASE))
     assert "tokenizer.ggml.model is missing" in refused(file, tmp_path / "new")

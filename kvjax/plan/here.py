@@ -80,14 +80,18 @@ def dry_run(config: Recipe) -> str:
 
 def check_memory(
     phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
-) -> None:
+) -> list[int]:
     """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would (of virtual
     CPU devices, their share of the host's memory). What is compiled here the run does not compile again.
+
+    Returns:
+        Bytes of a device that each phase's longest update takes beside model and state; 0 where its batches need the
+        weights, so that only the run itself can tell.
 
     Raises:
         UserError: as said.
     """
-    usable = device_bytes()
+    usable, beside = device_bytes(), []
     shapes = jax.tree.map(_shape, model)
     for index, (phase, own) in enumerate(zip(phases, updates, strict=True)):
         read = None if phase.takes_model else shapes
@@ -102,9 +106,11 @@ def check_memory(
         *shorter, longest = phase.lengths
         try:
             wanted = need(longest)
-        except UserError:  # its batches need the weights, so that only the run itself can tell
+        except UserError:
+            beside.append(0)
             continue
         if wanted <= usable:
+            beside.append(wanted - held((state, read)))
             continue
         would = next((length for length in reversed(shorter) if need(length) <= usable), None)
         instead = f"--lengths up to {would} would fit" if would else "none of its lengths fits"
@@ -113,6 +119,7 @@ def check_memory(
             f"an update of {phase.rows} × {longest} tokens takes {taken} of a device that has {figures.size(usable)}: "
             f"on --mesh {phase.mesh} {instead}; --dry-run looks for another mesh"
         )
+    return beside
 
 
 def _shape(x: Any) -> Any:

@@ -119,12 +119,12 @@ def train(config: Recipe) -> RunOutput:
         dtypes = param_dtypes(phases, model)
         begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
         updates = tuple(map(make_update, phases, dtypes, begins))
-        check_memory(phases, updates, dtypes, mesh, model)
+        beside = check_memory(phases, updates, dtypes, mesh, model)
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=one)
         lock.take()
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates)
+            run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(beside))
             state, first = run.begin(model)
             if config.report != "none":
                 without = without or check_report(config, _policy(config, state, model))
@@ -356,6 +356,8 @@ class Run:
     """Of each phase's parameters with master weights (`param_dtypes`)."""
     updates: tuple[Update, ...] = ()
     """Of each phase; none where only a checkpoint is read."""
+    beside: tuple[int, ...] = ()
+    """Of each phase, from `check_memory`; as above."""
 
     @property
     def ends(self) -> list[int]:
@@ -428,7 +430,7 @@ class Run:
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, counted = self.updates[at], TokenCount(self.data.sequences, self.rows.total)
-                metrics.say(device_bytes(recipe, update, self.mesh, state, model))
+                metrics.say(device_bytes(recipe, state, model, self.beside[at]))
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))

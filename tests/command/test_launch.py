@@ -222,6 +222,7 @@ def main():
     print("not stopped", told)
 
 told = []
+signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run where it is ignored
 run_command(main)
 """
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)

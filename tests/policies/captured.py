@@ -90,14 +90,15 @@ def entries(cache, layer, b, head) -> np.ndarray:
 
 
 def pages_are_whole(cache):
-    """Every page is free or belongs to one row; rows have no more than they need."""
+    """Every page is free or belongs to one row; rows have no more than they need, nor their rings."""
     length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
-    used = []
+    rings = caches.ring_pages(np.minimum(np.asarray(cache.seen) + 1, cache.window), PAGE)
+    column, used = np.arange(table.shape[-1]), []
     for row in np.ndindex(length.shape):
-        need = ring - (-length[row] // PAGE)
-        used += table[row][:need].tolist()
-        assert (table[row][need:] >= pool).all()
+        mine = (column < rings[row[1]]) | ((column >= ring) & (column < ring - (-length[row] // PAGE)))
+        used += table[row][mine].tolist()
+        assert (table[row][~mine] >= pool).all()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
     assert sorted(used + free) == list(range(pool))
     assert caches.stats(cache).pages == len(used)
