@@ -125,16 +125,7 @@ def pages_for(
             )
         pages = size // (page_bytes * axis_size(*SHARDS))
     if pages < (least := need(lambda count: 0.0)):
-        whole = need(float)
-        if isinstance(capacity, str):
-            share = capacity.endswith("%")
-            enough = (
-                f"{math.ceil(1e4 * whole * page_bytes / device_bytes()) / 100}%"
-                if share
-                else f"{-(-whole * page_bytes * axis_size(*SHARDS) // 2**20)}MiB"
-            )
-        else:
-            enough = -(-whole * page_size // local_rows)
+        enough = _stated_like(capacity, need(float), page_size, page_bytes, local_rows)
         raise CapacityError(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the {least} that the "
             f"windows of {local_rows} (layer, sequence, kv head) rows take; {enough} holds every token"
@@ -145,6 +136,15 @@ def pages_for(
 def largest_shard(pages: Float[np.ndarray, "l k"], shards: int) -> int:
     """The pages of the one of `shards` shards of the kv heads that has most."""
     return int(rearrange(pages, "l (shards k) -> shards (l k)", shards=shards).sum(-1).max())
+
+
+def _stated_like(capacity: int | str, pages: int, page_size: int, page_bytes: int, rows: int) -> str:
+    """So many pages of a shard of `rows` rows as a capacity in the unit of another."""
+    if not isinstance(capacity, str):
+        return str(-(-pages * page_size // rows))
+    if capacity.endswith("%"):
+        return f"{math.ceil(1e4 * pages * page_bytes / device_bytes()) / 100}%"
+    return f"{-(-pages * page_bytes * axis_size(*SHARDS) // 2**20)}MiB"
 
 
 def _share(capacity: str) -> float:

@@ -8,7 +8,6 @@ import json
 import shlex
 import shutil
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,14 @@ from jaxtyping import Int
 
 from kvjax.command.launch import start
 from kvjax.command.lock import FolderLock
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import sign
 from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.plan.here import check_memory
+from kvjax.plan.shapes import check_longest
 from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
@@ -95,12 +95,8 @@ def check(config: Recipe) -> None:
         task_samples(config, 1)
     if config.tensorboard:
         check_tensorboard()
-    if (most := max(max(phase.lengths) for phase in config.phases())) > model.longest:
-        warnings.warn(
-            f"--lengths {most}: more tokens than the {model.longest:,} (max_position_embeddings) that the model is for",
-            Doubt,
-            stacklevel=2,
-        )
+    most = max(max(phase.lengths) for phase in config.phases())
+    check_longest(model, most, f"--lengths {most}: more tokens")
 
 
 def train(config: Recipe) -> RunOutput:

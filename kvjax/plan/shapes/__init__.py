@@ -58,11 +58,12 @@ def find_shape(name: str, max_length: int | None = None) -> ModelShape:
     return ModelShape(read_config(found, max_length), stated)
 
 
-def check_longest(config: ModelConfig, tokens: int) -> None:
-    """Warn of sequences that are longer than the model is for."""
+def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
+    """Warn of sequences that are longer than the model is for. `said`: of whose they are."""
     if tokens > config.longest:
+        more = said or f"{tokens:,} tokens are more"
         warnings.warn(
-            f"{tokens:,} tokens are more than the {config.longest:,} (max_position_embeddings) that the model is for",
+            f"{more} than the {config.longest:,} (max_position_embeddings) that the model is for",
             Doubt,
             stacklevel=2,
         )
