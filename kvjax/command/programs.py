@@ -13,7 +13,6 @@ def keep_programs() -> None:
     """Have compiled programs kept in the user's cache folder from here on, unless the program or the environment says
     where (`JAX_COMPILATION_CACHE_DIR`) or that they should not be (`JAX_ENABLE_COMPILATION_CACHE=false`)."""
     import jax
-    from jax.experimental.compilation_cache import compilation_cache
 
     config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
@@ -33,5 +32,3 @@ def keep_programs() -> None:
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_compilation_cache_max_size", PROGRAM_BYTES)
     config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    # without it jax stays with what it found before its first compilation
-    compilation_cache.reset_cache()
