@@ -6,23 +6,34 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 OVER = "head", "layer", "model"
 """Who competes for the places: the entries of one kv head, of a layer's heads, or of all layers and heads."""
+TIES = "first", "out", "in"
+"""Of the entries with the last place's score: the first of them have what places are left, all of them go (unless
+there is a place for every entry), or all stay."""
 
 
 def top(
-    scores: Float[Array, "l b k s"], eligible: Bool[Array, "l b k s"], count: Int[Array, "l b #k"], over: str
+    scores: Float[Array, "l b k s"],
+    eligible: Bool[Array, "l b k s"],
+    count: Int[Array, "l b #k"],
+    over: str,
+    ties: str = "first",
 ) -> Bool[Array, "l b k s"]:
     """The `count` best of the eligible entries; of equal scores the earlier, then those of the lower head and layer.
 
     Inside `shard_map` over the mesh: heads on other devices compete too. NaN is below every number.
 
     Args:
-        count: places (int32): each head's own or the same for all of a layer with over="head"; of each head on average
-            with "layer", whose heads have them together, and with "model", where all layers and heads have.
+        count: places (int32): each head's own or the same for all of a layer with over="head"; where heads share them,
+            those of a layer with "layer", of all layers with "model", their sum.
+        ties: one of `TIES`, where heads share; each by itself has exactly its places. With "out" one less than `count`
+            stays of different scores.
     """
+    ties = "first" if over == "head" else ties
     axes = {"head": (3,), "layer": (2, 3), "model": (0, 2, 3)}[over]
     wide = count[..., None]
     if over != "head":
-        wide *= scores.shape[2] * lax.axis_size("tensor")
+        wide = (wide * (scores.shape[2] // wide.shape[2])).sum(2, keepdims=True)
+        wide = lax.psum(wide, "tensor")
     if over == "model":
         wide = wide.sum(0, keepdims=True)
 
@@ -39,6 +50,10 @@ def top(
     start = jnp.zeros_like(count_of(eligible), jnp.uint32)
     floor = lax.fori_loop(0, 32, raise_bit, start)
     above, equal = rank > floor, eligible & (rank == floor)
+    if ties == "in":
+        return above | equal
+    if ties == "out":
+        return jnp.where(count_of(eligible) <= wide, eligible, above)
     left = wide - count_of(above)
     return above | (equal & (_before(equal, over) < left))
 

@@ -107,13 +107,13 @@ def programs(mesh, config):
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
-        dropped=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
+        dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
     yield (
         "compaction",
         compact,
         (model, evicting.traced.eviction, cache, quota),
-        {"entries": 4096, "over": "layer"},
+        {"entries": 4096, "over": "layer", "ties": "first"},
     )
 
 

@@ -26,13 +26,15 @@ class Quota:
     due: Bool[Array, " b"]
     """The sequences that are compacted."""
     count: Int[Array, "l b #k"]
-    """Of the eligible entries, how many stay: of each row, or of each kv head on average."""
+    """Of the eligible entries, how many stay: of each row; where heads share, the sum of theirs does."""
     pinned: Int[Array, "l b #k"]
     """How many of its own best each head keeps anyway."""
     since: Int[Array, "l b k"]
     """The place in each row where the eligible entries begin; those before stay."""
     dropped: Int[Array, " b"]
     """How many of a row's newest entries go: they were only read to look at the others."""
+    ahead: Int[Array, " b"]
+    """How many of the newest entries before those are not looked at yet: they stay."""
     last: Int[Array, " b"]
     """How many of the newest entries before those always stay. They take places of `count`."""
     first: Int[Array, " b"]
@@ -65,18 +67,22 @@ def forced_entries(
 
 
 def choose(
-    scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str
+    scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str, ties: str
 ) -> Bool[Array, "l b k s"]:
+    """Which entries stay, the last of each row at the right end. over, ties: as of `Shares`."""
     place = places(length, scores.shape[-1])
-    exists = place >= 0
-    old = exists & (place < quota.since[..., None])
-    eligible = exists & ~old & (length[..., None] - place > quota.dropped[:, None, None])
+    exists, dropped = place >= 0, quota.dropped[:, None, None]
+    age = length[..., None] - place
+    old = place < quota.since[..., None]
+    young = (age > dropped) & (age <= dropped + quota.ahead[:, None, None])
+    settled = exists & (old | young)
+    eligible = exists & ~settled & (age > dropped)
     forced = forced_entries(length, eligible, quota)
     eligible &= forced | ~(scores < quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
-    chosen = top(scores, eligible, quota.count, over)
-    return jnp.where(quota.due[:, None, None], chosen | old, exists)
+    chosen = top(scores, eligible, quota.count, over, ties)
+    return jnp.where(quota.due[:, None, None], chosen | settled, exists)
 
 
 def moved(

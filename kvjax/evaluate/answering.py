@@ -19,7 +19,8 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
 from kvjax.command.stopwatch import Pace, Stopwatch
-from kvjax.inference.forward import Before, decode, feed
+from kvjax.inference.decode import Before, decode
+from kvjax.inference.forward import feed
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh

@@ -1,7 +1,6 @@
 """One compaction of a cache: a policy's eviction scores the stored entries layer by layer, then what stays moves up."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
+from kvjax.cache.planes import appended
 from kvjax.inference.forward import bucket
 from kvjax.mesh import P, gather
 from kvjax.models.decoder import Decoder
@@ -18,19 +18,20 @@ from kvjax.policies.policy import Policy
 from kvjax.step import Stored
 
 
-@partial(jax.jit, donate_argnums=2, static_argnames=("entries", "over"))
-def compact(
-    model: Decoder, eviction: Eviction, cache: Cache, quota: Quota, *, entries: int, over: str
+def compacted(
+    model: Decoder, eviction: Eviction, cache: Cache, quota: Quota, *, entries: int, over: str, ties: str
 ) -> Cache:
-    """The cache (donated) after one compaction. No row may hold more than `entries` entries in its global region."""
+    """The cache after one compaction. No row may hold more than `entries` entries in its global region. over, ties: as
+    of `kvjax.top.top`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
 
     rotation = model.config.rotation()
 
     def local(eviction, output, pages, layers, seen, head, quota):
+        pages = with_late_numbers(eviction, pages, layers, seen, ring)
         found = scores(eviction, output, pages, layers, seen, head, quota, rotation, entries, cache.window)
-        chosen = compaction.choose(found, layers.length, quota, over)
+        chosen = compaction.choose(found, layers.length, quota, over, ties)
         return compaction.moved(pages, layers, chosen, ring)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -40,6 +41,40 @@ def compact(
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen)
+
+
+compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties"))
+"""The same as a program, which takes the cache's memory over."""
+
+
+def with_late_numbers(
+    eviction: Eviction, pages: Pages, layers: LayerCache, seen: Int[Array, " b"], ring: int
+) -> Pages:
+    """The pages with the numbers of the newest entries that the method knows now. On one shard."""
+    if not eviction.pending:
+        return pages
+
+    def one(planes, xs):
+        method, layer = xs
+        late, count = method.late(layer.state.eviction, seen), jnp.minimum(seen, method.pending)[:, None]
+        # in order from the first of those that there are
+        first = (method.pending - count)[..., None] + jnp.arange(method.pending)
+        first = jnp.minimum(first, method.pending - 1)
+        count = jnp.broadcast_to(count, layer.length.shape)
+        written = {
+            name: appended(
+                planes[name],
+                layer.page_table[..., ring:],
+                layer.length - count,
+                jnp.take_along_axis(x.astype(planes[name].dtype), first, 2),
+                count,
+            )
+            for name, x in late.items()
+        }
+        return planes | written, None
+
+    planes, _ = lax.scan(one, pages.planes, (eviction, layers))
+    return dataclasses.replace(pages, planes=planes)
 
 
 def scores(
@@ -93,4 +128,4 @@ def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Ca
         columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
         longest = columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
-    return compact(model, eviction, cache, quota, entries=entries, over=plan.shares.over)
+    return compact(model, eviction, cache, quota, entries=entries, over=plan.shares.over, ties=plan.ties)

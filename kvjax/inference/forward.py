@@ -91,45 +91,6 @@ def attending(
     return attend
 
 
-Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
-"""What a cache was before each of some steps: lengths of the rows, tokens seen, which sequences ran."""
-
-
-def decode(
-    model: Decoder,
-    policy: Policy,
-    cache: Cache,
-    carry: Any,
-    xs: Any,
-    feed: Callable[[Any, Any], tuple[Int[Array, " b"], Bool[Array, " b"]]],
-    advance: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
-    *,
-    implementation: str | None = None,
-) -> tuple[Cache, Any, Any, Before]:
-    """A token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache donated.
-
-    Args:
-        carry, xs: as of `jax.lax.scan`, a step for each of `xs`.
-        feed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
-        advance: from these and the logits after the tokens the next carry, and what is returned of the step.
-
-    Returns:
-        the cache, the last carry, what was returned of every step, and what the cache was before each.
-    """
-
-    def step(carried, x):
-        cache, carry = carried
-        token, running = feed(carry, x)
-        before = cache.layers.length, cache.seen, running
-        valid = running.astype(jnp.int32)
-        cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
-        carry, y = advance(carry, x, model.logits(hidden)[:, 0])
-        return (cache, carry), (y, before)
-
-    (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)
-    return cache, carry, ys, before
-
-
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
 def last_logits(
     model: Decoder,

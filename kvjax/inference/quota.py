@@ -1,5 +1,7 @@
 """How much a compaction keeps of each row, worked out on the host by the policy's plan."""
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,6 +46,47 @@ def quota(
     last = np.minimum(_beyond(newest, slots), least)
     first = np.minimum(plan.first, least - last)
     return _on_devices(plan, cache, due, counts[..., None], last, first, dropped, since)
+
+
+def range_quota(
+    policy: Policy,
+    cache: Cache,
+    tokens: Sequence[int],
+    read: Sequence[int] | None = None,
+    before: Sequence[int] | None = None,
+) -> Quota:
+    """What stays of the ranges that a plan with `Needs.ahead` looks at, of prompts of so many tokens.
+
+    The places of a range are a whole number of all that compete, int(ratio · entries), and not of each head.
+
+    Args:
+        read: how many were read of each; None: all.
+        before: how many of them before the last compaction; None: there was none.
+    """
+    plan = policy.plan
+    assert plan is not None
+    read, before = tokens if read is None else read, [0] * len(tokens) if before is None else before
+    layers, _, heads = cache.layers.length.shape
+    sizes = entry_bytes(cache)
+    ranges = [plan.range(*x, sizes) for x in zip(tokens, before, read, strict=True)]
+    counts = np.stack([_places(x.tokens, x.ratio, layers, heads, plan.shares.over) for x in ranges], 1)
+    newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
+    none = np.zeros(len(ranges), np.int32)
+    batch = cache.layers.length.shape[1]
+    undecided = put(np.pad(newest, (0, batch - len(newest))), BATCH)
+    since = cache.layers.length - undecided[:, None]
+    due = [x.tokens > 0 for x in ranges]
+    quota = _on_devices(plan, cache, due, counts, none, none, none, since)
+    ahead = np.array([x.ahead for x in ranges], np.int32)
+    return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
+
+
+def _places(tokens: int, ratio: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
+    """The places of each row, whose sum is that of those who share them, of so many tokens in every row."""
+    rows = {"head": 1, "layer": heads, "model": layers * heads}[over]
+    total = math.floor(rows * tokens * ratio * (1 + 1e-12))
+    each = total // rows + (np.arange(rows) < total % rows)
+    return np.resize(each, (layers, heads))
 
 
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
@@ -94,6 +137,7 @@ def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
         pinned=by_row(plan.shares.pins(counts)),
         since=by_row(zero) if since is None else since,
         dropped=by_sequence(np.array(dropped, np.int32)),
+        ahead=by_sequence(np.zeros(len(due), np.int32)),
         last=by_sequence(last.astype(np.int32)),
         first=by_sequence(first.astype(np.int32)),
         floor=put(np.float32(plan.budget.floor)),

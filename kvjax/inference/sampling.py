@@ -30,7 +30,8 @@ from kvjax.inference.checks import (
     tokens_of,
 )
 from kvjax.inference.draw import Draw, checked_key, draw_token
-from kvjax.inference.forward import Before, decode, feed, padded
+from kvjax.inference.decode import Before, Recurring, decode
+from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
@@ -104,6 +105,7 @@ def decode_block(
     count: int,
     greedy: bool,
     limit: Int[Array, ""] | None = None,
+    recurring: Recurring | None = None,
     implementation: str | None = None,
 ) -> tuple[
     Cache,
@@ -141,6 +143,7 @@ def decode_block(
         jnp.arange(count),
         feed_last,
         draw_next,
+        recurring=recurring,
         implementation=implementation,
     )
     return cache, drawn, token, running, before
@@ -323,6 +326,7 @@ def stream(
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
         parts = _parts(first, np.asarray(live)[: len(rows)], draw, logprobs)
         running = _still(running, watch, parts)
+        again = schedule.recurring(policy, held)
     yield parts, held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
@@ -331,7 +335,7 @@ def stream(
             count, size, held = schedule.next_block(policy, held, before, made - 1, left, block)
             held, drawn, token, running, fed = decode_block(
                 model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
-                limit=np.int32(count), count=size, greedy=greedy, implementation=implementation,
+                limit=np.int32(count), count=size, greedy=greedy, recurring=again, implementation=implementation,
             )  # fmt: skip
         caches.check(held, policy.name, max_new_tokens - made - count)
         if calls is not None:

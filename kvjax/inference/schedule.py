@@ -15,16 +15,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache
 from kvjax.inference.compaction import compact_to
+from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import bucket, feed, memories, padded
-from kvjax.inference.quota import entry_bytes, overflow_quota, quota
+from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
 from kvjax.inference.record import Calls
 from kvjax.inference.room import fitted, free_pages, halved, more_pages, pool_pages, with_more_pages
 from kvjax.models.decoder import Decoder
+from kvjax.mesh import put
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, a row a sequence."""
+MOST = 2**30
+"""No sequence has so many tokens."""
 Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 """`feed` for a model and a policy."""
 
@@ -63,7 +67,7 @@ def read(
     logits = None
     if plan.moment.in_chunks:
         for start in range(0, max(row.size for row in rows), plan.moment.chunk):
-            before = jnp.copy(cache.layers.length) if plan.by_chunk else None
+            before = jnp.copy(cache.layers.length) if plan.by_chunk and not plan.in_ranges else None
             cache, logits = run(
                 cache, [row[start : start + plan.moment.chunk] for row in rows], logits=logits
             )
@@ -91,6 +95,8 @@ def at_prompt_end(
     run: `feed` for them."""
     dropped = [0] * len(tokens)
     assert policy.plan is not None
+    if policy.plan.in_ranges:
+        return compact_to(model, policy, cache, range_quota(policy, cache, tokens))
     observers = _guided(policy.plan, len(tokens)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
@@ -164,6 +170,10 @@ def _after_chunk(
     plan = policy.plan
     assert plan is not None
     stop = start + plan.moment.chunk
+    if plan.in_ranges:
+        read, earlier = ([min(row.size, x) for row in rows] for x in (stop, start))
+        stays = range_quota(policy, cache, [row.size for row in rows], read, earlier)
+        return compact_to(model, policy, cache, stays)
 
     def looking(row, behind):
         if start < row.size <= stop or (plan.moment.guidance and row.size > stop):
@@ -188,6 +198,17 @@ def _after_chunk(
     return (
         dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
     )
+
+
+def recurring(policy: Policy, cache: Cache) -> Recurring | None:
+    """What the decoding loop itself compacts, and when; None: nothing."""
+    plan = policy.plan
+    if plan is None or plan.moment.when != "position":
+        return None
+    # as of sequences of any length: the budget does not grow with them
+    endless = [MOST] * cache.seen.shape[0]
+    stays = quota(policy, cache, endless)
+    return Recurring(stays, put(np.int32(plan.moment.every)), over=plan.shares.over, ties=plan.ties)
 
 
 FEW = 4
@@ -222,7 +243,9 @@ def next_block(
     count = min(due, left, size)
     if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
         read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
-        to_come = left - count if plan is None or not plan.moment.while_decoding else due
+        to_come = left - count
+        if plan is not None and plan.moment.while_decoding:
+            to_come = min(due, plan.moment.every or due)
         cache = with_more_pages(policy, cache, used, read, to_come)
     return count, size, cache
 
@@ -232,7 +255,7 @@ def after_block(
 ) -> Cache:
     """The cache, compacted if that is due for any of the sequences that are still `running`."""
     plan = policy.plan
-    if plan is None or not plan.moment.while_decoding or not running.any():
+    if plan is None or plan.moment.when not in ("every", "overflow") or not running.any():
         return cache
     if plan.moment.when == "every" and fed % plan.moment.every:
         return cache

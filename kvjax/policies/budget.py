@@ -192,7 +192,7 @@ class Shares:
         """How many of its best a head keeps anyway."""
         if self.pinned == 0:
             return np.zeros_like(counts)
-        return np.vectorize(whole)(self.pinned * counts).astype(np.int32)
+        return np.minimum(np.vectorize(whole)(self.pinned * counts), counts).astype(np.int32)
 
 
 def pyramid(kept: float, tokens: int, layers: int, window: int, beta: float) -> list[int]:

@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
+from kvjax.policies.moment import AtPrompt, Moment
 from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
@@ -139,6 +140,21 @@ class Admission(Role, abc.ABC):
         return np.full((1, 1), tokens, np.float64)
 
 
+class Ahead(NamedTuple):
+    """The newest tokens of a prompt that a compaction passes over: the next one looks at them, and the last one leaves
+    them. What stays of the others is what is above a threshold, the last place's score, and while decoding what is
+    not below it (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
+
+    tokens: int
+    """How many."""
+    short: int = 0
+    """Of prompts below so many tokens …"""
+    share: float = 0.0
+    """… it is this share of theirs."""
+    prefix: int = 0
+    """A prompt's first tokens, which stay beside the budget and count for none of its tokens."""
+
+
 class Needs(NamedTuple):
     """What a plan must know of an eviction."""
 
@@ -150,6 +166,8 @@ class Needs(NamedTuple):
     """The share of the budget that always goes to the newest, if that is more than `last`."""
     observed: int = 0
     """How many of the last tokens are looked back at."""
+    ahead: Ahead | None = None
+    """What a compaction of a prompt passes over, in place of `last` and `first`; None: nothing."""
 
 
 class Eviction(Role, abc.ABC):
@@ -164,6 +182,11 @@ class Eviction(Role, abc.ABC):
     def shares(self) -> Shares:
         """How layers and heads share its budget."""
         return Shares()
+
+    @property
+    def usual_moment(self) -> Moment:
+        """When it compacts where nothing else is said."""
+        return AtPrompt()
 
     @property
     def refuses_threshold(self) -> str:
@@ -183,6 +206,15 @@ class Eviction(Role, abc.ABC):
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
         return state
+
+    @property
+    def pending(self) -> int:
+        """How many of the newest tokens' numbers may be known only when a compaction asks for them (`late`)."""
+        return 0
+
+    def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
+        """The planes' numbers of the last `pending` tokens, the newest last; anything for those before the first."""
+        return {}
 
     @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:

@@ -18,7 +18,8 @@ from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Admission, Eviction, Selection
-from kvjax.policies.moment import NOTHING, moment
+from kvjax.policies.moment import NOTHING, Moment, moment
+from kvjax.policies.moment import names as moment_names
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import (
     ADMISSIONS,
@@ -221,7 +222,7 @@ def _composed(named: _Named, model: Any, force: bool) -> Policy:
         measures = {x: words[x] for x in BUDGETS if x in words}
         told = {x: words[x] for x in MOMENT if x in words}
         eviction = _wrapped(made["eviction"], **{x: words[x] for x in WRAPPING if x in words})
-        fields |= {"eviction": eviction, "budget": budget(**measures), "when": moment(**told)}
+        fields |= {"eviction": eviction, "budget": budget(**measures), "when": _moment(eviction, told)}
     fields |= {part: x for part, x in made.items() if part not in fields}
     base = fields.get("admission")
     if isinstance(base, Policy):
@@ -229,6 +230,14 @@ def _composed(named: _Named, model: Any, force: bool) -> Policy:
         # another package's, whole: it is called as that package says
         return dataclasses.replace(base, **fields, name=named.label) if fields else base
     return Policy(name=named.label, **fields)
+
+
+def _moment(eviction: Eviction, told: dict[str, Any]) -> Moment:
+    """When it compacts: as it is told, and else as the eviction usually does."""
+    usual = eviction.usual_moment
+    if told.get("when", usual.when) == usual.when:
+        told = {"when": usual.when} | {name: getattr(usual, name) for name in moment_names(usual)} | told
+    return moment(**told)
 
 
 def _wrapped(

@@ -51,7 +51,7 @@ class Moment:
 
     @property
     def while_decoding(self) -> bool:
-        return self.when in ("every", "overflow")
+        return self.when in ("every", "position", "overflow")
 
     def __repr__(self) -> str:
         return short(self)
@@ -107,6 +107,20 @@ class Every(Moment):
 
 @named_fields
 @dataclass(frozen=True, repr=False)
+class AtPositions(Moment):
+    """At the prompt's end and, in the decoding loop itself, whenever a sequence has a multiple of `every` tokens, each
+    of a batch at its own time (Fast KVzip's code, arXiv:2601.17668)."""
+
+    when = "position"
+    every: int = 128
+    """Tokens of a sequence."""
+
+    def __post_init__(self):
+        assign(self, every=whole_number("eviction", "every", self.every))
+
+
+@named_fields
+@dataclass(frozen=True, repr=False)
 class Overflow(Moment):
     """As soon as there are more entries than the budget allows, when every head loses a share `drop` of what it has
     beyond the window (WG-KV's composition with SnapKV)."""
@@ -119,7 +133,7 @@ class Overflow(Moment):
         assign(self, drop=real_number("eviction", "drop", self.drop, above=0.0, most=1.0))
 
 
-MOMENTS: dict[str, type[Moment]] = {kind.when: kind for kind in (AtPrompt, EveryChunk, Every, Overflow)}
+MOMENTS: dict[str, type[Moment]] = {kind.when: kind for kind in (AtPrompt, EveryChunk, Every, AtPositions, Overflow)}
 NOTHING = {"chunk": 0, "every": 0, "drop": None, "observers": "own"}
 """The words of moments, with what says nothing beside any of them."""
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -10,7 +11,19 @@ from jaxtyping import Int
 from kvjax.errors import UserError
 from kvjax.mesh import axis_size
 from kvjax.policies.budget import Budget, Shares, Size, whole
+from kvjax.policies.interfaces import Ahead
 from kvjax.policies.moment import Moment
+
+
+class Range(NamedTuple):
+    """The tokens of a prompt that one compaction looks at."""
+
+    tokens: int
+    """How many."""
+    ratio: float
+    """The share of their entries that stays."""
+    ahead: int
+    """How many of the tokens read so far come after them."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +50,8 @@ class Plan:
     """The share of the budget that always goes to the newest, if that is more than `last`."""
     observed: int = 0
     """How many of the last tokens are looked back at."""
+    ahead: Ahead | None = None
+    """What compactions of a prompt pass over, whose budget is then shared out range by range; None: nothing."""
 
     def __post_init__(self):
         when, chunk = self.moment.when, self.moment.chunk
@@ -45,7 +60,7 @@ class Plan:
         if (self.moment.patched or self.moment.guidance) and not self.observed:
             given = self.moment.observers
             raise UserError(f"observers={given!r} is for methods that look back at the last tokens")
-        if self.moment.in_chunks and not isinstance(self.budget, Size):
+        if self.moment.in_chunks and not self.in_ranges and not isinstance(self.budget, Size):
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)
             if kept < stay:
@@ -53,11 +68,11 @@ class Plan:
                     f"the budget of {kept} of a chunk's {chunk} entries per kv head is below the {stay} that always "
                     "stay"
                 )
+        if self.in_ranges and self.shares.pyramid is not None:
+            raise UserError("a pyramid of budgets is of whole prompts, and this method's are of ranges of them")
+        if when in ("overflow", "position") and self.budget.proportional:
+            raise UserError(f"when={when!r} needs a budget in entries or size, which an answer can outgrow")
         if when == "overflow":
-            if self.budget.proportional:
-                raise UserError(
-                    "when='overflow' needs a budget in entries or size, which an answer can outgrow"
-                )
             if self.shares != Shares():
                 raise UserError(
                     "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing"
@@ -66,7 +81,35 @@ class Plan:
     @property
     def by_chunk(self) -> bool:
         """Whether a chunk's survivors are chosen among themselves."""
-        return self.moment.in_chunks and self.budget.proportional
+        return self.moment.in_chunks and (self.budget.proportional or self.ahead is not None)
+
+    @property
+    def in_ranges(self) -> bool:
+        """Whether a prompt is compacted range by range, whatever the kind of its budget."""
+        return self.ahead is not None and not self.moment.while_decoding
+
+    @property
+    def ties(self) -> str:
+        """Which entries with the last place's score stay, one of `kvjax.top.TIES`."""
+        if self.ahead is None:
+            return "first"
+        return "out" if self.in_ranges else "in"
+
+    def range(self, tokens: int, before: int, read: int, entry_bytes: int) -> Range:
+        """What a compaction looks at of a prompt of `tokens` tokens of which `read` were read, `before` of them before
+        the last compaction (Fast KVzip's code, `prefill`)."""
+        assert self.ahead is not None
+        of_prompt = max(tokens - self.ahead.prefix, 0)
+        kept = min(self.budget.of(of_prompt, entry_bytes), of_prompt)
+        ahead = self.ahead.tokens
+        if of_prompt < self.ahead.short:
+            ahead = int(self.ahead.share * of_prompt)
+        if kept < ahead:
+            ahead, ratio = math.floor(kept * (1 + 1e-12)), 0.0
+        else:
+            ratio = (kept - ahead) / (of_prompt - ahead) if of_prompt > ahead else 1.0
+        start = max(self.ahead.prefix, before - ahead)
+        return Range(max(read - ahead - start, 0), ratio, min(ahead, max(read - start, 0)))
 
     @property
     def read_behind(self) -> int:
@@ -107,7 +150,7 @@ class Plan:
     def check_bound(self, policy: str, ring: int, entry_bytes: int) -> None:
         """UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of it in
         the ring. Once at a prompt's end only the ring does: of less than the others the newest are kept."""
-        if not self.budget.proportional:
+        if not self.budget.proportional and not self.in_ranges:
             kept = whole(self.budget.of(2**62, entry_bytes))
             stay = ring if self.moment.when == "prompt" else self.stay(kept, ring)
             if kept < stay:
@@ -126,7 +169,9 @@ class Plan:
         chunk = self.moment.chunk
         if not self.moment.in_chunks:
             return float(tokens)
-        if self.by_chunk:
+        if self.ahead is not None:
+            kept = self.budget.of(tokens, entry_bytes) + self.ahead.prefix
+        elif self.by_chunk:
             # a chunk keeps whole entries, in each layer
             kept = math.ceil(tokens / chunk) * (whole(self.budget.of(chunk, entry_bytes)) + 1)
         else:

@@ -14,7 +14,7 @@ from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import BUDGETS, Budget, Threshold
 from kvjax.policies.interfaces import BIAS, Admission, Eviction, Method, Numbers, Planes, Selection, State
-from kvjax.policies.moment import AtPrompt, Moment
+from kvjax.policies.moment import Moment
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
 from kvjax.step import Readout, Shape, Step
@@ -86,7 +86,7 @@ class Policy:
         methods = [given[x] for x in ("admission", "eviction", "selection") if x in given]
         name = self.name or "+".join(method.label for method in methods) or "full"
         window = self.admission.window if self.window is None else self.window
-        when = AtPrompt() if self.when is None and self.eviction is not None else self.when
+        when = self.eviction.usual_moment if self.when is None and self.eviction is not None else self.when
         assign(self, name=name, when=when)
         if window is None:
             raise UserError(f"{name} needs window: how many of the last tokens are always visible")
@@ -127,6 +127,17 @@ class Policy:
         plan, name = self.plan, self.name
         assert plan is not None
         moment = plan.moment
+        if moment.while_decoding and (waiting := eviction.pending):
+            if plan.last < waiting:
+                raise UserError(
+                    f"{name}: the last {waiting} tokens may have no score yet, so they must stay: last must be at least "
+                    f"{waiting}, got {plan.last}"
+                )
+            if not 0 < moment.every <= waiting:
+                raise UserError(
+                    f"{name}: {waiting} tokens wait for their scores at most, so a compaction must come after every "
+                    f"{waiting} or fewer, got {moment}"
+                )
         if eviction.refuses_threshold and isinstance(self.budget, Threshold):
             raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
@@ -159,7 +170,8 @@ class Policy:
 
     def __repr__(self) -> str:
         plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
-        plain |= {"when": None} if self.when == AtPrompt() else {}
+        usual = None if self.eviction is None else self.eviction.usual_moment
+        plain |= {"when": None} if self.when == usual else {}
         return short(changed(self, **plain))
 
     @property

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes, State
+from kvjax.policies.moment import Moment
 from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
 
@@ -49,6 +50,10 @@ class Wrapper(Eviction):
         return self.eviction.shares
 
     @property
+    def usual_moment(self) -> Moment:
+        return self.eviction.usual_moment
+
+    @property
     def refuses_threshold(self) -> str:
         return self.eviction.refuses_threshold
 
@@ -78,6 +83,13 @@ class Wrapper(Eviction):
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         return self.eviction.observe(state, step, seen, valid)
+
+    @property
+    def pending(self) -> int:
+        return self.eviction.pending
+
+    def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
+        return self.eviction.late(state, seen)
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         return self.eviction.score(state, stored)

@@ -1,0 +1,86 @@
+"""Decoding: one token of each sequence after another, in one program, with compactions at the sequences' own times."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import Cache, Quota, ring_pages
+from kvjax.inference.compaction import compacted
+from kvjax.inference.forward import forward
+from kvjax.mesh import P
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+from kvjax.struct import static, struct
+
+
+Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
+"""What a cache was before each of some steps: lengths of the rows, tokens seen, which sequences ran."""
+
+
+@struct
+class Recurring:
+    """A compaction that comes again and again while decoding."""
+
+    quota: Quota
+    """What it keeps, whenever a sequence is due."""
+    every: Int[Array, ""]
+    """A sequence is, when it has a multiple of so many tokens."""
+    over: str = static()
+    """Who shares, as of `Shares`."""
+    ties: str = static()
+    """As of `kvjax.top.top`."""
+
+    def __call__(self, model: Decoder, policy: Policy, cache: Cache, running: Bool[Array, " b"]) -> Cache:
+        """The cache, compacted if one of the `running` sequences is due."""
+        due = running & (cache.seen % self.every == 0)
+        columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
+        sizes = {"entries": columns * cache.page_size, "over": self.over, "ties": self.ties}
+
+        def shorter(cache: Cache) -> Cache:
+            quota = dataclasses.replace(self.quota, due=due)
+            return compacted(model, policy.eviction, cache, quota, **sizes)  # pyright: ignore[reportArgumentType]
+
+        return jax.lax.cond(jax.sharding.reshard(due.any(), P()), shorter, lambda cache: cache, cache)
+
+
+def decode(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    carry: Any,
+    xs: Any,
+    feed: Callable[[Any, Any], tuple[Int[Array, " b"], Bool[Array, " b"]]],
+    advance: Callable[[Any, Any, Float[Array, "b v"]], tuple[Any, Any]],
+    *,
+    recurring: Recurring | None = None,
+    implementation: str | None = None,
+) -> tuple[Cache, Any, Any, Before]:
+    """A token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache donated.
+
+    Args:
+        carry, xs: as of `jax.lax.scan`, a step for each of `xs`.
+        feed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
+        recurring: a compaction after each token, of the sequences for which it is time.
+        advance: from these and the logits after the tokens the next carry, and what is returned of the step.
+
+    Returns:
+        the cache, the last carry, what was returned of every step, and what the cache was before each.
+    """
+
+    def step(carried, x):
+        cache, carry = carried
+        token, running = feed(carry, x)
+        before = cache.layers.length, cache.seen, running
+        valid = running.astype(jnp.int32)
+        cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
+        if recurring is not None:
+            cache = recurring(model, policy, cache, running)
+        carry, y = advance(carry, x, model.logits(hidden)[:, 0])
+        return (cache, carry), (y, before)
+
+    (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)
+    return cache, carry, ys, before
