@@ -17,9 +17,10 @@ SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES
 
 
 @functools.cache
-def selector(over, tensor):
+def selector(over, tensor, ties="first"):
     mesh, spec = make_mesh(tensor=tensor), (None, BATCH, "tensor", None)
-    local = jax.jit(jax.shard_map(functools.partial(top, over=over), out_specs=P(*spec), mesh=mesh))
+    chosen = functools.partial(top, over=over, ties=ties)
+    local = jax.jit(jax.shard_map(chosen, out_specs=P(*spec), mesh=mesh))
 
     def run(scores, eligible, count):
         with jax.set_mesh(mesh):
@@ -69,6 +70,64 @@ def test_the_best_stay_and_ties_go_to_the_earlier(over, tensor, case):
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
     chosen = selector(over, tensor)(scores, eligible, count)
     np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("ties", ["out", "in"])
+@pytest.mark.parametrize("over", ["layer", "model"])
+@settings(max_examples=40, deadline=None)
+@given(case=cases)
+def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, tensor, case):
+    """KVzip's thresholds: above the last place's score, or not below it; never fewer than all where all have a place,
+    and with "in" never more above it than there are places."""
+    scores, eligible, count = case
+    scores = np.array(scores, np.float32).reshape(SHAPE)
+    eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
+    chosen = selector(over, tensor, ties)(scores, eligible, count)
+    for b in range(SEQUENCES):
+        parts = [np.s_[:, b]] if over == "model" else [np.s_[layer, b] for layer in range(LAYERS)]
+        for part in parts:
+            places = HEADS * (count[:, b].sum() if over == "model" else count[part[0], b])
+            able, stays = scores[part][eligible[part]], chosen[part][eligible[part]]
+            best = np.sort(able)[::-1]
+            if places >= able.size:
+                wanted = np.ones(able.size, bool)
+            elif places == 0:
+                wanted = np.zeros(able.size, bool)
+            else:
+                wanted = able > best[places - 1] if ties == "out" else able >= best[places - 1]
+            np.testing.assert_array_equal(stays, wanted)
+            assert not chosen[part][~eligible[part]].any()
+
+
+def test_the_worked_examples_of_two_thresholds():
+    """Ten scores at .3: two are above the third best. Two heads with twelve entries and places for four each: the four
+    lowest go."""
+    mesh = make_mesh()
+
+    def chosen(scores, places, ties):
+        local = functools.partial(top, over="model", ties=ties)
+        with jax.set_mesh(mesh):
+            scores = np.asarray(scores, np.float32)[None, None]
+            return np.asarray(jax.shard_map(local, out_specs=P())(scores, scores > -1, places))[0, 0]
+
+    ten = chosen(np.random.default_rng(0).permutation(10)[None], np.full((1, 1, 1), 3, np.int32), "out")
+    assert ten.sum() == 2
+    two = np.random.default_rng(1).permutation(12).reshape(2, 6)
+    stays = chosen(two, np.full((1, 1, 1), 4, np.int32), "in")
+    np.testing.assert_array_equal(stays, two >= 4)
+
+
+def test_shared_places_may_be_told_head_by_head():
+    """A number that the heads do not divide."""
+    spec, scores = P(None, BATCH, "tensor"), np.random.default_rng(0).random(SHAPE).astype(np.float32)
+    places = np.zeros((LAYERS, SEQUENCES, HEADS), np.int32)
+    places[0, :, 1], places[1, :, 3] = 4, 5
+    with jax.set_mesh(make_mesh(tensor=2)):
+        local = functools.partial(top, over="model")
+        given = put(scores, *spec), put(np.ones(SHAPE, bool), *spec), put(places, *spec)
+        found = np.asarray(jax.jit(jax.shard_map(local, out_specs=spec))(*given))
+    np.testing.assert_array_equal(found.sum((0, 2, 3)), 9)
 
 
 def test_a_score_that_is_no_number_is_the_worst():

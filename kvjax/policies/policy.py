@@ -153,6 +153,8 @@ class Policy:
                 f"{eviction.label} looks back at the last {plan.observed} tokens, which must still be in the window: "
                 f"window must be at least {plan.observed}, got {self.window}"
             )
+        if eviction.refuses_admission:
+            raise UserError(f"{eviction.label} {eviction.refuses_admission}")
         if moment.patched:
             raise UserError(
                 f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
@@ -163,8 +165,6 @@ class Policy:
                 f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
                 "state entries or size"
             )
-        if eviction.refuses_admission:
-            raise UserError(f"{eviction.label} {eviction.refuses_admission}")
         if twice := set(self.admission.planes) & set(eviction.planes):
             raise UserError(f"{name}: its admission and its eviction both have a plane called {min(twice)!r}")
 
