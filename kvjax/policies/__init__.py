@@ -20,6 +20,7 @@ from kvjax.policies.budget import Entries, Ratio, Size, Threshold
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
+from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
@@ -29,7 +30,7 @@ from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.make import make_policy
-from kvjax.policies.moment import AtPrompt, Every, EveryChunk, Overflow
+from kvjax.policies.moment import AtPositions, AtPrompt, Every, EveryChunk, Overflow
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import POLICIES, described
 from kvjax.policies.selection.quest import Quest
@@ -41,12 +42,14 @@ __all__ = [
     "TOVA",
     "WGKV",
     "Adaptive",
+    "AtPositions",
     "AtPrompt",
     "CriticalKV",
     "Entries",
     "Every",
     "EveryChunk",
     "ExpectedAttention",
+    "FastKVzip",
     "Full",
     "HeadPattern",
     "KNorm",

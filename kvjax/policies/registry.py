@@ -18,6 +18,7 @@ from kvjax.policies.admission.wgkv import WGKV
 from kvjax.policies.eviction.adaptive import Adaptive, Pyramid
 from kvjax.policies.eviction.critical_kv import CriticalKV
 from kvjax.policies.eviction.expected_attention import ExpectedAttention
+from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
@@ -43,6 +44,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "knorm": KNorm,
     "expected_attention": ExpectedAttention,
     "h2o": H2O,
+    "fast_kvzip": FastKVzip,
     "r_kv": RKV,
     "random_eviction": RandomEviction,
 }

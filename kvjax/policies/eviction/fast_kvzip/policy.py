@@ -1,0 +1,141 @@
+"""The eviction: what the gates scored lowest goes, of all layers and kv heads together."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.errors import UserError, one_of, real_number, shown, whole_number
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.policies.budget import Shares
+from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
+from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
+from kvjax.policies.interfaces import Ahead, Eviction, Needs, Numbers
+from kvjax.policies.moment import EveryChunk, Moment
+from kvjax.step import Readout, Shape, Step, Stored
+from kvjax.struct import assign, host, remembered, static, struct
+
+CHUNK = 16_000
+"""Tokens of a prompt between two compactions."""
+FIRST, LAST = 4, 128
+"""Entries of each kv head that always stay while decoding, unless others are named."""
+Waiting = Any
+"""What the gates see of the last tokens, [b (k) w d], that of position i in slot i mod w; (): nothing waits."""
+
+
+@struct
+class FastKVzip(Eviction):
+    """A gate's guess of KVzip's score, which an entry carries from birth (Sec. 3).
+
+    A prompt is compacted chunk by chunk: what lies before its newest `window` tokens is thresholded over all layers and
+    kv heads, once; what stays then stays for good, and the window is kept whole. Of a budget that the window alone
+    exceeds its newest tokens stay. While decoding, tokens wait until there are `buffer` of them, whose scores one
+    product gives.
+    """
+
+    gates: Any = dataclasses.field(repr=False)
+    """The gates, or the folder or the authors' .pt file where they are."""
+    window: int = host(default=4096)
+    """A prompt's newest tokens, which a compaction passes over."""
+    short: int = host(default=CHUNK)
+    """Of prompts below so many tokens …"""
+    share: float = host(default=0.02)
+    """… the window is this share of theirs."""
+    prefix: int = host(default=0)
+    """A prompt's first tokens (what a chat template puts before a text) which stay beside the budget."""
+    buffer: int = static(default=LAST)
+    """Tokens of an answer that wait for their scores; 1: none waits."""
+    inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})
+    """What the gates look at, one of `gate.INPUTS`; by default the folder's, else the hidden states."""
+    made_for: MadeFor | None = remembered()
+    """What the folder says."""
+    name = "fast_kvzip"
+
+    def __post_init__(self):
+        gates, description = self.gates, {}
+        if isinstance(gates, str | Path):
+            gates, description = load_gates(gates)
+        if not isinstance(gates, SinkGate):
+            raise UserError(
+                f"{self.name}: gates must be a folder or a file of gates or a SinkGate, got {shown(gates)}"
+            )
+        looked_at = description.get("inputs", "hidden") if self.inputs is None else self.inputs
+        one_of(self.name, "inputs", looked_at, INPUTS)
+        assign(
+            self,
+            gates=gates,
+            inputs=looked_at,
+            window=whole_number(self.name, "window", self.window, 0),
+            short=whole_number(self.name, "short", self.short, 0),
+            share=real_number(self.name, "share", self.share, 0.0, 1.0),
+            prefix=whole_number(self.name, "prefix", self.prefix, 0),
+            buffer=whole_number(self.name, "buffer", self.buffer),
+            made_for=MadeFor.described(description),
+        )
+
+    def check(self, model: Any) -> None:
+        check_made_for(Sizes.of(self.gates, self.inputs), model)
+
+    @property
+    def needs(self) -> Needs:
+        ahead = Ahead(self.window, self.short, self.share, self.prefix)
+        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead)
+
+    @property
+    def shares(self) -> Shares:
+        return Shares(over="model")
+
+    @property
+    def usual_moment(self) -> Moment:
+        return EveryChunk(CHUNK)
+
+    @property
+    def refuses_admission(self) -> str:
+        return "shares out a budget of ranges of a prompt's tokens, which an admission does not all store"
+
+    @property
+    def planes(self) -> Mapping[str, str]:
+        return {"score": "float32"}
+
+    @property
+    def pending(self) -> int:
+        return self.buffer if self.buffer > 1 else 0
+
+    def init(self, shape: Shape) -> Waiting:
+        if not self.pending:
+            return ()
+        heads = () if self.inputs == "hidden" else (shape.kv_heads,)
+        return jnp.zeros((shape.batch, *heads, self.pending, self.gates.width), shape.dtype)
+
+    def observe(self, state: Waiting, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Waiting:
+        if not self.pending:
+            return state
+        x = inputs(step, self.inputs)
+        window, tokens = self.pending, x.shape[-2]
+        index = jnp.arange(min(window, tokens)) + jnp.maximum(valid - window, 0)[:, None]
+        new = jnp.take_along_axis(x, _by_token(jnp.minimum(index, tokens - 1), x), -2)
+        slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % window, window)
+        # the slots' axis before the heads'
+        kept = jnp.moveaxis(state, -2, 1).at[jnp.arange(len(state))[:, None], slot]
+        return jnp.moveaxis(kept.set(jnp.moveaxis(new, -2, 1).astype(state.dtype), mode="drop"), 1, -2)
+
+    def numbers(self, state: Waiting, step: Step, readout: Readout) -> Numbers:
+        """Those of a prompt at once; a single token's are `late`."""
+        if self.pending and step.hidden.shape[1] == 1:
+            return {"score": jnp.zeros_like(step.k[..., 0], jnp.float32)}
+        return {"score": self.gates(inputs(step, self.inputs))}
+
+    def late(self, state: Waiting, seen: Int[Array, " b"]) -> Numbers:
+        slot = (seen[:, None] + jnp.arange(self.pending)) % max(self.pending, 1)
+        return {"score": self.gates(jnp.take_along_axis(state, _by_token(slot, state), -2))}
+
+    def score(self, state: Waiting, stored: Stored) -> Float[Array, "b k s"]:
+        return stored.planes["score"]
+
+
+def _by_token(index: Int[Array, "b t"], x: Float[Array, "b *heads w d"]) -> Int[Array, "b ..."]:
+    """Indices of tokens, to be taken along the last axis but one of `x`."""
+    return index[:, None, :, None] if x.ndim == 4 else index[..., None]

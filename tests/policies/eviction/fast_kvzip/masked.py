@@ -1,0 +1,86 @@
+"""Fast KVzip as its authors' code has it, by masks: dense attention of every query to what its layer and head kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.mesh import AXES, BATCH, P, gather, use_mesh
+from kvjax.models.decoder import scan_layers
+
+
+@jax.jit
+def _forward(model, gates, tokens, visible):
+    def attend(step, _, xs):
+        gate, seen = xs
+        q, k, v = gather((step.q, step.k, step.v), *AXES)
+        group = q.shape[1] // k.shape[1]
+        k_, v_, seen = (jnp.repeat(x, group, 1) for x in (k, v, seen[None]))
+        s = jnp.einsum("bnth,bnsh->bnts", q, k_) / np.sqrt(k.shape[-1])
+        p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
+        o = jax.sharding.reshard(jnp.einsum("bnts,bnsh->bnth", p, v_), jax.typeof(step.q).sharding.spec)
+        score = jax.shard_map(lambda gate, x: gate(x), out_specs=P(BATCH, "tensor"))(gate, step.hidden)
+        return o, None, (k[0], gather(score, *AXES)[0])
+
+    position = jnp.arange(len(tokens))[None]
+    x, _, found = scan_layers(model, model.embed_tokens(tokens[None]), position, attend, xs=(gates, visible))
+    return *found, model.logits(model.norm(x))[0]
+
+
+def forward(model, gates, tokens, visible):
+    """The keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and kv head
+    sees the keys of `visible` [l k q j]."""
+    with use_mesh(model):
+        found = _forward(model, gates, jnp.asarray(tokens, jnp.int32), jnp.asarray(visible))
+        return tuple(map(np.asarray, found))
+
+
+def causal(shape, count):
+    """A causal mask of `count` tokens for each layer and kv head [l k t t]."""
+    return np.broadcast_to(np.tri(count, dtype=bool), (*shape, count, count)).copy()
+
+
+def above(scores, ratio):
+    """The pair rule (`SC.threshold`): of all entries those above the int(M r)-th best."""
+    if ratio >= 1:
+        return np.ones(scores.shape, bool)
+    best = np.sort(scores.reshape(-1))[::-1]
+    return scores > best[max(int(scores.size * ratio) - 1, 0)]
+
+
+def read(model, gates, tokens, *, ratio, chunk, window, prefix):
+    """What stays of a prompt [l k t], the keys of all its tokens, and the logits after it (`WR.prefill`)."""
+    layers, heads, n = *gates.shape[:2], len(tokens) - prefix
+    if ratio * n < window:
+        window, ratio = int(ratio * n), 0.0
+    else:
+        ratio = (ratio * n - window) / (n - window)
+    visible = causal((layers, heads), len(tokens))
+    kept, start = np.ones((layers, heads, len(tokens)), bool), prefix
+    for begin in range(0, len(tokens), chunk):
+        read = min(begin + chunk, len(tokens))
+        visible[:, :, begin:read] &= kept[:, :, None] | (np.arange(len(tokens)) >= begin)
+        # of what comes later no query so far sees anything
+        keys, scores, logits = forward(model, gates, tokens, visible)
+        if read - window > start:
+            kept[..., start : read - window] = above(scores[..., start : read - window], ratio)
+            start = read - window
+    return kept, keys, logits[-1]
+
+
+def decode(model, gates, tokens, prompt, *, entries, every, first, last):
+    """What stays of a prompt with an answer [l k t], the keys, and the logits after every token of it, where whatever
+    the budget of all layers and heads exceeds goes at its multiples of `every` tokens (`MC`)."""
+    layers, heads = gates.shape[:2]
+    visible = causal((layers, heads), len(tokens))
+    kept = np.ones((layers, heads, len(tokens)), bool)
+    for read in [x for x in range(prompt, len(tokens) + 1) if x == prompt or x % every == 0]:
+        scores, held = forward(model, gates, tokens, visible)[1], kept[..., :read]
+        gone = int(held.sum()) - entries * layers * heads
+        if gone > 0:
+            scores = scores[..., :read].copy()
+            scores[..., :first] = scores[..., read - last :] = 1.0
+            lowest = np.sort(scores[held])[gone]
+            held &= scores >= lowest
+        visible[:, :, read:] &= kept[:, :, None]
+    keys, _, logits = forward(model, gates, tokens, visible)
+    return kept, keys, logits

@@ -1,0 +1,181 @@
+"""Fast KVzip against its authors' rule, by masks: prompts in chunks, answers under a fixed budget."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference import sampling, schedule
+from kvjax.inference.room import begin
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies import make_policy
+from kvjax.policies.eviction.fast_kvzip import FastKVzip, SinkGate
+from tests.policies.captured import entries
+from tests.policies.eviction.fast_kvzip import masked
+from tests.tiny_models import tiny_model
+
+PAGE = 4
+LENGTHS = 41, 24, 9
+ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
+
+
+def tiny_gates(model, seed=1):
+    """Untrained, but decisive: scores all over (0, 1)."""
+    config = model.config
+    with use_mesh(model):
+        group = config.num_heads // config.num_kv_heads
+        gates = SinkGate(
+            config.num_layers, config.num_kv_heads, group, config.width, rngs=nnx.Rngs(seed)
+        )
+        gates.b[...] = gates.b[...] + 3
+        gates.w_q[...] = gates.w_q[...] * 3
+        return gates
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def gates(model):
+    return tiny_gates(model)
+
+
+def read(model, policy, rows, chunk=sampling.CHUNK):
+    """The cache, and the logits after each prompt."""
+    with use_mesh(model):
+        policy, cache = begin(model, policy, rows, 0, PAGE, None, None)
+        cache, logits = schedule.read(model, policy, cache, rows, 0, chunk)
+        return cache, np.asarray(logits)
+
+
+def holds(cache, row, kept, keys):
+    """Whether a sequence's rows hold exactly these of its keys."""
+    for layer, head in np.ndindex(kept.shape[:2]):
+        wanted = keys[layer, head][kept[layer, head]]
+        np.testing.assert_allclose(entries(cache, layer, row, head), wanted, atol=1e-4)
+
+
+READ = [
+    {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
+    {"ratio": 0.3, "chunk": 16, "window": 6, "prefix": 3},
+    {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # of which the window alone is more
+    {"ratio": 0.6, "chunk": 7, "window": 12, "prefix": 1},  # more than a chunk
+    {"ratio": 0.4, "chunk": 64, "window": 0, "prefix": 0},
+]
+
+
+@pytest.mark.parametrize("told", READ)
+def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
+    """Kept sets, and the logits of a dense computation under the same masks; of a batch of prompts."""
+    policy = make_policy("fast_kvzip", model=model, gates=gates, short=0, **told)
+    cache, logits = read(model, policy, ROWS)
+    for row, tokens in enumerate(ROWS):
+        kept, keys, wanted = masked.read(model, gates, tokens, **told)
+        assert kept.sum() < kept.size
+        holds(cache, row, kept, keys)
+        np.testing.assert_allclose(logits[row], wanted, atol=1e-4)
+
+
+def test_a_mesh_keeps_the_same(gates):
+    told = READ[1]
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        split = tiny_model()
+        policy = make_policy("fast_kvzip", model=split, gates=tiny_gates(split), short=0, **told)
+        cache, _ = read(split, policy, ROWS)
+        found = np.asarray(cache.layers.length)
+    model = tiny_model()
+    for row, tokens in enumerate(ROWS):
+        kept, _, _ = masked.read(model, gates, tokens, **told)
+        np.testing.assert_array_equal(found[:, row], kept.sum(-1))
+
+
+def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates):
+    """r·n = 4.1 < 8: exactly the last int(r·n) tokens, and the prefix."""
+    policy = make_policy("fast_kvzip", model=model, gates=gates, ratio=0.1, chunk=10, window=8, short=0)
+    cache, _ = read(model, policy, ROWS[:1])
+    np.testing.assert_array_equal(np.asarray(cache.layers.length), 4)
+    kept = np.zeros((3, 4, 41), bool)
+    kept[..., -4:] = True
+    assert (masked.read(model, gates, ROWS[0], ratio=0.1, chunk=10, window=8, prefix=0)[0] == kept).all()
+
+
+def test_a_ratio_of_one_is_the_full_cache(model, gates):
+    policy = make_policy("fast_kvzip", model=model, gates=gates, ratio=1.0, chunk=10, window=4, short=0)
+    cache, logits = read(model, policy, ROWS)
+    whole, wanted = read(model, make_policy("full", model=model), ROWS, chunk=10)
+    np.testing.assert_array_equal(np.asarray(cache.layers.length), np.asarray(whole.layers.length))
+    np.testing.assert_array_equal(logits, wanted)
+
+
+@pytest.mark.parametrize(("buffer", "last"), [(1, 6), (8, 8), (11, 12)])
+def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
+    """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
+    told = {"entries": 14, "every": 8, "first": 2, "last": last}
+    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", buffer=buffer, **told)
+    new, rows = 30, ROWS[:2]
+    for _, cache in sampling.stream(
+        model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, block=4, eos=()
+    ):
+        held = jax.tree.map(np.asarray, cache)
+    found = sampling.sample(model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, eos=())
+    for row, (prompt, answer) in enumerate(zip(rows, found.tokens, strict=True)):
+        tokens = np.concatenate([prompt, answer[:-1]])
+        kept, keys, logits = masked.decode(model, gates, tokens, len(prompt), **told)
+        np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), answer)
+        np.testing.assert_array_equal(held.layers.length[:, row], kept.sum(-1))
+        holds(cache, row, kept, keys)
+        assert kept[..., :2].all(), "the first stay"
+    assert caches.stats(cache, 2).kv_ratio < 0.4
+
+
+def test_the_decoding_loop_waits_for_no_host(model, gates):
+    """A block that passes a multiple of 8 compacts by itself: in one program, at its own token."""
+    told = {"entries": 14, "every": 8, "first": 2, "last": 8, "buffer": 8}
+    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", **told)
+    sizes = []
+    for block in (3, 30):
+        found = sampling.sample(
+            model, ROWS[:1], policy=policy, max_new_tokens=30, page_size=PAGE, block=block, eos=()
+        )
+        sizes.append((found.tokens[0].tolist(), found.stats.entries.tolist()))
+    assert sizes[0] == sizes[1]
+
+
+REFUSED = [
+    ({"ratio": 0.0}, "ratio must be .*above 0"),
+    ({"ratio": 1.5}, "ratio must be .*at most 1"),
+    ({"ratio": 0.5, "window": -1}, "fast_kvzip: window must be a whole number of at least 0, got -1"),
+    ({"ratio": 0.5, "share": 2}, "fast_kvzip: share must be"),
+    ({"ratio": 0.5, "buffer": 0}, "fast_kvzip: buffer must be a whole number of at least 1, got 0"),
+    ({"ratio": 0.5, "inputs": "value"}, "fast_kvzip: inputs is one of hidden, k, k_pre, got 'value'"),
+    ({"ratio": 0.5, "when": "position"}, "when='position' needs a budget in entries or size"),
+    ({"entries": 99, "when": "position", "last": 64}, "must stay: last must be at least 128, got 64"),
+    ({"entries": 999, "when": "position", "every": 200}, "after every 128 or fewer"),
+    ({"entries": 999, "when": "overflow"}, "takes a share of every head's own entries"),
+    ({"ratio": 0.5, "admission": "streaming_llm"}, "fast_kvzip shares out a budget of ranges of a prompt"),
+    ({"ratio": 0.5, "observers": [1, 2]}, "observers=.* is for methods that look back"),
+    ({"ratio": 0.5, "pyramid": 3}, "has no argument 'pyramid'"),
+    ({"gates": 3, "ratio": 0.5}, "fast_kvzip: gates must be a folder or a file of gates or a SinkGate, got 3"),
+]
+
+
+@pytest.mark.parametrize(("told", "said"), REFUSED)
+def test_what_cannot_be_is_one_line(model, gates, told, said):
+    with pytest.raises(UserError, match=said) as caught:
+        make_policy("fast_kvzip", **{"model": model, "gates": gates} | told)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model, gates):
+    policy = make_policy("fast_kvzip", model=model, gates=gates, entries=100, when="position")
+    with pytest.raises(UserError, match="the budget of 100 entries per kv head is below the 132 that always"):
+        sampling.sample(model, ROWS[:1], policy=policy)
+
+
+def test_pyramids_are_of_whole_prompts(model, gates):
+    with pytest.raises(UserError, match="a pyramid of budgets is of whole prompts"):
+        make_policy("pyramidkv", eviction=FastKVzip(gates), ratio=0.5)
