@@ -102,9 +102,11 @@ class TorchFile:
             UserError: a layer lacks an array, has another one, or one of another shape.
         """
         for index, layer in enumerate(found):
-            for name in sorted(layer.keys() | shapes.keys()):
-                wanted, has = shapes.get(name, "nothing"), shape_of(layer, name)
-                if wanted != has:
+            if others := layer.keys() - shapes.keys():
+                unknown = shown(min(others, key=str))
+                raise UserError(f"{self.file}: layer {index} has {unknown}, which is not of such gates")
+            for name, wanted in shapes.items():
+                if (has := shape_of(layer, name)) != wanted:
                     raise UserError(
                         f"{self.file}: layer {index}: {name} should have shape {wanted}, found {has}"
                     )
