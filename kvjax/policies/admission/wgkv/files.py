@@ -118,7 +118,7 @@ def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
         parts = PREFIX.fullmatch(str(name))
         if parts is None:
-            raise UserError(f"{opened.file}: these are no WG-KV gates: {shown(name)} is not of them")
+            raise UserError(f"{opened.file}: these are no WG-KV gates, which have no {shown(name)}")
         found.setdefault(int(parts[1]), {})[parts[2]] = value
     layers = [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
     shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
