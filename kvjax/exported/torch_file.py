@@ -4,7 +4,7 @@ follows it) and whose `*/data/N` hold the bytes of arrays. No more memory is tak
 import math
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -90,28 +90,30 @@ class TorchFile:
         at = tensor.offset * tensor.dtype.itemsize if stored else 0
         return np.ndarray(tensor.shape, tensor.dtype, stored, at, strides)
 
-    def layers(
-        self, found: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]
-    ) -> dict[str, Float32[np.ndarray, "l ..."]]:
-        """The arrays of all layers, in float32.
+    def check(self, found: Sequence[Mapping[str, Any]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse layers that lack an array, or have another one or one of another shape; no bytes are read.
 
         Args:
             found: what the content has of each layer. shapes: the arrays that each must have, by name.
-
-        Raises:
-            UserError: a layer lacks an array, has another one, or one of another shape.
         """
         for index, layer in enumerate(found):
-            for name in sorted(layer.keys() | shapes.keys()):
-                wanted, has = shapes.get(name, "nothing"), shape_of(layer, name)
-                if wanted != has:
+            if others := layer.keys() - shapes.keys():
+                unknown = shown(min(others, key=str))
+                raise UserError(f"{self.file}: layer {index} has {unknown}, which is not of such gates")
+            for name, wanted in shapes.items():
+                if (has := shape_of(layer, name)) != wanted:
                     raise UserError(
                         f"{self.file}: layer {index}: {name} should have shape {wanted}, found {has}"
                     )
         total = sum(layer[name].nbytes for layer in found for name in shapes)
         if total > self.bytes:
             raise UserError(f"{self.file}: has {self.bytes} bytes, and says that {total} of arrays are in it")
-        return {name: np.stack([self.read(x[name]).astype(np.float32) for x in found]) for name in shapes}
+
+    def stack(
+        self, found: Sequence[Mapping[str, Any]], names: Iterable[str]
+    ) -> dict[str, Float32[np.ndarray, "l ..."]]:
+        """The arrays of these names, of all layers that `check` let pass, in float32."""
+        return {name: np.stack([self.read(x[name]).astype(np.float32) for x in found]) for name in names}
 
     def _damaged(self, error: Exception) -> NoReturn:
         if isinstance(error, UserError):

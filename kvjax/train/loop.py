@@ -369,7 +369,8 @@ class Run:
         step = self.checkpoints.latest() if self.config.resume else None
         if step is None:
             given = 0 if self.config.takes_model else ()
-            return jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0), 0
+            state = jax.jit(self.first_state, static_argnums=1, donate_argnums=given)(model, 0)
+            return dataclasses.replace(state, params=self.phases[0].begin(state.params)), 0
         state, notes = self.restore(model, step)
         positions = notes["data"]
         if len(positions) != self.rows.groups and any(position != positions[0] for position in positions):

@@ -194,6 +194,11 @@ class Recipe(abc.ABC):
         """The parameters before the first update, float32 unless they are the model's own. Jitted under the mesh, so
         that what `jax.eval_shape` says of it holds; may hold the model, or a part of it."""
 
+    def begin(self, params: Any) -> Any:
+        """The parameters of a new run, given those of `init`: others of the same shapes, dtypes and shardings where
+        they are read from files. Not jitted, and not called where a resume has a checkpoint."""
+        return params
+
     def enter(self, params: Any) -> tuple[Any, Any]:
         """A later phase's first parameters, from those of the phase before, and what it holds of them besides (a
         teacher), which no update changes."""

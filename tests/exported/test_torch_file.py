@@ -45,7 +45,8 @@ def test_arrays_are_read_as_they_were_written(tmp_path, parameters):
                 assert read.dtype == array.dtype
                 np.testing.assert_array_equal(read, array)
         shapes = {name: array.shape for name, array in wanted.items()}
-        stacked = opened.layers(opened.content["module"], shapes)
+        opened.check(opened.content["module"], shapes)
+        stacked = opened.stack(opened.content["module"], shapes)
     for name in wanted:
         assert stacked[name].dtype == np.float32
         np.testing.assert_array_equal(stacked[name], np.stack([x[name] for x in layers]).astype(np.float32))
@@ -163,7 +164,7 @@ def test_a_file_gives_no_more_than_it_holds(tmp_path):
         TorchFile(tmp_path / "x.pt") as opened,
         pytest.raises(UserError, match="says that 4000000 of arrays"),
     ):
-        opened.layers(opened.content["module"], {"a": (1000,)})
+        opened.check(opened.content["module"], {"a": (1000,)})
 
 
 def test_packed_entries_are_refused(tmp_path):

@@ -2,16 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import nnx
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import LARGEST_INT, UserError
@@ -20,11 +19,14 @@ from kvjax.mesh import AXES, batch_shards, gather, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, save_gates
+from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, load_gates, save_gates
+from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes
 from kvjax.train.objective import student_errors
 from kvjax.train.recipe import Recipe, Rule, Validation
 from kvjax.train.thresholds import thresholds
 from kvjax.train.validation import by_length
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,10 @@ class WriteGates(Recipe):
     """Sparsity term: weighted by the share of a token's life spent outside the window (the paper's code), or the plain
     mean (the paper's text)."""
     expand: float | None = None
-    """Hidden width of the gates over head_dim; by default 1.5 for Qwen3 and 4 for the others."""
+    """Hidden width of the gates over head_dim; by default that of --init, else 1.5 for Qwen3 and 4 for the others."""
+    init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
+    """Gates to begin with instead of random ones: a folder that a run exported, `builtin`, or a .pt file of the
+    authors'. They may be another model's of the same shape."""
     lr: float = 1e-3
     """Peak learning rate of AdamW: the first tenth of the sequences warms up to it, a cosine falls to 0."""
     weight_decay: float = 0.01
@@ -75,6 +80,8 @@ class WriteGates(Recipe):
 
     def fitted(self, told: Container[str]) -> Recipe:
         fitted = super().fitted(told)
+        if self.init_ is not None and "expand" not in told and (self.expand is None or "init_" in told):
+            fitted = dataclasses.replace(fitted, expand=_told(gate_sizes, self.init_).expand)
         if "lengths" not in told or "window" in told or not 1 < min(self.lengths, default=0) <= self.window:
             return fitted
         return dataclasses.replace(fitted, window=max(1, self.lengths[0] // 4))
@@ -93,12 +100,23 @@ class WriteGates(Recipe):
                 f"--expand {self.expand:g} makes gates {width:g} wide for the model's head_dim of {model.head_dim}, "
                 "expected at least 1"
             )
+        if self.init_ is not None and not self.resume:
+            found, wanted = _told(gate_sizes, self.init_), self._sizes(model)
+            if found.shape != wanted.shape:
+                raise UserError(
+                    f"--init {self.init_}: has gates of (layers, kv heads, head_dim, hidden width) = {found.shape}, "
+                    f"this run trains {wanted.shape}"
+                )
+
+    def _sizes(self, model: ModelConfig) -> Sizes:
+        expand = self.expand or (1.5 if model.model_type == "qwen3" else 4.0)
+        return Sizes(model.num_layers, model.num_kv_heads, model.head_dim, expand)
 
     def init(self, model: Decoder) -> WriteGate:
-        shape = model.config
-        usual = 1.5 if shape.model_type == "qwen3" else 4.0
-        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        return WriteGate(*sizes, expand=self.expand or usual, rngs=nnx.Rngs(self.seed))
+        return self._sizes(model.config).make(self.seed)
+
+    def begin(self, params: WriteGate) -> WriteGate:
+        return params if self.init_ is None else _told(load_gates, self.init_)[0]
 
     def masks(self, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
         """The gates as they are trained; `hard`: as they are used, binarised at τ."""
@@ -165,6 +183,7 @@ class WriteGates(Recipe):
             "batch": self.rows,
             "lengths": list(self.lengths),
             "seed": self.seed,
+            "init": self.init_,
         }
         whole = gather(params, *AXES)
         if jax.process_index() == 0:
@@ -187,6 +206,14 @@ class WriteGates(Recipe):
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
         return make_policy("wgkv", gates=gates, model=model, force=force, **options)
+
+
+def _told(read: Callable[[str], T], init: str) -> T:
+    """What is read of the gates to begin with."""
+    try:
+        return read(init)
+    except UserError as error:
+        raise UserError(f"--init {error}") from None
 
 
 def held_out_gates(

@@ -31,9 +31,14 @@ class Sizes(NamedTuple):
     expand: float
     """The hidden width over `head_dim`."""
 
-    def make(self) -> WriteGate:
-        """Gates of these sizes."""
-        return WriteGate(*self[:3], expand=self.expand, rngs=nnx.Rngs(0))
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Layers, kv heads, head_dim and the gates' hidden width."""
+        return *self[:3], round(self.head_dim * self.expand)
+
+    def make(self, seed: int = 0) -> WriteGate:
+        """New gates of these sizes."""
+        return WriteGate(*self[:3], expand=self.expand, rngs=nnx.Rngs(seed))
 
 
 def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]) -> None:
@@ -86,27 +91,17 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
 
 
 def _load_published(file: str | Path, model: Any) -> tuple[WriteGate, dict[str, Any]]:
-    """Of each layer two convolutions over the kv heads as groups: conv1 [k·m, 2h, 1], whose outputs are head by head,
-    and conv2 [k, m, 1]."""
     with TorchFile(file) as opened:
         sizes, layers = _published(opened)
         check_made_for(sizes[:3], model)
-        count, k, h, m = *sizes[:3], round(sizes.head_dim * sizes.expand)
-        shapes = {
-            "pre_key_norm.weight": (h,),
-            "post_key_norm.weight": (h,),
-            "conv1.weight": (k * m, 2 * h, 1),
-            "conv1.bias": (k * m,),
-            "conv2.weight": (k, m, 1),
-            "conv2.bias": (k,),
-        }
-        norm_pre, norm_post, w1, b1, w2, b2 = opened.layers(layers, shapes).values()
+        norm_pre, norm_post, w1, b1, w2, b2 = opened.stack(layers, _shapes(sizes)).values()
+    heads, width = w2.shape[:2], w2.shape[2]
     arrays = {
         "norm_pre": norm_pre,
         "norm_post": norm_post,
-        "w1": w1.reshape(count, k, m, 2 * h).swapaxes(2, 3),
-        "b1": b1.reshape(count, k, m),
-        "w2": w2.reshape(count, k, m),
+        "w1": w1.reshape(*heads, width, -1).swapaxes(2, 3),
+        "b1": b1.reshape(*heads, width),
+        "w2": w2.reshape(*heads, width),
         "b2": b2,
     }
     return filled(sizes.make, arrays, file), {"method": "wgkv"} | sizes._asdict() | PUBLISHED
@@ -118,13 +113,29 @@ def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
         parts = PREFIX.fullmatch(str(name))
         if parts is None:
-            raise UserError(f"{opened.file}: these are no WG-KV gates: {shown(name)} is not of them")
+            raise UserError(f"{opened.file}: these are no WG-KV gates, which have no {shown(name)}")
         found.setdefault(int(parts[1]), {})[parts[2]] = value
     layers = [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
     shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
     match shapes:
         case [(int(head_dim),), (int(kv_heads), int(width), 1)] if min(head_dim, kv_heads, width) > 0:
-            return Sizes(len(layers), kv_heads, head_dim, width / head_dim), layers
+            sizes = Sizes(len(layers), kv_heads, head_dim, width / head_dim)
+            opened.check(layers, _shapes(sizes))
+            return sizes, layers
     raise UserError(
         f"{opened.file}: these are no WG-KV gates: layer 0 has no pre_key_norm and conv2 of any size"
     )
+
+
+def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """A layer's arrays in the authors' files: two convolutions with the kv heads as groups, the first one's outputs
+    head by head."""
+    _, k, h, m = sizes.shape
+    return {
+        "pre_key_norm.weight": (h,),
+        "post_key_norm.weight": (h,),
+        "conv1.weight": (k * m, 2 * h, 1),
+        "conv1.bias": (k * m,),
+        "conv2.weight": (k, m, 1),
+        "conv2.bias": (k,),
+    }

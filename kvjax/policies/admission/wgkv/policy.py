@@ -21,8 +21,8 @@ from kvjax.struct import assign, host, remembered, struct
 class WGKV(Admission):
     """Admission by the gate: a token that leaves the window is written iff g ≥ τ.
 
-    `gates`: the gates themselves, a folder that training exported, or `builtin` for those of the built-in model. What
-    else is not given is the folder's.
+    `gates`: the gates themselves, a folder that training exported, a .pt file of the authors' (window 256, τ 0.1), or
+    `builtin` for those of the built-in model. What else is not given is the folder's.
     """
 
     gates: Any = dataclasses.field(repr=False)
@@ -43,7 +43,9 @@ class WGKV(Admission):
         if isinstance(gates, str | Path):
             gates, description = load_gates(gates)
         if not isinstance(gates, WriteGate):
-            raise UserError(f"wgkv: gates must be a folder of gates or a WriteGate, got {shown(gates)}")
+            raise UserError(
+                f"wgkv: gates must be a folder or a file of gates or a WriteGate, got {shown(gates)}"
+            )
         layers, kv_heads, _, _ = gates.w1.shape
         tau = description.get("tau", 0.1) if self.tau is None else self.tau
         tau, rate = real_array(self.name, "tau", tau, 0.0, 1.0), self.rate

@@ -39,9 +39,9 @@ class Sizes(NamedTuple):
         """Those of gates that look at `inputs`."""
         return cls(*gates.shape, gates.dim, gates.sinks, gates.form, inputs)
 
-    def make(self) -> SinkGate:
-        """Gates of these sizes."""
-        return SinkGate(*self[:4], dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(0))
+    def make(self, seed: int = 0) -> SinkGate:
+        """New gates of these sizes."""
+        return SinkGate(*self[:4], dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(seed))
 
 
 def save_gates(folder: str | Path, gates: SinkGate, description: dict[str, Any]) -> None:
@@ -100,21 +100,11 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
 
 
 def _load_published(file: str | Path, model: Any) -> tuple[SinkGate, dict[str, Any]]:
-    """Of each layer linear maps [out, in], whose outputs are head by head and, of queries, query head by query head."""
     with TorchFile(file) as opened:
         sizes, layers = _published(opened)
         check_made_for(sizes, model)
-        count, k, g, d, c = sizes[:5]
-        shapes = {
-            "q_proj.weight": (k * g * c, d),
-            "q_proj.bias": (k * g * c,),
-            "k_proj.weight": (k * c, d),
-            "q_norm.weight": (c,),
-            "k_norm.weight": (c,),
-            "k_base": (k, 1, sizes.sinks, c),
-            "b": (k, 1, g),
-        }
-        w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.layers(layers, shapes).values()
+        w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.stack(layers, _shapes(sizes)).values()
+    count, k, g, d, c = sizes[:5]
     arrays = {
         "w_q": w_q.reshape(count, k, g, c, d),
         "bias_q": bias_q.reshape(count, k, g, c),
@@ -144,4 +134,20 @@ def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
         said = re.search(rf"(?:^|_){word}(\d+)(?:_|$)", opened.file.stem)
         if said and int(said[1]) != has:
             raise UserError(f"{opened.file}: its name says {word}{said[1]}, its arrays are of {word}{has}")
+    opened.check(layers, _shapes(sizes))
     return sizes, layers
+
+
+def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """A layer's arrays in the authors' files: linear maps [out, in], whose outputs are head by head and, of queries,
+    query head by query head."""
+    _, k, g, d, c, sinks, *_ = sizes
+    return {
+        "q_proj.weight": (k * g * c, d),
+        "q_proj.bias": (k * g * c,),
+        "k_proj.weight": (k * c, d),
+        "q_norm.weight": (c,),
+        "k_norm.weight": (c,),
+        "k_base": (k, 1, sinks, c),
+        "b": (k, 1, g),
+    }

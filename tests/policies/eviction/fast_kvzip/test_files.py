@@ -1,0 +1,220 @@
+"""Gates in files: read as we and the authors write them, and refused for another model or when damaged."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies.eviction.fast_kvzip import FORMS, SinkGate, load_gates, save_gates
+from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from tests.exported.torch_files import Global, Numpy, write_torch
+from tests.policies.eviction.fast_kvzip.published import layer_arrays, write_published
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def gates_for(model, *, width=None, **options):
+    config = model.config
+    sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
+    with use_mesh():
+        return SinkGate(*sizes, width or config.width, **options, rngs=nnx.Rngs(2))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gates_survive_a_round_trip(tmp_path, model, form):
+    gates = gates_for(model, dim=4, sinks=3, form=form)
+    save_gates(tmp_path, gates, {"window": 64})
+    read, description = load_gates(tmp_path, model)
+    assert description["window"] == 64
+    assert description["method"] == "fast_kvzip"
+    assert gate_sizes(tmp_path) == Sizes.of(gates)
+    assert jax.tree.structure(read) == jax.tree.structure(gates)
+    jax.tree.map(np.testing.assert_array_equal, read, gates)
+
+
+def test_gates_are_split_as_they_were_made(tmp_path, model):
+    save_gates(tmp_path, gates_for(model), {})
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        read, _ = load_gates(tmp_path, model)
+    for name in ("w_q", "k_base", "b"):
+        assert getattr(read, name)[...].sharding.spec[1] == "tensor"
+
+
+def test_gates_of_another_model_are_refused(tmp_path, model):
+    save_gates(tmp_path, gates_for(model), {})
+    config = model.config
+    head = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.width)
+    with pytest.raises(
+        UserError, match=re.escape(f"= {(config.num_layers, *head)}, the model has {(2, *head)}")
+    ):
+        load_gates(tmp_path, tiny_model(num_layers=2))
+    save_gates(tmp_path, gates_for(model, width=config.head_dim), {"inputs": "k"})
+    assert load_gates(tmp_path, model)[1]["inputs"] == "k"
+    save_gates(tmp_path, gates_for(model, width=config.head_dim), {})
+    with pytest.raises(UserError, match=rf"{config.head_dim}\), the model has"):
+        load_gates(tmp_path, model)
+
+
+def test_another_model_is_refused_before_weights_are_read(tmp_path, model):
+    save_gates(tmp_path, gates_for(model), {})
+    (tmp_path / "gates.safetensors").write_bytes(b"junk")
+    with pytest.raises(UserError, match="the model has"):
+        load_gates(tmp_path, tiny_model(num_layers=2))
+    with pytest.raises(UserError, match="damaged"):
+        load_gates(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"form": "gelu"}, {"inputs": "v"}, {"sinks": 0}, {"dim": "wide"}, {"group": None}]
+)
+def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
+    save_gates(tmp_path, gates_for(model), {})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    with pytest.raises(UserError, match="no Fast KVzip gates, or the files are damaged") as caught:
+        load_gates(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_array_of_another_shape_is_named(tmp_path, model):
+    save_gates(tmp_path, gates_for(model, sinks=4), {"sinks": 5})
+    with pytest.raises(
+        UserError, match=r"safetensors: k_base should have shape \(3, 4, 5, 16\), found \(3, 4, 4, 16\)"
+    ):
+        load_gates(tmp_path)
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A file of the authors' layout, 3 layers of 4 kv heads of 2 query heads for a width of 32."""
+    return write_published(tmp_path / "q2_dim16_sink16.pt", layers=3, kv_heads=4, group=2, width=32)
+
+
+def test_the_authors_file_is_read(tmp_path, published):
+    file, layers = published
+    gates, description = load_gates(file)
+    assert gate_sizes(file) == Sizes(3, 4, 2, 32, 16, 16, "sink", "hidden") == Sizes.of(gates)
+    assert description["sinks"] == 16
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 5, 32)), jnp.float32)
+    for index in (0, 2):
+        found = jax.tree.map(lambda leaf, index=index: leaf[index], gates)(x)
+        np.testing.assert_allclose(found, as_published(layers[index], np.asarray(x)), atol=2e-6)
+    save_gates(tmp_path / "gates", gates, description)
+    jax.tree.map(np.testing.assert_array_equal, load_gates(tmp_path / "gates")[0], gates)
+
+
+def as_published(layer, x):
+    """A layer's scores as the authors' code computes them (and kvpress's FastKVzipGate), in float64; x [1 t d]."""
+    w = {name: np.asarray(array, np.float64) for name, array in layer.items()}
+    rms = lambda x, scale: x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale  # noqa: E731
+    h = np.asarray(x[0], np.float64)
+    heads, _, _, dim = w["k_base"].shape
+    queries = rms(
+        (h @ w["q_proj.weight"].T + w["q_proj.bias"]).reshape(len(h), heads, -1, dim), w["q_norm.weight"]
+    )
+    keys = rms((h @ w["k_proj.weight"].T).reshape(len(h), heads, 1, dim), w["k_norm.weight"])
+    queries, keys = queries.transpose(1, 0, 3, 2), keys.transpose(1, 0, 2, 3)
+    logit = keys @ queries / np.sqrt(dim) + w["b"][:, :, None]
+    base = w["k_base"] @ queries / np.sqrt(dim)
+    return (1 / (1 + np.exp(base - logit).sum(2, keepdims=True))).mean(-1)[None, ..., 0]
+
+
+def test_the_authors_file_is_for_its_model(published, model):
+    file, _ = published
+    load_gates(file, model)
+    with pytest.raises(UserError, match=r"= \(3, 4, 2, 32\), the model has \(2, 4, 2, 32\)"):
+        load_gates(file, tiny_model(num_layers=2))
+
+
+@pytest.mark.parametrize(("name", "said"), [("q2_dim16_sink8", "sink8, its arrays are of sink16"), ("q4_dim16", "q4"),
+                                            ("q2_dim8_sink16", "dim8, its arrays are of dim16")])  # fmt: skip
+def test_names_that_say_otherwise_are_refused(published, name, said):
+    file = published[0].rename(published[0].with_name(f"{name}.pt"))
+    with pytest.raises(UserError, match=f"its name says {said}"):
+        load_gates(file)
+
+
+def test_names_that_say_nothing_are_taken(published):
+    load_gates(published[0].rename(published[0].with_name("sinking-dim8.pt")))
+
+
+def changed(**arrays):
+    """Two layers of which the second is changed."""
+    first, second = layer_arrays(kv_heads=4, group=2, width=32), layer_arrays(kv_heads=4, group=2, width=32)
+    second |= {name.replace("__", "."): array for name, array in arrays.items()}
+    return [first, {name: array for name, array in second.items() if array is not None}]
+
+
+OTHERS = {
+    "no layers": ([], "a list of layers"),
+    "no list": ({"0": layer_arrays(kv_heads=4, group=2, width=32)}, "a list of layers"),
+    "no gates": ([{"weight": np.zeros(3, np.float32)}], "expected q_proj.weight, k_base and b"),
+    "no sinks": (
+        [layer_arrays(kv_heads=4, group=2, width=32, sinks=0)],
+        "expected q_proj.weight, k_base and b",
+    ),
+    "no b": (changed(b=None), r"layer 1: b should have shape \(4, 1, 2\), found nothing"),
+    "a number for b": (changed(b=1.0), r"layer 1: b should have shape \(4, 1, 2\), found float"),
+    "a losses' array for b": (changed(b=Numpy(np.zeros((4, 1, 2)))), "found Unread"),
+    "another width": (
+        changed(k_proj__weight=np.zeros((64, 16), np.float32)),
+        r"\(64, 32\), found \(64, 16\)",
+    ),
+    "more": (
+        changed(v_proj__weight=np.zeros((64, 32), np.float32)),
+        "layer 1 has 'v_proj.weight', which is not",
+    ),
+    "what runs": (changed(b=Global("posix", "system")("true")), "asks for posix.system, which is not among"),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_files_are_refused_in_one_line(tmp_path, what):
+    module, said = OTHERS[what]
+    write_torch(tmp_path / "x.pt", {"module": module})
+    with pytest.raises(UserError, match=said) as caught:
+        load_gates(tmp_path / "x.pt")
+    assert str(tmp_path / "x.pt") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_kvpress_computes_the_same(tmp_path):
+    """Its gates with random weights, saved by torch, read by us: the same scores."""
+    torch = pytest.importorskip("torch")
+    FastKVzipGate = pytest.importorskip("kvpress.presses.fastkvzip_press").FastKVzipGate
+    torch.manual_seed(0)
+    twins = [FastKVzipGate(index, 32, 4, 2, torch.float32) for index in range(3)]
+    for twin in twins:
+        for parameter in twin.parameters():
+            parameter.data += 0.5 * torch.randn_like(parameter)
+    states = [twin.state_dict() for twin in twins]
+    file = tmp_path / "q2_dim16_sink16.pt"
+    torch.save({"module": states, "loss": np.ones(2), "acc": np.ones(2, np.float32)}, file)
+    gates, _ = load_gates(file)
+    x = torch.randn(1, 7, 32)
+    for index, twin in enumerate(twins):
+        found = jax.tree.map(lambda leaf, index=index: leaf[index], gates)(jnp.asarray(x.numpy()))
+        np.testing.assert_allclose(found, twin(x).detach().numpy(), atol=1e-5)
+        np.testing.assert_allclose(found, as_published(states[index], x.numpy()), atol=1e-5)
+
+
+def test_sixteen_bit_files_are_read_exactly(tmp_path):
+    file, layers = write_published(
+        tmp_path / "x.pt", layers=2, kv_heads=2, group=3, width=8, dtype=ml_dtypes.bfloat16
+    )
+    gates, _ = load_gates(file)
+    assert gates.w_q[...].dtype == jnp.float32
+    np.testing.assert_array_equal(
+        gates.w_k[...][1].reshape(32, 8), layers[1]["k_proj.weight"].astype(np.float32)
+    )

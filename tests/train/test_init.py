@@ -1,0 +1,131 @@
+"""Runs that begin with gates that there are already, and what is refused before one starts."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.exported.folder import describe
+from kvjax.mesh import use_mesh
+from kvjax.models import read_config
+from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
+from kvjax.policies.admission.wgkv.files import Sizes
+from kvjax.train.checkpoints import Checkpoints
+from kvjax.train.config import parse, prepare_folder
+from kvjax.train.loop import check, export_checkpoint, train
+from tests.exported.torch_files import write_torch
+from tests.policies.admission.wgkv.published import published_arrays
+
+MODEL = builtin_model("test_model")
+SHAPE = read_config(MODEL)
+SIZES = Sizes(SHAPE.num_layers, SHAPE.num_kv_heads, SHAPE.head_dim, 1.5)
+ARGS = [
+    *("--model", str(MODEL), "--data", "builtin", "--lengths", "64", "--window", "8", "--batch", "8"),
+    *(
+        "--checkpoint-every",
+        "1",
+        "--validation",
+        "2",
+        "--report",
+        "none",
+        "--dtype",
+        "float32",
+        "--mesh",
+        "4x2",
+    ),
+]
+
+
+@pytest.fixture
+def published(tmp_path):
+    """The authors' file for the model."""
+    file = tmp_path / "gates.pt"
+    _, heads, head_dim, width = SIZES.shape
+    arrays = published_arrays(layers=SIZES.layers, kv_heads=heads, head_dim=head_dim, width=width)
+    write_torch(file, arrays, parameters=True)
+    return file
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "validation" not in line]
+
+
+class Stopped(BaseException):
+    """As if the process had been."""
+
+
+def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monkeypatch):
+    """The first update has rate 0: the gates after it are the file's. Stopped there, and without the file, a run of two
+    updates ends as one that was not."""
+    file, save = published, Checkpoints.save
+    wanted = jax.device_get(load_gates(file)[0])
+    run = [*ARGS, "--init", str(file), "--sequences", "16", "--out"]
+    whole, folder = train(parse([*run, str(tmp_path / "whole")])), tmp_path / "stopped"
+
+    def stopped_after_the_first(self, step, *args):
+        save(self, step, *args)
+        self._manager.wait_until_finished()
+        raise Stopped
+
+    monkeypatch.setattr(Checkpoints, "save", stopped_after_the_first)
+    with pytest.raises(Stopped):
+        train(parse([*run, str(folder)]))
+    monkeypatch.setattr(Checkpoints, "save", save)
+    file.unlink()
+    begun = parse(["--resume", "--out", str(folder)])
+    assert (begun.init_, begun.expand) == (str(file), 1.5)
+    export_checkpoint(begun, 1, tmp_path / "first")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(load_gates(tmp_path / "first")[0]), wanted)
+    assert describe(tmp_path / "first")["init"] == str(file)
+    again = train(begun)
+    assert losses(folder) == losses(whole.folder)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again.params, whole.params)))
+    assert not np.array_equal(whole.params.w1[...], wanted.w1[...])
+
+
+def test_a_run_that_has_no_checkpoint_needs_them(published, tmp_path):
+    prepare_folder(parse([*ARGS, "--init", str(published), "--out", str(tmp_path / "run")]))
+    published.unlink()
+    with pytest.raises(UserError, match=r"--init .*gates.pt: cannot be read \(No such file"):
+        train(parse(["--resume", "--out", str(tmp_path / "run")]))
+
+
+def test_the_width_is_theirs_where_none_is_told(published, tmp_path):
+    """Also over the built-in config's."""
+    assert parse([*ARGS, "--init", str(published)]).expand == 1.5
+    assert parse(["--config", "builtin", "--init", str(published)]).expand == 1.5
+    (tmp_path / "own.yaml").write_text(f"init: {published}\nmodel: {MODEL}\n")
+    assert parse(["--config", str(tmp_path / "own.yaml")]).expand == 1.5
+    with use_mesh():
+        gates = WriteGate(*SIZES[:3], expand=2.0, rngs=nnx.Rngs(0))
+    save_gates(tmp_path / "gates", gates, {})
+    assert parse([*ARGS, "--init", str(tmp_path / "gates")]).expand == 2
+    check(parse([*ARGS, "--init", str(tmp_path / "gates")]))
+
+
+def refusal(*args):
+    with pytest.raises(UserError) as caught:
+        check(parse([*ARGS, *args]))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_other_gates_are_refused_before_a_run_starts(published, tmp_path):
+    assert "has gates of (layers, kv heads, head_dim, hidden width) = " in refusal(
+        "--init", str(published), "--expand", "4"
+    )
+    assert refusal("--init", str(tmp_path / "none")).startswith(f"--init {tmp_path}/none holds no gates")
+    assert "cannot be read (No such file" in refusal("--init", str(tmp_path / "none.pt"))
+    arrays = published_arrays(layers=2, kv_heads=1, head_dim=8, width=12)
+    write_torch(tmp_path / "other.pt", arrays)
+    assert "= (2, 1, 8, 12), this run trains" in refusal("--init", str(tmp_path / "other.pt"))
+    arrays.popitem()
+    write_torch(tmp_path / "less.pt", arrays)
+    assert "layer 1: conv2.bias should have shape (1,), found nothing" in refusal(
+        "--init", str(tmp_path / "less.pt")
+    )
