@@ -1,8 +1,8 @@
 """`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
 not here, fsdp 2 × tensor 2.
 
-Prints a line of JSON for each of prefill, decode and compaction, at head_dim 64 and at 128, and of training at 128: its
-name, its kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's pool is 2 GiB,
+Prints a line of JSON for each of prefill, decode and compaction, at head_dim 64 and at 128, and of training and decoding
+with compactions at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One device's pool is 2 GiB,
 more than any vector memory: what XLA copies into that is in no count of temporaries. A process of its own, started with
 `pallas_kernels.ahead.ENVIRONMENT`.
 """
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
 from kvjax.inference.compaction import compact
+from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import laid_out
 from kvjax.inference.sampling import Draw, decode_block
@@ -30,6 +31,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
+from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
@@ -38,7 +40,7 @@ from tests.pallas_kernels.compile_cases import copies
 POOL = 2 << 30
 HEAD_DIMS = 64, 128
 TRAINED = 128
-"""The head_dim that training is compiled at, which takes as long as all else."""
+"""The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
 BATCH_SIZE, PAGE = 8, 16
 DTYPE = jnp.dtype(jnp.bfloat16)
 """Of the entries, of what holds them, and of bounds."""
@@ -59,6 +61,14 @@ def wgkv(config):
     gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
     heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, "tensor"))
     return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
+
+
+def fast_kvzip(config, model):
+    group = config.num_heads // config.num_kv_heads
+    sizes = config.num_layers, config.num_kv_heads, group, config.width
+    gates = SinkGate(*sizes, rngs=nnx.Rngs(0))
+    policy = make_policy("fast_kvzip", model=model, gates=gates, entries=1024, when="position")
+    return policy.continuing.traced
 
 
 def programs(mesh, config):
@@ -101,14 +111,20 @@ def programs(mesh, config):
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
 
-    evicting = make_policy("adakv", model=model, ratio=0.25)
-    cache = empty(evicting.traced, 4096)
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
+    if config.head_dim == TRAINED:
+        gated = jax.eval_shape(functools.partial(fast_kvzip, config, model))
+        options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
+        arguments = model, gated, empty(gated, 4096), *arguments[3:]
+        yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options
+
+    evicting = make_policy("adakv", model=model, ratio=0.25)
+    cache = empty(evicting.traced, 4096)
     yield (
         "compaction",
         compact,

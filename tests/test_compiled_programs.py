@@ -45,12 +45,13 @@ def test_every_attention_is_a_kernel(reports, platform):
         "prefill": {"vertical_slash", "far_list"} if platform == "tpu" else {"vertical_slash"},
         "decode": decode,
         "decode, counted and chosen": decode | {"attention_mass"},
+        "decode, compacting": decode,
         "compaction": {"attention_mass"},
     }
     assert kernels == {
         f"{name}, head_dim {head_dim}": own
         for name, own in wanted.items()
-        for head_dim in ((TRAINED,) if name == "training" else HEAD_DIMS)
+        for head_dim in ((TRAINED,) if name in ("training", "decode, compacting") else HEAD_DIMS)
     }
 
 
@@ -64,10 +65,13 @@ def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     assert not report["large_copies"]
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_counting_attention_copies_it_at_most_on_the_way_in_and_out(reports, head_dim):
-    """What entries got so far is 32 MiB, at head_dim 128 16, of which a TPU pads 16 numbers to 128; the pool, 2 GiB."""
-    decode = reports[f"decode, counted and chosen, head_dim {head_dim}"]
+@pytest.mark.parametrize(
+    "program",
+    [*(f"decode, counted and chosen, head_dim {x}" for x in HEAD_DIMS), f"decode, compacting, head_dim {TRAINED}"],
+)
+def test_numbers_of_entries_are_copied_at_most_on_the_way_in_and_out(reports, program):
+    """They are 32 MiB, at head_dim 128 16, of which a TPU pads 16 numbers to 128; the pool, 2 GiB, is where it was."""
+    decode = reports[program]
     assert decode["temporaries"] < 150 << 20
     assert len(decode["large_copies"]) <= 2
     assert max(decode["large_copies"], default=0) <= 32 << 20

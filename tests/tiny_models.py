@@ -10,6 +10,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -47,6 +48,17 @@ def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
             lambda: WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(seed))
         )()
         gates.w2[...] = gates.w2[...] * 20
+        return gates
+
+
+def tiny_sink_gates(model: Decoder, seed: int = 1) -> SinkGate:
+    """Untrained gates of Fast KVzip for `model`, made decisive: their scores are all over (0, 1)."""
+    config = model.config
+    sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.width
+    with use_mesh(model):
+        gates = jax.jit(lambda: SinkGate(*sizes, rngs=nnx.Rngs(seed)))()
+        gates.b[...] = gates.b[...] + 3
+        gates.w_q[...] = gates.w_q[...] * 3
         return gates
 
 

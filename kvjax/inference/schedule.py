@@ -68,9 +68,9 @@ def read(
     if plan.moment.in_chunks:
         for start in range(0, max(row.size for row in rows), plan.moment.chunk):
             before = jnp.copy(cache.layers.length) if plan.by_chunk and not plan.in_ranges else None
-            cache, logits = run(
-                cache, [row[start : start + plan.moment.chunk] for row in rows], logits=logits
-            )
+            part = [row[start : start + plan.moment.chunk] for row in rows]
+            left = max(row.size for row in rows) - max(row.size for row in part) - start
+            cache, logits = run(cache, part, logits=logits, room=room + left)
             cache = _after_chunk(model, policy, cache, rows, observers, start, before, run, calls)
     elif plan.moment.while_decoding:
         cache, logits = run(cache, rows)

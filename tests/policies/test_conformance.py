@@ -19,7 +19,7 @@ from kvjax.policies.policy import EVERYTHING
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
 from tests.inference.dense import logits_over_what_is_stored
-from tests.tiny_models import tiny_gates, tiny_model
+from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 POLICIES = {
@@ -34,6 +34,7 @@ POLICIES = {
     "knorm": {"ratio": 0.5},
     "expected_attention": {"ratio": 0.5},
     "h2o": {"ratio": 0.5},
+    "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
     "r_kv": {"ratio": 0.5, "observed": 4},
     "random_eviction": {"ratio": 0.5},
     "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
@@ -42,6 +43,7 @@ POLICIES = {
     "quest": {"ratio": 0.5},
 }
 """Their arguments, by name."""
+GATES = {"wgkv": tiny_gates, "fast_kvzip": tiny_sink_gates}
 BESIDES = {
     "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),
@@ -72,7 +74,7 @@ def unnormed():
 def build(name, model):
     if name in BESIDES:
         return BESIDES[name](model)
-    gates = {"gates": tiny_gates(model)} if name == "wgkv" else {}
+    gates = {"gates": GATES[name](model)} if name in GATES else {}
     return make_policy(name, model=model, **POLICIES[name], **gates)
 
 

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
@@ -11,27 +10,14 @@ from kvjax.inference import sampling, schedule
 from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
-from kvjax.policies.eviction.fast_kvzip import FastKVzip, SinkGate
+from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from tests.policies.captured import entries
 from tests.policies.eviction.fast_kvzip import masked
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_sink_gates
 
 PAGE = 4
 LENGTHS = 41, 24, 9
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
-
-
-def tiny_gates(model, seed=1):
-    """Untrained, but decisive: scores all over (0, 1)."""
-    config = model.config
-    with use_mesh(model):
-        group = config.num_heads // config.num_kv_heads
-        gates = SinkGate(
-            config.num_layers, config.num_kv_heads, group, config.width, rngs=nnx.Rngs(seed)
-        )
-        gates.b[...] = gates.b[...] + 3
-        gates.w_q[...] = gates.w_q[...] * 3
-        return gates
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +27,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def gates(model):
-    return tiny_gates(model)
+    return tiny_sink_gates(model)
 
 
 def read(model, policy, rows, chunk=sampling.CHUNK):
@@ -84,7 +70,7 @@ def test_a_mesh_keeps_the_same(gates):
     told = READ[1]
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        policy = make_policy("fast_kvzip", model=split, gates=tiny_gates(split), short=0, **told)
+        policy = make_policy("fast_kvzip", model=split, gates=tiny_sink_gates(split), short=0, **told)
         cache, _ = read(split, policy, ROWS)
         found = np.asarray(cache.layers.length)
     model = tiny_model()
