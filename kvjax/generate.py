@@ -129,10 +129,11 @@ def run(config: GenerateConfig) -> None:
 
     with jax.set_mesh(mesh):
         _check(config)
-        tokenizer = load_tokenizer(config.model)
-        arguments |= {"tokenizer": tokenizer, "force": config.force}
+        arguments |= {"force": config.force}
         policy = make_ahead(config.policy, **arguments)
         _say_empty_shards(config)
+        arguments |= {"tokenizer": (tokenizer := load_tokenizer(config.model))}
+        policy = make_ahead(config.policy, **arguments) if policy is None else policy
         stop, ids = stop_texts(config.stop, tokenizer)
         prompt = encode(tokenizer, text)
         longest = len(prompt) + config.max_new_tokens

@@ -109,10 +109,11 @@ def make_ahead(
     name: str | None = None, *, tokenizer: Any = None, force: bool = False, **arguments: Any
 ) -> Policy | None:
     """What `make_policy` makes of these before there is a model, so that what it refuses costs nobody the reading of
-    weights; None: another package makes it of the model."""
+    weights; None: another package makes it of the model, or a method waits for the tokenizer."""
     roles = {part: arguments.pop(part, None) for part in ("admission", "eviction", "selection")}
     named = _named(name, roles, arguments)
-    return None if any(one.waits for one in named.parts.values()) else _made(named, None, force, tokenizer)
+    waiting = any(one.waits or (tokenizer is None and one.reads_texts) for one in named.parts.values())
+    return None if waiting else _made(named, None, force, tokenizer)
 
 
 def check_names(
@@ -265,6 +266,12 @@ class _Part:
     def waits(self) -> bool:
         """Whether it makes its policy of the model."""
         return self.makes_policies and "model" in inspect.signature(self.method).parameters
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether it, or the eviction within it, takes the model's tokenizer."""
+        within = self.arguments.get("eviction")
+        return "tokenizer" in self.known or (isinstance(within, _Part) and within.reads_texts)
 
     @property
     def is_around(self) -> bool:

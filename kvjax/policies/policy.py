@@ -126,8 +126,8 @@ class Policy:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
         if eviction.rereads and self.when is not None and self.when.when != "prompt":
             raise UserError(
-                f"{self.name}: {eviction.label} reads the whole prompt once more before it scores it: when must be "
-                f"'prompt', got {self.when.when!r}"
+                f"{eviction.label} reads the whole prompt once more before it scores it: when must be 'prompt', got "
+                f"{self.when.when!r}"
             )
         plan, name = self.plan, self.name
         assert plan is not None
