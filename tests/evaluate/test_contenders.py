@@ -154,6 +154,11 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     within = budget_policy("adakv:eviction=(snapkv:pool=9,observed=5)", sizing).eviction.eviction
     assert repr(within) == repr(SnapKV(5, pool=9))
     assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
+    repeating = budget_policy(
+        "kvzip:over=layer,repeated=64", dataclasses.replace(sizing, tokenizer=Tokenizer)
+    )
+    assert (repeating.plan.shares.over, repeating.eviction.eviction.repeated) == ("layer", 64)
+    assert repeating.eviction.eviction.tail == (1, 2, 3)
 
 
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
@@ -173,6 +178,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
         ),
         ("adakv:eviction=tov", "unknown eviction 'tov'; the nearest known: tova"),
         ("full:window=3", "full takes no arguments here"),
+        ("kvzip:tokenizer=x", "--policies kvzip:tokenizer=x: tokenizer is the evaluation's own (--model)"),
         ("head_pattern:sink=3", "head_pattern takes no arguments here"),
         ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
         ("wgkv:tau=.9", "--policies wgkv:tau=.9: tau is the evaluation's own (searched for each budget)"),
