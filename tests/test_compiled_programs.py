@@ -67,7 +67,10 @@ def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
 
 @pytest.mark.parametrize(
     "program",
-    [*(f"decode, counted and chosen, head_dim {x}" for x in HEAD_DIMS), f"decode, compacting, head_dim {TRAINED}"],
+    [
+        *(f"decode, counted and chosen, head_dim {x}" for x in HEAD_DIMS),
+        f"decode, compacting, head_dim {TRAINED}",
+    ],
 )
 def test_numbers_of_entries_are_copied_at_most_on_the_way_in_and_out(reports, program):
     """They are 32 MiB, at head_dim 128 16, of which a TPU pads 16 numbers to 128; the pool, 2 GiB, is where it was."""

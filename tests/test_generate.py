@@ -3,6 +3,7 @@
 import functools
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -80,6 +81,21 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
     assert kept == 21 < seen
     assert "streaming_llm+quest: " in told
+
+
+def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsys):
+    (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
+    text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4"]
+    main([*text, "--policy", "adakv", "--eviction", "kvzip:repeated=100", "--ratio", "0.25"])
+    kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", capsys.readouterr().err).groups())
+    assert kept == (seen - 3) // 4 + 3
+    # refused before there are weights: this model has none
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(builtin_model() / name, tmp_path)
+    with pytest.raises(UserError, match="kvzip: repeated must be a whole number"):
+        main([*text, "--model", str(tmp_path), "--policy", "kvzip:repeated=0", "--ratio", "0.25"])
+    with pytest.raises(UserError, match="--set tokenizer=…: that is --model here"):
+        main([*text, "--policy", "kvzip", "--ratio", "0.25", "--set", "tokenizer=x"])
 
 
 @pytest.mark.parametrize(

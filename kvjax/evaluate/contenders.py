@@ -52,6 +52,8 @@ class Sizing:
     """Take gates that were made for another model."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the policy, in place of those that it is given here."""
+    tokenizer: Callable[[], Any] = lambda: None
+    """What loads the model's, for methods that have it read texts."""
 
     @property
     def entries(self) -> float:
@@ -198,6 +200,7 @@ CONTENDERS = {
     "keydiff": _eviction("keydiff"),
     "keydiff_chunked": _eviction("keydiff", "chunk"),
     "knorm": _eviction("knorm"),
+    "kvzip": Contender(lambda s: _policy("kvzip", s, ratio=s.ratio, tokenizer=s.tokenizer()), method="kvzip"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
         reads="all",
@@ -216,7 +219,7 @@ the prompt was read, NAME_chunked after every chunk, NAME_patched the same with 
 
 OWN_WORDS = {
     "ratio": "--budgets", "entries": "--budgets", "size": "--budgets", "threshold": "--budgets", "gates": "--gates",
-    "model": "--model", "force": "--force", "name": "--policies",
+    "model": "--model", "tokenizer": "--model", "force": "--force", "name": "--policies",
 }  # fmt: skip
 """Arguments that an evaluation gives its policies itself, and the options that they come of."""
 

@@ -23,6 +23,7 @@ from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import describe
 from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
+from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.pattern_folder import pattern_made_for
 from kvjax.policies.admission.wgkv import load_gates
@@ -263,8 +264,11 @@ def sizing_of(
         gates = most_selective(config.gates, budget, tokens)
     return Sizing(
         model, budget, tokens, shortest, config.chunk, config.observed, gates, config.pattern, config.seed,
-        config.force,
+        config.force, tokenizer=functools.partial(_tokenizer, config.model),
     )  # fmt: skip
+
+
+_tokenizer = functools.cache(load_tokenizer)
 
 
 def possible_policies(

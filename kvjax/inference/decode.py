@@ -16,7 +16,6 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.struct import static, struct
 
-
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
 """What a cache was before each of some steps: lengths of the rows, tokens seen, which sequences ran."""
 

@@ -29,8 +29,8 @@ from kvjax.inference.checks import (
     token_rows,
     tokens_of,
 )
-from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.decode import Before, Recurring, decode
+from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room

@@ -19,9 +19,10 @@ from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
 from kvjax.inference.record import Calls
+from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, free_pages, halved, more_pages, pool_pages, with_more_pages
-from kvjax.models.decoder import Decoder
 from kvjax.mesh import put
+from kvjax.models.decoder import Decoder
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 
@@ -77,7 +78,7 @@ def read(
         cache = at_end(model, policy, cache, len(rows))
     else:
         cache, logits = run(cache, rows)
-        cache = at_prompt_end(model, policy, cache, [row.size for row in rows], observers, run, calls)
+        cache = at_prompt_end(model, policy, cache, rows, observers, run, calls, implementation)
     assert logits is not None
     return fitted(policy, cache, room), logits
 
@@ -86,21 +87,24 @@ def at_prompt_end(
     model: Decoder,
     policy: Policy,
     cache: Cache,
-    tokens: Sequence[int],
+    rows: TokenRows,
     observers: TokenRows | None = None,
     run: Feed | None = None,
     calls: Calls | None = None,
+    implementation: str | None = None,
 ) -> Cache:
-    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. observers: as in `read`;
-    run: `feed` for them."""
-    dropped = [0] * len(tokens)
+    """The cache (donated) of the prompts `rows`, compacted once as the policy plans. observers: as in `read`; run:
+    `feed` for them."""
+    dropped = [0] * len(rows)
     assert policy.plan is not None
     if policy.plan.in_ranges:
-        return compact_to(model, policy, cache, range_quota(policy, cache, tokens))
-    observers = _guided(policy.plan, len(tokens)) if observers is None else observers
+        return compact_to(model, policy, cache, range_quota(policy, cache, [row.size for row in rows]))
+    observers = _guided(policy.plan, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run, calls)
+    cache = reread(model, policy, cache, rows, calls, implementation)
+    tokens = [row.size for row in rows]
     return compact_to(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
 
 

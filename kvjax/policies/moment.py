@@ -133,7 +133,9 @@ class Overflow(Moment):
         assign(self, drop=real_number("eviction", "drop", self.drop, above=0.0, most=1.0))
 
 
-MOMENTS: dict[str, type[Moment]] = {kind.when: kind for kind in (AtPrompt, EveryChunk, Every, AtPositions, Overflow)}
+MOMENTS: dict[str, type[Moment]] = {
+    kind.when: kind for kind in (AtPrompt, EveryChunk, Every, AtPositions, Overflow)
+}
 NOTHING = {"chunk": 0, "every": 0, "drop": None, "observers": "own"}
 """The words of moments, with what says nothing beside any of them."""
 

@@ -69,14 +69,15 @@ class Plan:
                     "stay"
                 )
         if self.in_ranges and self.shares.pyramid is not None:
-            raise UserError("a pyramid of budgets is of whole prompts, and this method's are of ranges of them")
+            raise UserError(
+                "a pyramid of budgets is of whole prompts, and this method's are of ranges of them"
+            )
         if when in ("overflow", "position") and self.budget.proportional:
             raise UserError(f"when={when!r} needs a budget in entries or size, which an answer can outgrow")
-        if when == "overflow":
-            if self.shares != Shares():
-                raise UserError(
-                    "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing"
-                )
+        if when == "overflow" and self.shares != Shares():
+            raise UserError(
+                "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing"
+            )
 
     @property
     def by_chunk(self) -> bool:

@@ -124,14 +124,19 @@ class Policy:
         """Refuse what the eviction does not go with."""
         if self.budget is None:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
+        if eviction.rereads and self.when is not None and self.when.when != "prompt":
+            raise UserError(
+                f"{eviction.label} reads the whole prompt once more before it scores it: when must be 'prompt', got "
+                f"{self.when.when!r}"
+            )
         plan, name = self.plan, self.name
         assert plan is not None
         moment = plan.moment
         if moment.while_decoding and (waiting := eviction.pending):
             if plan.last < waiting:
                 raise UserError(
-                    f"{name}: the last {waiting} tokens may have no score yet, so they must stay: last must be at least "
-                    f"{waiting}, got {plan.last}"
+                    f"{name}: the last {waiting} tokens may have no score yet, so they must stay: last must be at "
+                    f"least {waiting}, got {plan.last}"
                 )
             if not 0 < moment.every <= waiting:
                 raise UserError(

@@ -22,6 +22,7 @@ from kvjax.policies.eviction.fast_kvzip import FastKVzip
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
@@ -46,6 +47,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "h2o": H2O,
     "fast_kvzip": FastKVzip,
     "r_kv": RKV,
+    "kvzip": KVzip,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {

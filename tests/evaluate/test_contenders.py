@@ -16,6 +16,16 @@ from kvjax.policies.admission.wgkv import save_gates
 from tests.tiny_models import tiny_gates, tiny_model
 
 
+class Tokenizer:
+    """Every text in three tokens."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [1, 2, 3]}
+
+    def decode(self, tokens):
+        return ""
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
@@ -32,7 +42,7 @@ def gates(model, tmp_path_factory):
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
     policies: list[Any] = [
-        budget_policy(name, Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates))
+        budget_policy(name, Sizing(model, ratio, 128, 120, 32, 4, gates, tokenizer=Tokenizer))
         for ratio in (0.25, 0.5)
     ]
     small, large = policies
@@ -102,7 +112,7 @@ def test_those_compared_by_default_exist_and_are_the_papers():
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
 def test_each_is_the_method_of_its_name(name, model, gates):
-    policy = budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7))
+    policy = budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7, tokenizer=Tokenizer))
     method = (
         name.removesuffix("_fixed_tau").removesuffix("_chunked").removesuffix("_patched").partition("+")[0]
     )
@@ -144,6 +154,11 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     within = budget_policy("adakv:eviction=(snapkv:pool=9,observed=5)", sizing).eviction.eviction
     assert repr(within) == repr(SnapKV(5, pool=9))
     assert int(budget_policy("wgkv+quest:skip=1", sizing).selection.skip[0]) == 1
+    repeating = budget_policy(
+        "kvzip:over=layer,repeated=64", dataclasses.replace(sizing, tokenizer=Tokenizer)
+    )
+    assert (repeating.plan.shares.over, repeating.eviction.eviction.repeated) == ("layer", 64)
+    assert repeating.eviction.eviction.tail == (1, 2, 3)
 
 
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
@@ -163,6 +178,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
         ),
         ("adakv:eviction=tov", "unknown eviction 'tov'; the nearest known: tova"),
         ("full:window=3", "full takes no arguments here"),
+        ("kvzip:tokenizer=x", "--policies kvzip:tokenizer=x: tokenizer is the evaluation's own (--model)"),
         ("head_pattern:sink=3", "head_pattern takes no arguments here"),
         ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
         ("wgkv:tau=.9", "--policies wgkv:tau=.9: tau is the evaluation's own (searched for each budget)"),

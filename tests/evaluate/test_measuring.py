@@ -235,6 +235,27 @@ def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
     assert measure(unnormed, full, score_agreements(samples, said), Manner(batch=3, chunk=16)).score == 1
 
 
+ASKED = {"instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
+
+
+def test_what_repeats_a_context_is_charged_for_it(unnormed):
+    """As held, not as the sequence's own: three parts of a context of 30 tokens, each read behind all of it."""
+    random = np.random.default_rng(2)
+    question = Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any")
+    samples, asked = [Sample(random.integers(0, 61, 30), (question,))], 2 + 1
+    repeating = make_policy("kvzip", model=unnormed, ratio=1.0, repeated=12, **ASKED)
+    full = measure(unnormed, make_policy("full", model=unnormed), samples, Manner())
+    found = measure(unnormed, repeating, samples, Manner())
+    assert (found.footprint, found.kv_ratio) == (full.footprint, 1.0)
+    np.testing.assert_array_equal(found.outputs, full.outputs)
+    length = 30 + 5 + 3 - 1
+    # behind the second and third part stand the last 8 tokens of the part before
+    passes = np.array([asked + 12, asked + 8 + 12, asked + 8 + 6])
+    more = (passes * 30 + passes * (passes + 1) / 2).sum() / (length * (length + 1) / 2)
+    assert found.footprint_held == pytest.approx(full.footprint_held + more)
+    assert found.peak == pytest.approx((30 + passes.max()) / length)
+
+
 def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts, monkeypatch):
     samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
     policies = [
@@ -244,6 +265,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
         [make_policy("expected_attention", model=unnormed, ratio=0.5)],
         [make_policy("quest", model=unnormed, ratio=ratio) for ratio in (0.2, 0.6)],
         [make_policy("h2o", model=unnormed, ratio=0.5)],
+        [make_policy("kvzip", model=unnormed, ratio=0.5, repeated=12, **ASKED)],
     ]
     alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
     read = measuring.read
@@ -251,8 +273,8 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     together = measure_together(unnormed, policies, samples, manner)
     assert groups == [samples[:2], samples[2:]]
     for one, other in zip(alone, together, strict=True):
-        assert (one.score, one.footprint, one.peak, one.bytes) == (
-            other.score, other.footprint, other.peak, other.bytes,
+        assert (one.score, one.footprint, one.footprint_held, one.peak, one.bytes) == (
+            other.score, other.footprint, other.footprint_held, other.peak, other.bytes,
         )  # fmt: skip
         assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)
         np.testing.assert_array_equal(one.kv_ratios, other.kv_ratios)

@@ -1,6 +1,7 @@
 """The published scores in float64, a sequence and a layer at a time: q `[n t h]`, k and v `[k t h]`, scores `[k t]`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -99,6 +100,18 @@ def r_kv(c: Captured, observed: int = 8, pool: int = 7, balance: float = 0.07) -
             row[alike[-1:]] = 0
     redundancy = softmax(cosine.mean(1))
     return balance * np.pad(importance, ((0, 0), (0, observed))) - (1 - balance) * redundancy
+
+
+def kvzip(c: Captured, tokens: int, end: int, one: Any, queries: slice = slice(None)) -> np.ndarray:
+    """Of a prompt of so many tokens and a pass behind it that ends at `end`: the scores of the pass's part `[k s]`, by
+    some of its queries."""
+    seen = np.r_[: one.first, one.start : one.stop, tokens:end]
+    own = end - tokens
+    logits = np.einsum("nth,nsh->nts", c.q[:, tokens:end], np.repeat(c.k[:, seen], c.group, 0))
+    visible = np.tril(np.ones((own, len(seen)), bool), len(seen) - own)
+    p = softmax(np.where(visible, logits / np.sqrt(c.q.shape[-1]), -np.inf))
+    largest = p[:, queries, one.first : one.first + one.stop - one.start].max(1)
+    return largest.reshape(len(c.k), c.group, -1).max(1)
 
 
 def expected_attention(c: Captured, sink: int = 4, future: int = 512, values: bool = True) -> np.ndarray:

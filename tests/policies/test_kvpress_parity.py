@@ -18,6 +18,7 @@ from kvjax.models import load_model
 from kvjax.policies import CriticalKV, ExpectedAttention, SnapKV, make_policy
 from kvjax.policies.budget import Ratio, whole
 from tests.models.cases import LLAMA, QWEN3, write_folder
+from tests.tasks.model_tokenizers import byte_tokenizer
 
 SKIPPED = "the parity extra is not installed (kvpress needs Python below 3.13)"
 pytest.importorskip("torch", reason=SKIPPED)
@@ -78,6 +79,8 @@ CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", 
 def models(tmp_path_factory):
     """By family the torch model and ours, of the same folder."""
     folders = {name: write_folder(tmp_path_factory.mktemp(name), config) for name, config in FAMILIES.items()}
+    for folder in folders.values():
+        byte_tokenizer().save_pretrained(folder)
     return {name: (twins.load(folder), load_model(folder)) for name, folder in folders.items()}
 
 
@@ -125,6 +128,37 @@ def test_same_entries_and_same_logits(models, family, name):
         cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
         assert kept(cache, theirs.keys) == theirs.kept
         close(logits_after(model, policy, cache, [QUESTION[:1]])[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "layerwise", "repeated"),
+    [("llama", False, 512), ("llama", True, 64), ("qwen3", False, 64)],
+    ids=["one part", "by layer", "four parts"],
+)
+def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
+    """In kvpress's form: 4 sinks in place of the prefix, whose other two tokens go first; no space behind what asks."""
+    twin, model = models[family]
+    tokenizer = byte_tokenizer()
+    opening = tokenizer("<|im_start|>user\n")["input_ids"]
+    context = np.array([*opening, *(x for x in TOKENS if x not in opening)][: len(CONTEXT)])
+    own = {
+        "resumption": tokenizer("\n\nRepeat the part of the previous context exactly, starting with")[
+            "input_ids"
+        ],
+        "over": "layer" if layerwise else "model",
+    }
+    for ratio in (0.5, 0.25):
+        press = presses.KVzipPress(1 - ratio, layerwise=layerwise, chunk_size=repeated)
+        theirs = twins.press_context(twin, context, press)
+        expected = twins.logits_after(twin, theirs.cache, context, QUESTION[:1])
+        policy = make_policy(
+            "kvzip", model=model, tokenizer=tokenizer, ratio=ratio, sink=4, repeated=repeated, **own
+        )
+        cache = prefill(model, [context], policy=policy, max_new_tokens=1)
+        assert kept(cache, theirs.keys) == theirs.kept
+        close(logits_after(model, policy, cache, [QUESTION[:1]])[0], expected)
+        assert all({0, 1, 2, 3} <= head for layer in theirs.kept for head in layer)
+        assert not any({4, 5} & head for layer in theirs.kept for head in layer)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,10 @@ from kvjax.policies import (
 )
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Eviction
-from kvjax.policies.make import check_names
+from kvjax.policies.make import check_names, make_ahead
 from kvjax.struct import static, struct
-from tests.tiny_models import tiny_gates
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_gates, tiny_model
 
 
 @struct
@@ -177,6 +178,7 @@ LEAST = {
     "wgkv": {"window": 8},
     "head_pattern": {"pattern": RATES, "window": 8, "sink": 2},
     "random": {"rates": RATES, "window": 8},
+    "kvzip": {"ratio": 0.5, "instruction": [9], "resumption": [8]},
     "quest": {"tokens": 32},
 }
 """The least that a policy must be told, beside gates; evictions a budget."""
@@ -191,6 +193,27 @@ def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
     for one, other in zip(jax.tree.leaves(placed), jax.tree.leaves(made), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
+
+
+def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
+    """Wherever it stands; until there is one nothing is made ahead."""
+    tokenizer = byte_tokenizer()
+    model = tiny_model(vocab_size=258)
+    for name, more in {
+        "kvzip": {},
+        "adakv": {"eviction": "kvzip:prefix=3"},
+        "critical_kv": {"eviction": "kvzip"},
+    }.items():
+        assert make_ahead(name, ratio=0.5, **more) is None
+        policy = make_ahead(name, ratio=0.5, tokenizer=tokenizer, **more)
+        made = make_policy(name, ratio=0.5, model=model, tokenizer=tokenizer, **more)
+        for one in (policy, made):
+            (first, *_) = one.eviction.passes(np.arange(9))
+            assert tokenizer.decode(first.tokens).startswith("\n\nRepeat the previous")
+        with pytest.raises(UserError, match="kvzip needs tokenizer="):
+            make_policy(name, ratio=0.5, model=model, **more)
+    # others have no use for it
+    assert repr(make_policy("knorm", ratio=0.5, tokenizer=tokenizer)) == repr(make_policy("knorm", ratio=0.5))
 
 
 def test_streaming_llm_has_the_paper_s_size():

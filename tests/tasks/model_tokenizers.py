@@ -1,4 +1,4 @@
-"""Tokenizers of two kinds that real models have, trained on little text."""
+"""Tokenizers of two kinds that real models have, trained on little text, and one of bytes."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -37,6 +37,21 @@ def smol_tokenizer():
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         chat_template=CHAT_ML,
+    )
+
+
+def byte_tokenizer():
+    """A token a byte, 258 in all, and a chat template without a system prompt."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(sorted(alphabet))}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_ML[CHAT_ML.index("{% for") :],
     )
 
 

@@ -145,7 +145,10 @@ REFUSED = [
     ({"ratio": 0.5, "admission": "streaming_llm"}, "fast_kvzip shares out a budget of ranges of a prompt"),
     ({"ratio": 0.5, "observers": [1, 2]}, "observers=.* is for methods that look back"),
     ({"ratio": 0.5, "pyramid": 3}, "has no argument 'pyramid'"),
-    ({"gates": 3, "ratio": 0.5}, "fast_kvzip: gates must be a folder or a file of gates or a SinkGate, got 3"),
+    (
+        {"gates": 3, "ratio": 0.5},
+        "fast_kvzip: gates must be a folder or a file of gates or a SinkGate, got 3",
+    ),
 ]
 
 

@@ -1,0 +1,276 @@
+"""KVzip against its formula in float64: what each pass scores, what stays, what the passes leave, and what they ask."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.inference.record import Calls
+from kvjax.inference.reread import reread
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import make_mesh
+from kvjax.models import load_tokenizer
+from kvjax.models.chat import encode
+from kvjax.policies import EveryChunk, KVzip, Policy, Ratio, make_policy
+from tests.policies import published
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, unnormed
+from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer
+from tests.tiny_models import tiny_model
+
+IDS = {"instruction": (9, 8, 40), "resumption": (9, 7, 5, 33), "tail": (4,)}
+PREFIX = 3
+PARTS = {"prefix": PREFIX, "repeated": 16} | IDS
+"""Four parts of 60 tokens, the last of 9, and three of 41, the last of 6."""
+LONGEST = 96
+"""Tokens of the longest prompt with a pass."""
+
+
+def keep(model, ratio, **more):
+    return make_policy("kvzip", model=model, ratio=ratio, **(PARTS | more))
+
+
+def plane(cache, lengths):
+    """The scores of each sequence `[l k s]`, of a cache that has all of its tokens."""
+    own = np.asarray(cache.pages.planes["score"])[
+        np.asarray(cache.layers.page_table).clip(max=len(cache.pages.free) - 1)
+    ]
+    own = own.reshape(*own.shape[:3], -1)
+    return [own[:, b, :, :length] for b, length in enumerate(lengths)]
+
+
+def formula(model, row, one, queries=slice(None)):
+    """The scores of a pass's part by layer, `[l k s]`: of what plain attention computes of the prompt and, behind it,
+    the pass."""
+    behind = np.concatenate([row, one.tokens])
+    layers = captured_layers(model, np.pad(behind, (0, LONGEST - len(behind))))
+    end = len(behind)
+    return np.array([published.kvzip(c, row.size, end, one, queries) for c in layers])
+
+
+@pytest.fixture(scope="module")
+def whole(model, prompts):
+    """A cache of everything, after the passes."""
+    return prefill(model, prompts, policy=keep(model, 1.0), page_size=PAGE)
+
+
+def test_scores_are_the_published_ones(model, prompts, whole):
+    """Of several parts, a short one last, with as many passes as each sequence needs: the softmax over the prefix, the
+    part and the pass's own tokens, and the maximum over all its queries."""
+    asked_with = 0
+    for row, found in zip(prompts, plane(whole, LENGTHS), strict=True):
+        passes = KVzip(**PARTS).passes(row)
+        assert (found[..., :PREFIX] == np.inf).all()
+        for one in passes:
+            expected = formula(model, row, one)
+            np.testing.assert_allclose(found[..., one.start : one.stop], expected, rtol=0, atol=1e-5)
+            # what asks looks, too
+            repeated = formula(model, row, one, slice(one.tokens.size - (one.stop - one.start), None))
+            asked_with += (expected > repeated + 1e-4).sum()
+        assert (passes[0].start, passes[-1].stop) == (PREFIX, row.size)
+    assert asked_with > 0
+
+
+def test_kvpress_looks_at_sinks_in_place_of_the_prefix(model, prompts):
+    """In the first part at no more than come before it; what is left of the prefix has no score."""
+    for prefix in (2, 5):
+        policy = keep(model, 1.0, sink=4, prefix=prefix)
+        cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+        for row, found in zip(prompts, plane(cache, LENGTHS), strict=True):
+            passes = policy.eviction.passes(row)
+            assert [one.first for one in passes[:2]] == [min(4, prefix), 4]
+            one = passes[1]
+            np.testing.assert_allclose(
+                found[..., one.start : one.stop], formula(model, row, one), rtol=0, atol=1e-5
+            )
+            assert (found[..., 4:prefix] == 0).all()
+
+
+def best_of_all(scores, count, axes):
+    """The `count` best over these axes of scores `[l k s]`, as a mask."""
+    flat = np.moveaxis(scores, axes, range(-len(axes), 0))
+    shape = flat.shape
+    flat = flat.reshape(*shape[: 3 - len(axes)], -1)
+    chosen = np.zeros(flat.shape, bool)
+    np.put_along_axis(chosen, np.argsort(-flat, -1, kind="stable")[..., :count], True, -1)
+    return np.moveaxis(chosen.reshape(shape), range(-len(axes), 0), axes)
+
+
+@pytest.mark.parametrize(
+    ("over", "axes", "rows"), [("model", (0, 1, 2), 12), ("layer", (1, 2), 4), ("head", (2,), 1)]
+)
+def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, rows):
+    """Of the whole model unless told otherwise, and as many as the ratio says to the entry."""
+    told = {} if over == "model" else {"over": over}
+    cache = prefill(model, prompts, policy=keep(model, 0.3, **told), page_size=PAGE)
+    everything = prefill(model, prompts, page_size=PAGE)
+    for b, scores in enumerate(plane(whole, LENGTHS)):
+        stays = best_of_all(scores, rows * int(0.3 * LENGTHS[b]), axes)
+        assert stays[..., :PREFIX].all()
+        for layer, head in np.ndindex(3, 4):
+            keys = entries(everything, layer, b, head)[stays[layer, head]]
+            np.testing.assert_array_equal(entries(cache, layer, b, head), keys)
+
+
+def test_a_head_may_be_left_its_own_best(model, prompts, whole):
+    """AdaKV's safeguard, whoever competes: `pinned` alone does not change who does."""
+    policy = keep(model, 0.3, pinned=0.9)
+    assert (policy.plan.shares.over, policy.plan.shares.pinned) == ("model", 0.9)
+    cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+    everything = prefill(model, prompts, page_size=PAGE)
+    for b, scores in enumerate(plane(whole, LENGTHS)):
+        count = int(0.3 * LENGTHS[b])
+        pinned = best_of_all(scores, int(0.9 * count), (2,))
+        stays = best_of_all(np.where(pinned, np.inf, scores), 12 * count, (0, 1, 2))
+        assert (stays != best_of_all(scores, 12 * count, (0, 1, 2))).any()
+        for layer, head in np.ndindex(3, 4):
+            keys = entries(everything, layer, b, head)[stays[layer, head]]
+            np.testing.assert_array_equal(entries(cache, layer, b, head), keys)
+
+
+def test_other_parts_do_not_matter():
+    """In one layer, where what a pass looks with does not depend on what it read: other keys and values of the second
+    part change its scores and no others."""
+    model = tiny_model(num_layers=1)
+    row = np.random.default_rng(0).permutation(61)[:51]
+    policy = keep(model, 1.0)
+    before = prefill(model, [row], policy=policy, page_size=1)
+    (scores,) = plane(before, [51])
+    part = np.asarray(before.layers.page_table)[0, 0, :, PREFIX + 16 : PREFIX + 32]
+    pool = np.array(before.pages.pool)
+    pool[part] = pool[part][..., ::-1]
+    pages = dataclasses.replace(before.pages, pool=jax.device_put(pool, before.pages.pool.sharding))
+    (changed,) = plane(reread(model, policy, dataclasses.replace(before, pages=pages), [row]), [51])
+    same = (scores == changed).all((0, 1))
+    np.testing.assert_array_equal(same, np.abs(np.arange(51) - PREFIX - 15.5 - 8) > 8)
+
+
+def test_passes_leave_nothing_but_scores(model, prompts):
+    """Not an entry, a page or a token more; and they are on record, as what was only read to look."""
+    policy, calls = keep(model, 1.0), Calls()
+    cache = prefill(model, prompts, policy=policy)
+    scores = plane(cache, LENGTHS)
+    nothing = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), cache.pages.planes
+    )
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=nothing))
+    before = jax.tree.map(np.array, without_planes(cache))
+    cache = reread(model, policy, cache, prompts, calls)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, without_planes(cache)))
+    for found, expected in zip(plane(cache, LENGTHS), scores, strict=True):
+        np.testing.assert_array_equal(found, expected)
+        assert (found > 0).all()
+    assert calls.passing == [True] * 4
+    # 3 or 4 + 8 that ask, 1 that ends the turn, and the part
+    np.testing.assert_array_equal(calls.tokens, [[20, 20], [29, 29], [29, 19], [22, 0]])
+    np.testing.assert_array_equal(calls.held, [[60, 41]] * 4)
+
+
+def without_planes(cache):
+    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes={}))
+
+
+def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
+    """Of three, so that the batch is padded, each with as many passes as it needs."""
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
+        split = unnormed_on_mesh()
+        policy = keep(split, 1.0)
+        cache = prefill(split, [*prompts, prompts[0][:PREFIX]], policy=policy, page_size=8)
+        table, scores = np.asarray(cache.layers.page_table), np.asarray(cache.pages.planes["score"])
+        shards = scores.reshape(2, 2, -1, 8)
+        for b, (length, expected) in enumerate(zip(LENGTHS, plane(whole, LENGTHS), strict=True)):
+            for layer, head in np.ndindex(3, 4):
+                own = shards[b // 2, head // 2][table[layer, b, head, : -(-length // 8)]].reshape(-1)[:length]
+                np.testing.assert_allclose(own, expected[layer, head], rtol=0, atol=1e-5)
+    (alone,) = plane(prefill(unnormed(), prompts[1:], policy=keep(unnormed(), 1.0)), LENGTHS[1:])
+    np.testing.assert_allclose(alone, plane(whole, LENGTHS)[1], rtol=0, atol=1e-5)
+
+
+def unnormed_on_mesh():
+    return tiny_model(qk_norm=False)
+
+
+TEXT = "The first city is Paris. " * 6
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
+def test_a_chat_is_asked_in_its_own_turns(make):
+    """What asks ends the user's turn that the prompt left open, and the part is what the model answers; the template's
+    own tokens are the prefix, a part goes on where the last one ended."""
+    tokenizer = make()
+    row = np.array(encode(tokenizer, TEXT, "beginning"))
+    method = KVzip(tokenizer, repeated=20)
+    passes = method.passes(row)
+    opening, _, _ = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "…"}], tokenize=False
+    ).partition("…")
+    tail = "<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(row[: passes[0].start]) == opening
+    for index, one in enumerate(passes):
+        asks = "\n\nRepeat the previous context exactly."
+        if index:
+            lead = tokenizer.decode(row[one.start - 8 : one.start])
+            asks = f"\n\nRepeat the part of the previous context exactly, starting with {lead}"
+        part = tokenizer.decode(row[one.start : one.stop])
+        assert tokenizer.decode(one.tokens) == asks + tail + part
+        assert one.stop - one.start == 20 or one is passes[-1]
+        assert one.first == passes[0].start
+    assert passes[-1].stop == row.size
+    assert [one.start for one in passes[1:]] == [one.stop for one in passes[:-1]]
+
+
+def test_a_model_may_be_asked_not_to_think():
+    """The template is rendered as tasks render it: the answer begins with what is repeated."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template += "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+    assert tokenizer.decode(KVzip(tokenizer).tail) == "<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_without_a_template_a_line_break_ends_what_asks():
+    tokenizer = load_tokenizer("builtin")
+    method = KVzip(tokenizer)
+    assert method.opening == (tokenizer.bos_token_id,)
+    row = np.array(encode(tokenizer, TEXT))
+    (one,) = method.passes(row)
+    assert (one.first, one.start, one.stop) == (1, 1, row.size)
+    assert tokenizer.decode(one.tokens) == f"\n\nRepeat the previous context exactly.\n{TEXT}"
+    # of a prompt that does not begin so, nothing
+    assert method.passes(row[1:])[0].start == 0
+    assert hash(method) == hash(KVzip(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({}, "kvzip needs tokenizer=: it asks the model in text to repeat the context"),
+        ({"tokenizer": "builtin"}, "kvzip: tokenizer must come from kvjax.load_tokenizer, got 'builtin'"),
+        (IDS | {"instruction": "Repeat"}, "kvzip: instruction must be a list of token ids, got 'Repeat'"),
+        (IDS | {"tail": [-1]}, "a token id of tail must be a whole number of at least 0, got -1"),
+        (PARTS | {"prefix": -1}, "kvzip: prefix must be a whole number of at least 0, got -1"),
+        (PARTS | {"repeated": 0}, "kvzip: repeated must be a whole number of at least 1, got 0"),
+        (PARTS | {"repeated": None}, "kvzip: repeated must be a whole number of at least 1, got None"),
+        (PARTS | {"sink": -4}, "kvzip: sink must be a whole number of at least 0, got -4"),
+        (PARTS | {"tail": [61]}, "kvzip asks with token id 61, the model's vocabulary is 0 … 60"),
+        (PARTS | {"ratio": 1.5}, "ratio must be a finite number, above 0 and at most 1, got 1.5"),
+        (PARTS | {"ratio": None}, "kvzip needs a budget"),
+        (PARTS | {"when": "every", "every": 8}, "kvzip reads the whole prompt once more before it scores it: when"),
+        (PARTS | {"when": "chunk", "chunk": 8}, "when must be 'prompt', got 'chunk'"),
+        (PARTS | {"ratio": None, "entries": 9, "when": "overflow"}, "when must be 'prompt', got 'overflow'"),
+        (PARTS | {"observers": [1, 2]}, "observers=(1, 2) is for methods that look back at the last tokens"),
+        (PARTS | {"admission": "streaming_llm:sink=2", "window": 9}, "kvzip has the whole prompt repeated, of which"),
+        (PARTS | {"window": 9, "admission": "full"}, "kvzip has the whole prompt repeated, of which"),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_one_line(model, told, says):
+    with pytest.raises(UserError) as error:
+        make_policy("kvzip", model=model, **({"ratio": 0.5} | told))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_observers_and_a_moment_as_objects_are_refused_too(model, prompts):
+    with pytest.raises(UserError, match="observers are for an eviction that looks at tokens as they come"):
+        prefill(model, prompts, policy=keep(model, 0.5), observers=[[1], [2]])
+    with pytest.raises(UserError, match="when must be 'prompt', got 'chunk'"):
+        Policy(eviction=KVzip(**PARTS), budget=Ratio(0.5), when=EveryChunk(16))
