@@ -23,7 +23,7 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.evaluate.gates import by_lambda
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
-    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, pairs
+    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, gates_for, pairs
     from kvjax.evaluate.workloads import workloads
     from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
@@ -33,7 +33,7 @@ def main(args: list[str] | None = None) -> None:
     for name in config.policies:
         contender(name)
     if FIXED_TAU in config.policies:
-        by_lambda(config.gates)
+        by_lambda(gates_for(config, FIXED_TAU))
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
         if config.capacity is not None:
             check_capacity(parse_capacity(config.capacity))

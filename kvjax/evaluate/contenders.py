@@ -82,10 +82,16 @@ class Contender:
     """It has a cell for each folder of gates, at their own τ, and its budget is λ."""
     over_gates: Literal["", "eviction", "selection"] = ""
     """What it is of what gates let in, which are those of `gates.most_selective`."""
+    gates: str | None = "wgkv"
+    """The method whose gates it takes of those that are named; None: of its own name, or any."""
     method: str = ""
     """The method whose arguments may follow its name; none: it takes none."""
     choose: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
+
+    @property
+    def needs_gates(self) -> bool:
+        return self.method == self.gates or bool(self.over_gates)
 
 
 def _full(sizing: Sizing) -> Policy:
@@ -149,6 +155,11 @@ def _gated(sizing: Sizing, **arguments: Any) -> Policy:
     return _policy("wgkv", sizing, gates=sizing.gates, **arguments)
 
 
+def _fast_kvzip(sizing: Sizing) -> Policy:
+    assert sizing.gates is not None  # the command line is refused without
+    return _policy("fast_kvzip", sizing, gates=sizing.gates, ratio=sizing.ratio, chunk=sizing.chunk)
+
+
 def _calibrated_gates(sizing: Sizing) -> Policy:
     policy = _gated(sizing)
     _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
@@ -201,6 +212,7 @@ CONTENDERS = {
     "keydiff_chunked": _eviction("keydiff", "chunk"),
     "knorm": _eviction("knorm"),
     "kvzip": Contender(lambda s: _policy("kvzip", s, ratio=s.ratio, tokenizer=s.tokenizer()), method="kvzip"),
+    "fast_kvzip": Contender(_fast_kvzip, gates="fast_kvzip", method="fast_kvzip"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
         reads="all",
@@ -273,7 +285,7 @@ def _from_package(name: str) -> Contender | None:
             given.pop("entries", None)
         return _policy(name, sizing, **given)
 
-    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, method=name)
+    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name)
 
 
 def budget_policy(name: str, sizing: Sizing) -> Policy:

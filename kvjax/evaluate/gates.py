@@ -27,6 +27,11 @@ NEAREST = 2
 """Gates of several that are brought to a size."""
 
 
+def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
+    """Those of the folders whose config.json says that they are of a method."""
+    return tuple(folder for folder in folders if describe(folder).get("method") == method)
+
+
 def by_lambda(folders: Sequence[str]) -> dict[float, str]:
     """The folders by the λ that they were trained with.
 

@@ -13,7 +13,7 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, budget_policy, contender, known_orders
-from kvjax.evaluate.gates import TauSearch, by_lambda, most_selective, nearest, own_tau
+from kvjax.evaluate.gates import TauSearch, by_lambda, most_selective, nearest, of_method, own_tau
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
@@ -101,7 +101,9 @@ class Evaluation:
         chosen = [name for name in config.policies if contender(name).choose is not None]
         length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
-        several = len(config.gates) > 1 and any(contender(name).calibrated for name in config.policies)
+        several = any(
+            contender(name).calibrated and len(gates_for(config, name)) > 1 for name in config.policies
+        )
         return ChoiceSamples(
             length,
             for_rivals(workload, config, count, length) if any(map(self._orders, chosen)) else [],
@@ -251,17 +253,29 @@ class Evaluation:
         return entries / whole
 
 
+def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
+    """The folders of gates that are a policy's to take. Raises UserError if it needs some and there are none."""
+    entry = contender(policy)
+    found = of_method(config.gates, entry.gates or entry.method)
+    if not found and entry.needs_gates:
+        raise UserError(
+            f"--policies {policy} needs --gates of {entry.gates}, a folder that training exported"
+        )
+    return found if entry.gates is not None else found or config.gates
+
+
 def sizing_of(
     config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, policy: str, budget: float
 ) -> Sizing:
     """What a policy is made for at a budget, of contexts of about `tokens` tokens, `shortest` at least."""
     assert config.chunk is not None
     assert config.observed is not None
-    gates = config.gates[0] if config.gates else None
+    own = gates_for(config, policy)
+    gates = own[0] if own else None
     if contender(policy).own_tau:
-        gates, budget = by_lambda(config.gates)[budget], 1.0
+        gates, budget = by_lambda(own)[budget], 1.0
     elif contender(policy).over_gates:
-        gates = most_selective(config.gates, budget, tokens)
+        gates = most_selective(own, budget, tokens)
     return Sizing(
         model, budget, tokens, shortest, config.chunk, config.observed, gates, config.pattern, config.seed,
         config.force, tokenizer=functools.partial(_tokenizer, config.model),
@@ -282,7 +296,7 @@ def possible_policies(
     if not (contender(name).calibrated or (any_gates and contender(name).over_gates)):
         return {str(sizing.gates or ""): budget_policy(name, sizing)}
     found, errors = {}, []
-    for gates in config.gates:
+    for gates in gates_for(config, name):
         try:
             found[gates] = budget_policy(name, dataclasses.replace(sizing, gates=gates))
         except UserError as error:
@@ -317,5 +331,5 @@ def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:
 
 def _budgets(policy: str, config: EvaluateConfig) -> tuple[float, ...]:
     if contender(policy).own_tau:
-        return tuple(by_lambda(config.gates))
+        return tuple(by_lambda(gates_for(config, policy)))
     return (1.0,) if contender(policy).one_size else config.budgets

@@ -13,7 +13,8 @@ from kvjax.evaluate.config import POLICIES
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
 from kvjax.policies import Policy, SnapKV, make_policy
 from kvjax.policies.admission.wgkv import save_gates
-from tests.tiny_models import tiny_gates, tiny_model
+from kvjax.policies.eviction import fast_kvzip
+from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
 
 
 class Tokenizer:
@@ -39,10 +40,18 @@ def gates(model, tmp_path_factory):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def gates_of(model, gates, tmp_path_factory):
+    """The folder of gates that a contender takes."""
+    folder = tmp_path_factory.mktemp("fast_kvzip")
+    fast_kvzip.save_gates(folder, tiny_sink_gates(model), {})
+    return lambda name: str(folder) if name == "fast_kvzip" else gates
+
+
 @pytest.mark.parametrize("name", CONTENDERS)
-def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
+def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
     policies: list[Any] = [
-        budget_policy(name, Sizing(model, ratio, 128, 120, 32, 4, gates, tokenizer=Tokenizer))
+        budget_policy(name, Sizing(model, ratio, 128, 120, 32, 4, gates_of(name), tokenizer=Tokenizer))
         for ratio in (0.25, 0.5)
     ]
     small, large = policies
@@ -58,7 +67,8 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates):
         assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
         way = name.rpartition("_")[2]
         schedule = small.plan.moment
-        assert schedule.when == ("chunk" if way in ("chunked", "patched") else "prompt")
+        by_chunk = way in ("chunked", "patched") or name == "fast_kvzip"
+        assert schedule.when == ("chunk" if by_chunk else "prompt")
         assert schedule.patched == (way == "patched")
         assert schedule.chunk == (32 if schedule.in_chunks else 0)
     elif small.selection is not None:
@@ -111,8 +121,10 @@ def test_those_compared_by_default_exist_and_are_the_papers():
 
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
-def test_each_is_the_method_of_its_name(name, model, gates):
-    policy = budget_policy(name, Sizing(model, 0.25, 128, 120, 32, 4, gates, seed=7, tokenizer=Tokenizer))
+def test_each_is_the_method_of_its_name(name, model, gates_of):
+    policy = budget_policy(
+        name, Sizing(model, 0.25, 128, 120, 32, 4, gates_of(name), seed=7, tokenizer=Tokenizer)
+    )
     method = (
         name.removesuffix("_fixed_tau").removesuffix("_chunked").removesuffix("_patched").partition("+")[0]
     )
