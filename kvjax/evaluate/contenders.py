@@ -18,7 +18,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.assignments import with_arguments
-from kvjax.policies.make import check_names
+from kvjax.policies.make import check_names, takes_tokenizer
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import WRAPPERS, find_policy, role, unknown
 
@@ -147,7 +147,9 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
-    return make_policy(name, model=sizing.model, force=sizing.force, **(arguments | dict(sizing.arguments)))
+    told = arguments | dict(sizing.arguments)
+    tokenizer = sizing.tokenizer() if takes_tokenizer(name, **told) else None
+    return make_policy(name, model=sizing.model, tokenizer=tokenizer, force=sizing.force, **told)
 
 
 def _gated(sizing: Sizing, **arguments: Any) -> Policy:
@@ -211,7 +213,7 @@ CONTENDERS = {
     "keydiff": _eviction("keydiff"),
     "keydiff_chunked": _eviction("keydiff", "chunk"),
     "knorm": _eviction("knorm"),
-    "kvzip": Contender(lambda s: _policy("kvzip", s, ratio=s.ratio, tokenizer=s.tokenizer()), method="kvzip"),
+    "kvzip": dataclasses.replace(_eviction("kvzip"), reads=""),
     "fast_kvzip": Contender(_fast_kvzip, gates="fast_kvzip", method="fast_kvzip"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),

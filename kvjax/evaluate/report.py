@@ -71,6 +71,12 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         lines.append(
             "Quest frees nothing: its budget is what a query reads, its footprint that of the cache it reads from."
         )
+    if any(cell.policy.partition(":")[0] == "kvzip" for cell in cells):
+        lines.append(
+            "KVzip has every context repeated before it compresses it, a part at a time behind all of it. Its "
+            "footprint leaves that out; what it cost is under Sizes and speeds: all that was held, the peak, and "
+            "prefill tokens per second, in which both readings are."
+        )
     if any(cell.tau is not None for cell in cells):
         lines.append(
             "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget; of several "

@@ -42,7 +42,11 @@ def reread(
     eviction = policy.eviction
     if eviction is None or not eviction.rereads:
         return cache
-    passes = [eviction.passes(row) for row in rows]
+    passes, least = [eviction.passes(row) for row in rows], 0
+    if cache.shared:
+        # the passes of the longest prompt that programs are to serve
+        most = cache.layers.page_table.shape[-1] * cache.page_size
+        least = _longest(eviction.passes(np.zeros(most, np.int32)))
     with use_mesh(model):
         policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         for index in range(max(map(len, passes), default=0)):
@@ -52,14 +56,17 @@ def reread(
                 calls.feed(cache, np.array([row.size for row in tokens]))
                 calls.passing[-1] = True
             there = [one for one in some if one is not None]
-            longest = max(max(one.tokens.size, one.stop - one.start) for one in there)
-            first = max(one.first for one in there)
-            fed, valid = padded(tokens, bucket(longest))
+            fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = _pass(
                 model, policy.reading, policy.traced.eviction, cache, fed, valid, _spans(some, fed.shape[0]),
-                first=bucket(first) if first else 0, implementation=implementation,
+                first=bucket(max(one.first for one in there)), implementation=implementation,
             )  # fmt: skip
     return cache
+
+
+def _longest(passes: Sequence[Pass]) -> int:
+    """The most tokens of a pass or its part."""
+    return max((max(one.tokens.size, one.stop - one.start) for one in passes), default=0)
 
 
 @struct

@@ -215,7 +215,8 @@ class Eviction(Role, abc.ABC):
     @property
     def refuses_admission(self) -> str:
         """Why it cannot score what an admission let in; empty: it can."""
-        return ""
+        whole = "has the whole prompt read again, of which an admission does not store every token"
+        return whole if self.rereads else ""
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""

@@ -111,10 +111,21 @@ def make_ahead(
 ) -> Policy | None:
     """What `make_policy` makes of these before there is a model, so that what it refuses costs nobody the reading of
     weights; None: another package makes it of the model, or a method waits for the tokenizer."""
-    roles = {part: arguments.pop(part, None) for part in ("admission", "eviction", "selection")}
-    named = _named(name, roles, arguments)
+    named = _named(name, *_by_role(arguments))
     waiting = any(one.waits or (tokenizer is None and one.reads_texts) for one in named.parts.values())
     return None if waiting else _made(named, None, force, tokenizer)
+
+
+def takes_tokenizer(name: str | None = None, *, force: bool = False, **arguments: Any) -> bool:
+    """Whether `make_policy` has a use for a tokenizer, told these. Raises UserError as `check_names`."""
+    return any(one.reads_texts for one in _named(name, *_by_role(arguments)).parts.values())
+
+
+def _by_role(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The methods among the arguments of `make_policy`, and its others."""
+    roles = "admission", "eviction", "selection"
+    others = {name: x for name, x in arguments.items() if name not in roles}
+    return {role: arguments.get(role) for role in roles}, others
 
 
 def check_names(

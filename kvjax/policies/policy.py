@@ -126,7 +126,7 @@ class Policy:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
         if eviction.rereads and self.when is not None and self.when.when != "prompt":
             raise UserError(
-                f"{eviction.label} reads the whole prompt once more before it scores it: when must be 'prompt', got "
+                f"{eviction.label} has the whole prompt read again before it scores it: when must be 'prompt', got "
                 f"{self.when.when!r}"
             )
         plan, name = self.plan, self.name

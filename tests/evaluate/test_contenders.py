@@ -171,6 +171,9 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     )
     assert (repeating.plan.shares.over, repeating.eviction.eviction.repeated) == ("layer", 64)
     assert repeating.eviction.eviction.tail == (1, 2, 3)
+    within = budget_policy("adakv:eviction=kvzip", dataclasses.replace(sizing, tokenizer=Tokenizer))
+    assert within.eviction.eviction.opening == ()
+    assert within.eviction.eviction.tail == (1, 2, 3)
 
 
 def brought(*, model: Any = None, pool: int = 5) -> Policy:

@@ -73,6 +73,20 @@ def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     )
 
 
+def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
+    """Of KVzip, with its own arguments too, and not of what has its name within another."""
+    folder = shutil.copytree(evaluated[0], tmp_path / "run")
+    said = "KVzip has every context repeated before it compresses it"
+    for name, there in {"kvzip:over=layer": True, "fast_kvzip": False}.items():
+        cells = [
+            cell | {"policy": name} if cell["policy"] == "snapkv" else cell for cell in lines(evaluated[0])
+        ]
+        (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+        config = parse([*arguments, *TASKS, "--out", str(folder)])
+        report(config, list(Results(config).cells.values()), "command")
+        assert (said in (folder / "report.md").read_text()) == there
+
+
 def test_the_report_shows_all_tasks_side_by_side(arguments, evaluated, tmp_path, monkeypatch):
     """The full cache first, then the policies of each budget together, with means of their scores and sizes."""
     drawn = {}

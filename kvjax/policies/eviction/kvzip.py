@@ -26,9 +26,9 @@ TEXTS = "instruction", "resumption", "tail", "opening"
 @struct
 class KVzip(Eviction):
     """The most that any query pays an entry while the model repeats the context, over queries and a group's query heads
-    (Sec. 3.2, eq. 2 and 3): once the prompt was read, each part of `repeated` tokens is asked for and read once more
-    behind it. A query's attention is over the prompt's prefix, this part's entries and the input's own tokens alone
-    (Sec. 3.4). All layers and heads share the budget unless told otherwise (`over`).
+    (eq. 2 and 3): once the prompt was read, each part of `repeated` tokens is asked for and read once more behind it. A
+    query's attention is over the prompt's prefix, this part's entries and the input's own tokens alone. All layers and
+    heads share the budget unless told otherwise (`over`).
 
     The prefix (the chat template's own tokens, a system prompt) always stays.
     """
@@ -87,10 +87,6 @@ class KVzip(Eviction):
     @property
     def shares(self) -> Shares:
         return Shares(over="model")
-
-    @property
-    def refuses_admission(self) -> str:
-        return "has the whole prompt repeated, of which an admission does not store every token"
 
     @property
     def planes(self) -> Mapping[str, str]:

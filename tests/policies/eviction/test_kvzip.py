@@ -254,12 +254,12 @@ def test_without_a_template_a_line_break_ends_what_asks():
         (PARTS | {"tail": [61]}, "kvzip asks with token id 61, the model's vocabulary is 0 … 60"),
         (PARTS | {"ratio": 1.5}, "ratio must be a finite number, above 0 and at most 1, got 1.5"),
         (PARTS | {"ratio": None}, "kvzip needs a budget"),
-        (PARTS | {"when": "every", "every": 8}, "kvzip reads the whole prompt once more before it scores it: when"),
+        (PARTS | {"when": "every", "every": 8}, "kvzip has the whole prompt read again before it scores it: when"),
         (PARTS | {"when": "chunk", "chunk": 8}, "when must be 'prompt', got 'chunk'"),
         (PARTS | {"ratio": None, "entries": 9, "when": "overflow"}, "when must be 'prompt', got 'overflow'"),
         (PARTS | {"observers": [1, 2]}, "observers=(1, 2) is for methods that look back at the last tokens"),
-        (PARTS | {"admission": "streaming_llm:sink=2", "window": 9}, "kvzip has the whole prompt repeated, of which"),
-        (PARTS | {"window": 9, "admission": "full"}, "kvzip has the whole prompt repeated, of which"),
+        (PARTS | {"admission": "streaming_llm:sink=2", "window": 9}, "kvzip has the whole prompt read again, of which"),
+        (PARTS | {"window": 9, "admission": "full"}, "kvzip has the whole prompt read again, of which"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_one_line(model, told, says):
