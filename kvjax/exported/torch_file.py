@@ -129,10 +129,7 @@ class TorchFile:
     def _entry(self, name: str) -> zipfile.ZipInfo:
         """An entry that holds its bytes as they are, as torch's do: what is packed may be larger than the file."""
         entry = self._zip.getinfo(self._folder + name)
-        if (
-            entry.compress_type != zipfile.ZIP_STORED
-            or not entry.file_size == entry.compress_size <= self.bytes
-        ):
+        if not entry.file_size == entry.compress_size <= self.bytes:
             raise UserError(f"{self.file}: {name} is packed, which it never is in a file of torch.save's")
         return entry
 

@@ -96,7 +96,8 @@ def test_a_run_that_has_no_checkpoint_needs_them(published, tmp_path):
 
 
 def test_the_width_is_theirs_where_none_is_told(published, tmp_path):
-    """Also over the built-in config's."""
+    """Also over the built-in config's, whose gates have it too."""
+    check(parse(["--init", "builtin"]))
     assert parse([*ARGS, "--init", str(published)]).expand == 1.5
     assert parse(["--config", "builtin", "--init", str(published)]).expand == 1.5
     (tmp_path / "own.yaml").write_text(f"init: {published}\nmodel: {MODEL}\n")
