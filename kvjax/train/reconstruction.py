@@ -1,0 +1,4 @@
+"""KVzip's teacher for Fast KVzip: what a context's own repetition pays to its keys."""
+from typing import Any
+def reconstruction(model: Any, contexts: Any, which: str, into: Any) -> None:
+    raise NotImplementedError

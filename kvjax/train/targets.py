@@ -1,0 +1,175 @@
+"""Features of contexts and what each of their tokens is worth, by forward passes of the frozen model alone.
+
+Contexts of about one length are read together, one for each batch shard of the mesh. Three teachers: KVzip's scores,
+which a context's reconstruction asks for (arXiv:2505.23416, eq. 2 and 3), and the two that Fast KVzip compares with: the
+most that any later query of the context itself pays to a key, or that queries of questions with their answers do.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from kvjax.command.progress import Progress
+from kvjax.inference.capture import captured_layers
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.train.contexts import Context
+from kvjax.train.features import Kind, Memory, Shards
+from kvjax.train.reconstruction import reconstruction
+from pallas_kernels.attention_mass import attention_mass
+
+Into = Sequence[dict[str, Shaped[np.ndarray, "n l ..."]]]
+"""Arrays of each context to fill."""
+Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
+"""Fills `input`, what a gate will look at (a field of `Step`), and `score` of every token of the contexts but the
+prefixes'. There are as many contexts as batch shards."""
+
+
+def kind_of(model: Decoder, which: str) -> Kind:
+    """What is kept of a position: the gates' input in the model's dtype, the targets in float32."""
+    config = model.config
+    own = (config.width,) if which == "hidden" else (config.num_kv_heads, config.head_dim)
+    layers = config.num_layers
+    return Kind(
+        {
+            "input": ((layers, *own), model.embed.dtype),
+            "score": ((layers, config.num_kv_heads), jnp.float32),
+        }
+    )
+
+
+def collect(
+    model: Decoder, contexts: Sequence[Context], store: Memory | Shards, teacher: Teacher, which: str
+) -> None:
+    """Fill the store with those of the contexts that are not finished in it, each put there once.
+
+    Raises:
+        UserError: the disk fills; what is finished stays.
+    """
+    finished, shards = store.finished, batch_shards()
+    order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
+    groups = [order[start : start + shards] for start in range(0, len(order), shards)]
+    left = sum(len(contexts[index].tokens) for index in order if index not in finished)
+    began, done = time.monotonic(), 0
+    with Progress("targets", len(contexts), len(finished)) as progress:
+        for group in groups:
+            missing = [index for index in group if index not in finished]
+            if not missing:
+                continue
+            # groups stay as they are after a resume, and the last context stands for those that they lack
+            whole = [group[min(row, len(group) - 1)] for row in range(shards)]
+            with contextlib.ExitStack() as stack:
+                into = {index: stack.enter_context(store.writing(index)) for index in missing}
+                unused = [{} for _ in whole]
+                arrays = [into.pop(index, unused[row]) for row, index in enumerate(whole)]
+                teacher(model, [contexts[index] for index in whole], which, arrays)
+            for index in missing:
+                done += len(contexts[index].tokens)
+                speed = done / (time.monotonic() - began)
+                seconds = round((left - done) / speed)
+                progress.done(
+                    f"context {index}: {len(contexts[index].tokens)} positions, {speed:.0f} positions/s, "
+                    f"{seconds // 60}:{seconds % 60:02} left"
+                )
+
+
+def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+    """The most that any later query of the context pays to a key, over the queries and the heads of the group."""
+    rows = [context.row for context in contexts]
+    for layer, found in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
+        mass = _most(found["q"], found["k"], _silent(found["lse"], rows), offset=1)
+        _fill(contexts, into, layer, which, found[which], mass)
+
+
+def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+    """The most that any query of a question with its answer, read behind the context, pays to a key of it; each
+    question is read by itself."""
+    rows = [context.row for context in contexts]
+    keys = []
+    for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
+        keys.append(found["k"])
+        _fill(contexts, into, layer, which, found[which], None)
+    cache, best = prefill(model, rows, policy=Policy()), [np.float32(0)] * len(keys)
+    for turn in range(max(len(context.questions) for context in contexts)):
+        # where there is no further question the last one is asked again, which changes no maximum
+        asked = [context.questions[min(turn, len(context.questions) - 1)] for context in contexts]
+        for layer, found in enumerate(_layers(model, asked, ("q", "lse"), cache)):
+            mass = _most(found["q"], keys[layer], _silent(found["lse"], asked), offset=None)
+            best[layer] = np.maximum(best[layer], mass)
+    for layer, mass in enumerate(best):
+        _fill(contexts, into, layer, which, None, mass)
+
+
+TEACHERS: dict[str, Teacher] = {
+    "reconstruction": reconstruction,
+    "next_token": next_token,
+    "answer": answer,
+}
+"""By what `--target` says."""
+
+
+def _layers(
+    model: Decoder, rows: Sequence[Any], names: Any, cache: Any = None
+) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
+    with use_mesh(model):
+        full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
+    return captured_layers(model, full, cache, rows, tuple(names))
+
+
+def _silent(lse: Float[np.ndarray, "b n t"], rows: Sequence[Any]) -> Float[np.ndarray, "b n t"]:
+    """The padding's queries count for nothing."""
+    real = np.arange(lse.shape[-1]) < np.array([len(row) for row in rows])[:, None, None]
+    return np.where(real, lse, -np.inf)
+
+
+def _most(
+    q: Float[np.ndarray, "b n t h"],
+    k: Float[np.ndarray, "b k s h"],
+    lse: Float[np.ndarray, "b n t"],
+    *,
+    offset: int | None,
+) -> Float[np.ndarray, "b k s"]:
+    """The most that a query pays to a key, rows split over the batch shards and heads over `tensor`."""
+    placed = [put(x, BATCH, "tensor") for x in (q, k, lse)]
+    return np.asarray(_largest(*placed, offset=offset))
+
+
+@functools.partial(jax.jit, static_argnames="offset")
+def _largest(
+    q: Float[Array, "b n t h"], k: Float[Array, "b k s h"], lse: Float[Array, "b n t"], *, offset: int | None
+) -> Float[Array, "b k s"]:
+    heads = P(BATCH, "tensor")
+    local = functools.partial(attention_mass, over="max", group="max", offset=offset)
+    call = jax.shard_map(
+        lambda q, k, lse: local(q, k, lse=lse), in_specs=(heads, heads, heads), out_specs=heads
+    )
+    return call(q, k, lse)
+
+
+def _fill(
+    contexts: Sequence[Context],
+    into: Into,
+    layer: int,
+    which: str,
+    own: Shaped[np.ndarray, "b ..."] | None,
+    mass: Float[np.ndarray, "b k t"] | None,
+) -> None:
+    """One layer of the contexts' arrays, without their prefixes."""
+    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+        first, last = len(context.prefix), len(context.prefix) + len(context.tokens)
+        if not arrays:
+            continue
+        if own is not None:
+            each = own[row] if which == "hidden" else own[row].swapaxes(0, 1)
+            arrays["input"][:, layer] = each[first:last]
+        if mass is not None:
+            arrays["score"][:, layer] = mass[row, :, first:last].T
