@@ -1,0 +1,214 @@
+"""The gate and its alternatives against their formulas in float64, on meshes, and their published size."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, make_mesh, put, use_mesh
+from kvjax.policies.eviction.fast_kvzip import FORMS, INPUTS, SinkGate, inputs
+from tests.policies.steps import step
+
+LAYERS, HEADS, GROUP, WIDTH, DIM, SINKS = 3, 4, 2, 32, 6, 5
+
+
+def random_gates(form="sink", width=WIDTH, seed=0):
+    """Gates whose arrays are all random, those too that begin at 0 or 1."""
+    with use_mesh():
+        gates = SinkGate(LAYERS, HEADS, GROUP, width, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(0))
+        rng = np.random.default_rng(seed)
+        return jax.tree.map(
+            lambda x: x + jnp.asarray(rng.standard_normal(x.shape), jnp.float32), jax.device_get(gates)
+        )
+
+
+def of_layer(gates, index):
+    return jax.tree.map(lambda x: x[index], gates)
+
+
+def hidden(*shape, seed=1):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def brute_force(gates, index, x):
+    """Fast KVzip's formulas, token by token and head by head, in float64; x [b k t d]."""
+    w = {name: np.asarray(v, np.float64)[index] for name, v in nnx.to_pure_dict(nnx.state(gates)).items()}
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+    rms = lambda x, scale: x / np.sqrt((x**2).mean() + 1e-6) * scale  # noqa: E731
+    scores = np.zeros(x.shape[:3])
+    for at in np.ndindex(*x.shape[:3]):
+        h, head = np.asarray(x[at], np.float64), at[1]
+        if gates.form == "linear":
+            scores[at] = sigmoid(w["w"][head] @ h + w["b"][head])
+            continue
+        if gates.form == "mlp":
+            gate, up = w["w_gate"][head] @ h, w["w_up"][head] @ h
+            scores[at] = sigmoid((gate * sigmoid(gate) * up) @ w["w_down"][head] + w["b"][head])
+            continue
+        k = rms(w["w_k"][head] @ h, w["norm_k"])
+        found = []
+        for g in range(GROUP):
+            q = rms(w["w_q"][head, g] @ h + w["bias_q"][head, g], w["norm_q"])
+            a, b = q @ k / np.sqrt(DIM), w["b"][head, g]
+            if gates.form == "sigmoid":
+                found.append(sigmoid(a + b))
+                continue
+            e = np.array([q @ sink / np.sqrt(DIM) for sink in w["k_base"][head]])
+            if gates.form == "paper":
+                found.append(np.exp(a) / (np.exp(a) + np.exp(e).sum() + np.log1p(np.exp(b))))
+            else:
+                logits = np.exp(np.array([a + b, *e]))
+                found.append(logits[0] / logits.sum())
+        scores[at] = np.mean(found)
+    return scores
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scores_are_the_formulas(form):
+    gates, x = random_gates(form), hidden(2, 3, WIDTH)
+    per_head = np.broadcast_to(np.asarray(x)[:, None], (2, HEADS, 3, WIDTH))
+    for index in (0, 2):
+        got = of_layer(gates, index)(x)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, brute_force(gates, index, per_head), atol=2e-6)
+
+
+def test_the_closed_form_is_a_softmax_against_the_sinks():
+    """§9.1 of the method's description; a token that no sink stands against has 1/17 of 16 of them and its own."""
+    with use_mesh():
+        gates = of_layer(SinkGate(1, 2, 3, 8, rngs=nnx.Rngs(0)), 0)
+    across = np.zeros((2, 3, 16, 8), np.float32)
+    across[:, :, 0] = 1.0  # queries along the first axis, keys along the second: q·k = 0
+    gates.w_q[...] = jnp.asarray(across)
+    gates.bias_q[...] = gates.bias_q[...] * 0
+    gates.w_k[...] = jnp.asarray(np.roll(across[:, 0], 1, axis=1))
+    np.testing.assert_allclose(gates(hidden(1, 5, 8)), 1 / 17, rtol=1e-6)
+
+
+def test_scores_do_not_overflow():
+    gates = of_layer(random_gates(), 1)
+    for scale in (1e2, 1e4):
+        gates.norm_q[...] = gates.norm_q[...] * scale
+        slope = jax.grad(lambda gates: gates(hidden(1, 4, WIDTH)).sum())(gates)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gates(hidden(1, 4, WIDTH)), slope)))
+
+
+def test_b_raises_scores_and_the_papers_b_lowers_them():
+    x, low = hidden(1, 6, WIDTH), of_layer(random_gates(), 0)
+    high = jax.tree.map(lambda x: x, low)
+    high.b[...] = low.b[...] + 0.5
+    assert (high(x) > low(x)).all()
+    arrays, zero = nnx.to_pure_dict(nnx.state(low)), jnp.zeros_like(low.b[...])
+    scores = {}
+    for form, b in (
+        ("sink", zero),
+        ("paper", low.b[...]),
+        ("paper", low.b[...] + 0.5),
+        ("paper", zero - 200),
+    ):
+        gates = of_layer(random_gates(form), 0)
+        nnx.update(gates, nnx.State(nnx.restore_int_paths(arrays | {"b": b})))
+        scores[form, float(b[0, 0])] = np.asarray(gates(x))
+    first, *papers = scores.values()
+    assert (papers[0] < first).all()
+    assert (papers[1] < papers[0]).all()
+    np.testing.assert_allclose(papers[2], first, rtol=1e-5)  # b = softplus(−200), nothing
+
+
+def test_a_score_is_of_its_token_alone():
+    gates, x = of_layer(random_gates(), 0), hidden(1, 8, WIDTH)
+    order = np.random.default_rng(0).permutation(8)
+    np.testing.assert_allclose(gates(x[:, order]), gates(x)[..., order], rtol=1e-6)
+    chunks = jnp.concatenate([gates(x[:, :3]), gates(x[:, 3:])], -1)
+    np.testing.assert_allclose(chunks, gates(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("which", INPUTS)
+def test_inputs_are_the_steps(which):
+    """Keys are each head's own; the others read the same hidden states."""
+    at = step([[0, 1, 2]])
+    x = inputs(at, which)
+    gates = random_gates(width=x.shape[-1])
+    per_head = np.asarray({"hidden": at.hidden, "k": at.k, "k_pre": at.k_pre}[which])
+    if which == "hidden":
+        per_head = np.broadcast_to(per_head[:, None], (1, HEADS, *per_head.shape[1:]))
+    np.testing.assert_allclose(of_layer(gates, 1)(x), brute_force(gates, 1, per_head), atol=2e-6)
+
+
+def test_sixteen_bit_inputs_take_gates_rounded_to_them():
+    """Sums are float32's: as near to float64 as float32 is, once both factors are rounded."""
+    gates, x = random_gates(), hidden(1, 3, WIDTH).astype(jnp.bfloat16)
+    rounded = jax.tree.map(lambda x: x, gates)
+    for name in ("w_q", "w_k"):
+        weights = getattr(rounded, name)
+        weights[...] = weights[...].astype(jnp.bfloat16).astype(jnp.float32)
+    per_head = np.broadcast_to(np.asarray(x, np.float64)[:, None], (1, HEADS, 3, WIDTH))
+    got = of_layer(gates, 0)(x)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, brute_force(rounded, 0, per_head), atol=2e-6)
+
+
+def entropy_of_all_layers(gates, x, target):
+    """What training minimises, in `shard_map` as the class's docstring has it."""
+
+    def local(gates, x):
+        return jax.vmap(lambda gate, x: gate(x))(gates, x)
+
+    scores = jax.shard_map(local, out_specs=P(None, BATCH, "tensor"))(gates, x)
+    return -(target * jnp.log(scores) + (1 - target) * jnp.log1p(-scores)).mean()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_on_a_mesh_are_those_of_one_device(form):
+    found = []
+    x = hidden(LAYERS, 4, 6, WIDTH)
+    target = jax.nn.sigmoid(hidden(LAYERS, 4, HEADS, 6, seed=2))
+    for mesh in (make_mesh(), make_mesh(fsdp=2, tensor=4)):
+        with jax.set_mesh(mesh):
+            make = jax.jit(
+                lambda: SinkGate(
+                    LAYERS, HEADS, GROUP, WIDTH, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(3)
+                )
+            )
+            arguments = make(), put(x, None, BATCH), put(target, None, BATCH, "tensor")
+            found.append(jax.jit(jax.value_and_grad(entropy_of_all_layers))(*arguments))
+    assert found[1][1].b[...].sharding.spec[1] == "tensor"
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *jax.device_get(found))
+
+
+def test_gates_begin_as_torch_has_them():
+    with use_mesh():
+        gates = SinkGate(2, 4, 2, 64, rngs=nnx.Rngs(0))
+    for name in ("w_q", "bias_q", "w_k"):
+        assert 0.8 / 8 < np.abs(getattr(gates, name)[...]).max() <= 1 / 8
+    for name, value in (("norm_q", 1), ("norm_k", 1), ("k_base", 0), ("b", 0)):
+        np.testing.assert_array_equal(getattr(gates, name)[...], value)
+
+
+@pytest.mark.parametrize(
+    ("shape", "published", "printed"),
+    [((36, 8, 4, 4096), 0.189, 0.18), ((40, 8, 5, 5120), 0.315, 0.30), ((48, 4, 8, 2048), 0.113, 0.11)],
+    ids=["Qwen3-8B", "Qwen3-14B", "Qwen3-30B-A3B"],
+)
+def test_gates_have_the_published_size(shape, published, printed):
+    """GB of the files in bfloat16, and Table 2's, which are 5% smaller at most (GiB, cut off)."""
+    sizes = {}
+    with use_mesh():
+        for form in FORMS:
+            gates = jax.eval_shape(lambda form=form: SinkGate(*shape, form=form, rngs=nnx.Rngs(0)))
+            sizes[form] = 2 * sum(leaf.size for leaf in jax.tree.leaves(gates)) / 1e9
+    assert round(sizes["sink"], 3) == published
+    assert 0.95 < printed / sizes["sink"] <= 1
+    assert sizes["mlp"] == pytest.approx(sizes["sink"], rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [({"form": "gelu"}, "form is one of sink, paper"), ({"sinks": 0}, "sinks must be a whole")],
+)
+def test_a_wrong_gate_is_one_line(wrong, said):
+    with use_mesh(), pytest.raises(UserError, match=said):
+        SinkGate(1, 2, 2, 8, **wrong, rngs=nnx.Rngs(0))
