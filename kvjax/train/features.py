@@ -299,11 +299,3 @@ def batches(features: Features, rows: int, steps: int, seed: int) -> grain.Datas
 
     reading = grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=AHEAD)
     return iter(grain.MapDataset.range(steps).map(step).to_iter_dataset(reading))
-
-
-def in_rows(held: HeldOut, rows: int) -> Iterator[tuple[int, dict[str, Shaped[np.ndarray, "n ..."]]]]:
-    """All that is held out in batches of so many rows, and how many of each are not its last one repeated."""
-    for start in range(0, len(held), rows):
-        part = held[start : start + rows]
-        count = len(next(iter(part.values())))
-        yield count, {name: x[np.minimum(np.arange(rows), count - 1)] for name, x in part.items()}

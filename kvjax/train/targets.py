@@ -1,8 +1,8 @@
 """Features of contexts and what each of their tokens is worth, by forward passes of the frozen model alone.
 
-Contexts of about one length are read together, one for each batch shard of the mesh. Three teachers: KVzip's scores,
-which a context's reconstruction asks for (arXiv:2505.23416, eq. 2 and 3), and the two that Fast KVzip compares with: the
-most that any later query of the context itself pays to a key, or that queries of questions with their answers do.
+Contexts of about one length are read together, one for each batch shard of the mesh. KVzip's teacher is in
+`kvjax.train.reconstruction`; here are the two that Fast KVzip compares it with: the most that any later query of the
+context itself pays to a key, or that queries of questions with their answers do.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.train.contexts import Context
 from kvjax.train.features import Kind, Memory, Shards
-from kvjax.train.reconstruction import reconstruction
 from pallas_kernels.attention_mass import attention_mass
 
 Into = Sequence[dict[str, Shaped[np.ndarray, "n l ..."]]]
@@ -87,7 +86,7 @@ def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: In
     rows = [context.row for context in contexts]
     for layer, found in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
         mass = _most(found["q"], found["k"], _silent(found["lse"], rows), offset=1)
-        _fill(contexts, into, layer, which, found[which], mass)
+        fill(contexts, into, layer, which, found[which], mass)
 
 
 def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
@@ -97,7 +96,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
     keys = []
     for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
         keys.append(found["k"])
-        _fill(contexts, into, layer, which, found[which], None)
+        fill(contexts, into, layer, which, found[which], None)
     cache, best = prefill(model, rows, policy=Policy()), [np.float32(0)] * len(keys)
     for turn in range(max(len(context.questions) for context in contexts)):
         # where there is no further question the last one is asked again, which changes no maximum
@@ -106,15 +105,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
             mass = _most(found["q"], keys[layer], _silent(found["lse"], asked), offset=None)
             best[layer] = np.maximum(best[layer], mass)
     for layer, mass in enumerate(best):
-        _fill(contexts, into, layer, which, None, mass)
-
-
-TEACHERS: dict[str, Teacher] = {
-    "reconstruction": reconstruction,
-    "next_token": next_token,
-    "answer": answer,
-}
-"""By what `--target` says."""
+        fill(contexts, into, layer, which, None, mass)
 
 
 def _layers(
@@ -155,7 +146,7 @@ def _largest(
     return call(q, k, lse)
 
 
-def _fill(
+def fill(
     contexts: Sequence[Context],
     into: Into,
     layer: int,

@@ -1,0 +1,321 @@
+"""Fast KVzip: gates that say from a token's hidden state what a context's reconstruction would pay to it, trained on
+features of a frozen model (arXiv:2601.17668, Sec. 3)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.mesh import AXES, BATCH, P, gather
+from kvjax.models import load_tokenizer
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.exported.folder import save_tree as save_gates
+from kvjax.policies.eviction.fast_kvzip import SinkGate
+load_gates = None
+from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
+from kvjax.train.data import Data, Open, draw_step_lengths
+from kvjax.train.features import HeldOut, Memory, Shards, batches
+from kvjax.train.gate_pictures import draw_losses, draw_predictions
+from kvjax.train.reconstruction import reconstruction, repetition
+from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.rows import Rows
+from kvjax.train.targets import Teacher, answer, collect, kind_of, next_token
+
+CLIP = 1e-6
+"""Of predictions, from 0 and from 1."""
+IMPORTANT = 0.05
+"""What a target and a prediction are both above, or both below, where they agree."""
+WARM_UP = 50
+"""Updates."""
+TARGETS = "targets"
+"""The run's folder's, where features and targets are."""
+LAYER = "loss/"
+"""Begins the names of the layers' losses."""
+RATIOS = 0.2, 0.3, 0.4, 0.5
+"""Of the cache, that the rows of a report keep."""
+Batch = Mapping[str, Float[Array, "b l ..."]]
+"""`input` [b l d] or [b l k h], and `score` [b l k], of positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzipGates(Recipe):
+    """Train Fast KVzip's gates for a frozen model.
+
+    First its forward passes over some contexts give features and targets (--targets), then gates learn the one from the
+    other. What other recipes call sequences are positions here: --batch and --sequences count those.
+    """
+
+    method: str = "fast_kvzip"
+    """What is trained."""
+    instruction: str = "Given the context, answer to the following question or request without explanation."
+    """What stands before each context in the user's turn, with an empty line, for models with a chat template. It
+    always stays in the cache."""
+    sequences: int = 5_000_000
+    """Positions to train on in all, each as often as it comes: 5,000 updates of 1,000."""
+    batch: int = 1000
+    """Positions of an update, the same of all layers, rounded up to a multiple of the mesh's data × fsdp."""
+    lengths: tuple[int, ...] = (512,)
+    """Of the built-in tasks: tokens of a context with its questions. Contexts of text are chosen by --shortest, …"""
+    shares: tuple[float, ...] = (1.0,)
+    """Of the built-in tasks: how many contexts have each length, relative to the others."""
+    contexts: int = 64
+    """Of the built-in tasks: how many."""
+    shortest: int = 10_000
+    """Of text: tokens of a document, at least, by the data set's own count (`token_count`) where it has one."""
+    longest: int = 30_000
+    """Of text: tokens of a document, below this."""
+    joined: int = 100_000
+    """Of text: tokens of several documents joined by empty lines, below this."""
+    single: int = 29
+    """Of text: documents that are contexts alone, the first that come."""
+    joins: int = 5
+    """Of text: contexts of documents joined, from the first that come on."""
+    target: Literal["reconstruction", "next_token", "answer"] = "reconstruction"
+    """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
+    that any later query of the context does, or that questions of it with their answers do (built-in tasks)."""
+    targets: Literal["disk", "memory"] | None = None
+    """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
+    this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
+    input: Literal["hidden", "k", "k_pre"] = "hidden"
+    """What a gate sees of a token: the layer's input after its norm, or, for comparison, its key after or before RoPE."""
+    form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
+    """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
+    dim: int = 16
+    """Width of a gate's queries and keys."""
+    sinks: int = 16
+    """Keys that a gate learns beside the token's own."""
+    lr: float = 0.2
+    """SGD's: a hundredth of it more with each of 50 updates, then all, half after half of them, and a quarter at the
+    last quarter."""
+    momentum: float = 0.9
+    """SGD's."""
+    init_from: Annotated[str | None, tyro.conf.arg(name="init")] = None
+    """Gates to begin with: an exported folder or a run, of the same model and sizes."""
+    ratio: float = 0.3
+    """Of the cache, that the report's first row and the exported gates keep unless they are told otherwise."""
+
+    exports: ClassVar[str] = "gates"
+    unit: ClassVar[str] = "positions"
+    builtin: ClassVar[str | None] = "fast_kvzip-builtin"
+    shown: ClassVar[Mapping[str, str]] = {"loss": ".4f", "agreement": ".3f"}
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        for name, least in (("contexts", 1), ("shortest", 1), ("single", 0), ("joins", 0), ("dim", 1), ("sinks", 1)):
+            yield getattr(self, name) >= least, f"--{name}", f"at least {least}", getattr(self, name)
+        yield self.longest > self.shortest, "--longest", f"above --shortest {self.shortest}", self.longest
+        yield self.joined > self.shortest, "--joined", f"above --shortest {self.shortest}", self.joined
+        yield self.single + self.joins > 0, "--single", "at least 1 where --joins is 0", self.single
+        yield self.lr > 0, "--lr", "above 0", self.lr
+        yield 0 <= self.momentum < 1, "--momentum", "at least 0 and below 1", self.momentum
+        yield 0 < self.ratio <= 1, "--ratio", "above 0 and at most 1", self.ratio
+
+    def check(self) -> None:
+        super().check()
+        if self.target == "answer" and self.data != "builtin":
+            raise UserError(
+                f"--target answer: --data {self.data} has no questions; it goes with the built-in tasks (--data builtin)"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        if self.data == "builtin":
+            return super().most_tokens
+        return max(self.longest if self.single else 0, self.joined if self.joins else 0)
+
+    def check_model(self, model: ModelConfig) -> None:
+        if self.init_from is not None:
+            self._check_init(load_gates(self.init_from)[0], model)
+
+    def _check_init(self, gates: SinkGate, model: ModelConfig) -> None:
+        mine = jax.eval_shape(functools.partial(self._gates, model))
+        wanted, found = (
+            {"form": x.form, "dim": x.dim, "sinks": x.sinks, "layers, kv heads, group, width": x.shape}
+            for x in (mine, gates)
+        )
+        wrong = [f"{name} {found[name]}, not {wanted[name]}" for name in wanted if found[name] != wanted[name]]
+        if wrong:
+            raise UserError(f"--init {self.init_from}: these gates have {wrong[0]}")
+
+    def _gates(self, model: ModelConfig) -> SinkGate:
+        group = model.num_heads // model.num_kv_heads
+        width = model.width if self.input == "hidden" else model.head_dim
+        sizes = model.num_layers, model.num_kv_heads, group, width
+        return SinkGate(*sizes, dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(self.seed))
+
+    def init(self, model: Decoder) -> SinkGate:
+        gates = self._gates(model.config)
+        if self.init_from is None:
+            return gates
+        given, _ = load_gates(self.init_from, model)
+        return jax.tree.map(lambda own, x: jax.sharding.reshard(x, jax.typeof(own).sharding.spec), gates, given)
+
+    def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
+        kind = kind_of(model, self.input)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
+
+    def collect(self) -> Open:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
+                "not shared between hosts"
+            )
+        return functools.partial(self._open, *self._contexts())
+
+    def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
+        """Those that are trained on, and held-out sequences for the report."""
+        if self.data == "builtin":
+            own, others = (
+                draw_step_lengths(count, self.lengths, self.shares, self.seed).tolist()
+                for count in (self.contexts, self.validation)
+            )
+            return builtin_contexts(own, others, self.seed)
+        choice = Choice(self.shortest, self.longest, self.joined, self.single, self.joins)
+        words = {"tokenizer": load_tokenizer(self.model), "instruction": self.instruction}
+        return text_contexts(self.data, choice, self.validation, seed=self.seed, **words)
+
+    def _open(
+        self,
+        contexts: Sequence[Context],
+        held_out: Sequence[TokenRow],
+        model: Decoder,
+        rows: Rows,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> Data:
+        """Compute what is missing of the features and targets, and begin to read them."""
+        kind, sizes = kind_of(model, self.input), [len(context.tokens) for context in contexts]
+        memory = (self.targets or ("memory" if self.data == "builtin" else "disk")) == "memory"
+        store = Memory(kind, sizes) if memory else Shards(folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        missing = len(contexts) - len(store.finished)
+        say(
+            f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
+            + (f"{missing} contexts to compute" if missing else "all are there")
+        )
+        collect(model, contexts, store, self._teacher(contexts), self.input)
+        features = store.read()
+        return Data(batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features))
+
+    def _teacher(self, contexts: Sequence[Context]) -> Teacher:
+        if self.target == "reconstruction":
+            policy = repetition(load_tokenizer(self.model), len(contexts[0].prefix))
+            return functools.partial(reconstruction, policy=policy)
+        return {"next_token": next_token, "answer": answer}[self.target]
+
+    def _manifest(self, contexts: Sequence[Context], model: Decoder) -> dict[str, Any]:
+        """What features and targets depend on."""
+        return {
+            "data": self.data,
+            "target": self.target,
+            "input": self.input,
+            "contexts": [context.digest for context in contexts],
+            **MadeFor.of(model, self.model).description,
+        }
+
+    def loss(
+        self, params: SinkGate, frozen: Any, batch: Batch, key: jax.Array, step: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Binary cross-entropy with soft targets: the mean over positions, the sum over heads and layers. Beside it the
+        share of predictions that agree with their target at .05, and each layer's loss."""
+        predicted, target = scores(params, batch["input"]), by_head(batch["score"])
+        layers = cross_entropy(predicted, target).mean(-1).sum(-1)
+        return layers.sum(), {"agreement": agreement(predicted, target).mean()} | _by_layer(layers)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.sgd(functools.partial(rate, peak=self.lr, steps=self.steps), momentum=self.momentum)
+
+    def measure(self, params: SinkGate, frozen: Any, batch: Batch) -> dict[str, Float[Array, "b ..."]]:
+        """As the loss has them, of each position; and its `predicted` and `target` scores, by layer and kv head."""
+        predicted, target = scores(params, batch["input"]), by_head(batch["score"])
+        layers = cross_entropy(predicted, target).sum(1)
+        means = {"loss": layers.sum(0), "agreement": agreement(predicted, target).mean((0, 1))}
+        return means | _by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
+
+    def remark(self, validation: Validation) -> str:
+        return f"the targets' own entropy is {entropy(validation.by_sequence['target']):.4g}, below which no loss is"
+
+    def export(self, folder: Path, params: SinkGate, model: Decoder, validation: Validation) -> None:
+        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("fast_kvzip", gates=folder)` reads."""
+        numbers = validation.numbers | {"positions": validation.sequences}
+        origin = {"model": self.model, "data": self.data, "validation": numbers}
+        trained = {"sequences": self.sequences, "batch": self.rows, "seed": self.seed, "lengths": list(self.lengths)}
+        whole = gather(params, *AXES)
+        if jax.process_index() == 0:
+            save_gates(folder, whole, self.own_options() | origin | trained)
+
+    def draw(self, folder: Path, validation: Validation) -> None:
+        found = validation.by_sequence
+        draw_predictions(folder / "predictions.png", found["predicted"], found["target"], IMPORTANT)
+        draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
+
+    def deploy(self, params: SinkGate, model: Decoder) -> Policy:
+        return make_policy("fast_kvzip", gates=params, input=self.input, model=model, ratio=self.ratio)
+
+    def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
+        ratios = dict.fromkeys((self.ratio, *RATIOS))
+        return {f"ratio={x:g}": dataclasses.replace(self, ratio=x).deploy(params, model) for x in ratios}
+
+    @classmethod
+    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
+        return make_policy("fast_kvzip", gates=gates, model=model, force=force, **options)
+
+
+def scores(gates: SinkGate, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
+    """What the gates predict of positions' inputs, rows split over the batch shards and kv heads over `tensor`."""
+    if x.ndim == 3:
+        x = jnp.swapaxes(x, 0, 1)[:, None]
+    else:  # a key for each kv head
+        x = jax.sharding.reshard(x.transpose(1, 2, 0, 3)[:, None], P(None, None, "tensor", BATCH, None))
+
+    def local(gates, x):
+        return jax.vmap(lambda gate, x: gate(x))(gates, x)
+
+    return jax.shard_map(local, out_specs=P(None, None, "tensor", BATCH))(gates, x)[:, 0]
+
+
+def by_head(score: Float[Array, "b l k"]) -> Float[Array, "l k b"]:
+    """Targets as `scores` has its predictions."""
+    return jax.sharding.reshard(score.transpose(1, 2, 0), P(None, "tensor", BATCH))
+
+
+def cross_entropy(predicted: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, "..."]:
+    """−t log p − (1 − t) log(1 − p), with p at least 1e-6 from 0 and 1."""
+    p = jnp.clip(predicted, CLIP, 1 - CLIP)
+    return -target * jnp.log(p) - (1 - target) * jnp.log1p(-p)
+
+
+def agreement(predicted: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, "..."]:
+    """1 where both are at least .05 or neither is."""
+    return ((predicted >= IMPORTANT) == (target >= IMPORTANT)).astype(jnp.float32)
+
+
+def entropy(target: Float[np.ndarray, "n l k"]) -> float:
+    """What the loss is where every prediction is its target."""
+    t = np.clip(target.astype(np.float64), 1e-12, 1 - 1e-12)
+    return float((-t * np.log(t) - (1 - t) * np.log1p(-t)).mean(0).sum())
+
+
+def rate(update: Any, peak: float, steps: int) -> Float[Array, ""]:
+    """The learning rate of an update: .01 · i of the peak in the first 50, then all of it, half of it after half of the
+    updates and a quarter after three quarters (`lr_schedule` of the authors' code)."""
+    late = jnp.where(update < steps * 0.75, 0.5, 0.25)
+    usual = jnp.where(update < steps * 0.5, 1.0, late)
+    return peak * jnp.where(update < WARM_UP, 0.01 * update, usual)
+
+
+def _by_layer(losses: Float[Array, "l ..."]) -> dict[str, Float[Array, "..."]]:
+    digits = len(str(len(losses) - 1))
+    return {f"{LAYER}{layer:0{digits}}": loss for layer, loss in enumerate(losses)}
