@@ -160,7 +160,7 @@ def eviction(
     if policy.plan is None or policy.plan.moment.when != "prompt":
         return None
     cache = sampling.prefill(model, [tokens], policy=policy.uncompacted, page_size=config.page_size)
-    return cache, lambda cache: at_prompt_end(model, policy, cache, [config.context])
+    return cache, lambda cache: at_prompt_end(model, policy, cache, [tokens])
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:

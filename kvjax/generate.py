@@ -83,7 +83,8 @@ class GenerateConfig:
         names = "eviction", "selection", "gates", "window", "ratio", "entries", "tokens"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         others = assignments([text for texts in self.set for text in texts], "--set")
-        for name, option in {"name": "--policy", "model": "--model", "force": "--force"}.items():
+        options = {"name": "--policy", "model": "--model", "tokenizer": "--model", "force": "--force"}
+        for name, option in options.items():
             if name in others:
                 raise UserError(f"--set {name}=…: that is {option} here")
         if twice := sorted(set(given) & set(others)):
@@ -128,9 +129,10 @@ def run(config: GenerateConfig) -> None:
 
     with jax.set_mesh(mesh):
         _check(config)
-        policy = make_ahead(config.policy, force=config.force, **arguments)
-        _say_empty_shards(config)
         tokenizer = load_tokenizer(config.model)
+        arguments |= {"tokenizer": tokenizer, "force": config.force}
+        policy = make_ahead(config.policy, **arguments)
+        _say_empty_shards(config)
         stop, ids = stop_texts(config.stop, tokenizer)
         prompt = encode(tokenizer, text)
         longest = len(prompt) + config.max_new_tokens
@@ -139,7 +141,7 @@ def run(config: GenerateConfig) -> None:
             policy.check(shape)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
-        policy = make_policy(config.policy, model=model, force=config.force, **arguments)
+        policy = make_policy(config.policy, model=model, **arguments)
         live = LiveText(tokenizer, stop) if config.samples == 1 else None
         parts, logprobs, laps = [], [] if config.logprobs else None, []
         watch = Stopwatch()

@@ -105,3 +105,18 @@ class Stored:
     causal: bool = static()
     """Whether the observed queries' own entries are the row's last (there is no ring). Otherwise they are still in the
     ring, and every stored entry is older than they are."""
+
+
+@struct
+class Passage:
+    """One layer's stored entries that a pass of tokens looks at (`Eviction.passes`): first those of the row's start,
+    then those of the pass's own part of the row."""
+
+    k: Float[Array, "b k s h"]
+    """As it was written, after RoPE; unspecified where there is no entry."""
+    exists: Bool[Array, "b s"]
+    """Which of them there are."""
+    first: int = static()
+    """How many places are for the row's start."""
+    valid: Int[Array, " b"]
+    """How many of the pass's tokens are real, by sequence; 0: the sequence has none."""

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = (
     {
+        "kvjax.chat_template",
         "kvjax.errors",
         "kvjax.files",
         "kvjax.struct",
@@ -31,6 +32,7 @@ LAYERS = (
 POLICIES_MAY_IMPORT = {
     *(
         "kvjax.builtin",
+        "kvjax.chat_template",
         "kvjax.errors",
         "kvjax.exported",
         "kvjax.files",

@@ -129,8 +129,8 @@ def compact(
     with use_mesh(model):
         policy = within(policy, reading.cache)
         run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
-        cache, tokens = jax.tree.map(jnp.copy, reading.cache), [len(sample.context) for sample in group]
-        cache = at_prompt_end(model, policy, cache, tokens, observers, run, calls)
+        cache, rows = jax.tree.map(jnp.copy, reading.cache), [sample.context for sample in group]
+        cache = at_prompt_end(model, policy, cache, rows, observers, run, calls)
     jax.block_until_ready(cache)
     seconds = watch.lap()
     return Reading(cache, calls, reading.seconds + seconds, reading.compiled or watch.compiled)

@@ -18,6 +18,7 @@ from kvjax.inference.compaction import compact_to
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota
 from kvjax.inference.record import Calls
+from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, free_pages, halved, more_pages, pool_pages, with_more_pages
 from kvjax.models.decoder import Decoder
 from kvjax.policies.plan import Plan
@@ -73,7 +74,7 @@ def read(
         cache = at_end(model, policy, cache, len(rows))
     else:
         cache, logits = run(cache, rows)
-        cache = at_prompt_end(model, policy, cache, [row.size for row in rows], observers, run, calls)
+        cache = at_prompt_end(model, policy, cache, rows, observers, run, calls, implementation)
     assert logits is not None
     return fitted(policy, cache, room), logits
 
@@ -82,19 +83,22 @@ def at_prompt_end(
     model: Decoder,
     policy: Policy,
     cache: Cache,
-    tokens: Sequence[int],
+    rows: TokenRows,
     observers: TokenRows | None = None,
     run: Feed | None = None,
     calls: Calls | None = None,
+    implementation: str | None = None,
 ) -> Cache:
-    """The cache (donated) of prompts of so many tokens, compacted once as the policy plans. observers: as in `read`;
-    run: `feed` for them."""
-    dropped = [0] * len(tokens)
+    """The cache (donated) of the prompts `rows`, compacted once as the policy plans. observers: as in `read`; run:
+    `feed` for them."""
+    dropped = [0] * len(rows)
     assert policy.plan is not None
-    observers = _guided(policy.plan, len(tokens)) if observers is None else observers
+    observers = _guided(policy.plan, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run, calls)
+    cache = reread(model, policy, cache, rows, calls, implementation)
+    tokens = [row.size for row in rows]
     return compact_to(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
 
 

@@ -3,12 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jinja2
-
+from kvjax.chat_template import PLACE, around, templated
 from kvjax.errors import UserError, shown
-
-PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stands for the text in a rendered template."""
 
 
 def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end"] = "whole") -> list[int]:
@@ -20,19 +16,19 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
 
     Raises UserError for what is neither, and for messages without a template or as an end.
     """
-    templated = bool(getattr(tokenizer, "chat_template", None))
+    has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
         _check_unicode(prompt)
         messages = [{"role": "user", "content": prompt}]
-        if not templated:
+        if not has_template:
             bare = {"add_special_tokens": False} if part == "end" else {}
             return list(tokenizer(prompt, verbose=False, **bare)["input_ids"])
         if part == "end":
-            text = prompt + _rendered(tokenizer, [{"role": "user", "content": PLACE}])[1]
+            text = prompt + around(tokenizer)[1]
             return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     else:
         messages = _messages(prompt)
-        if not templated:
+        if not has_template:
             raise UserError(
                 "chat messages need a tokenizer with a chat template, and this one has none: give text"
             )
@@ -42,9 +38,9 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
             )
     if part == "beginning":
         last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
-        text = _rendered(tokenizer, [*messages[:-1], last])[0]
+        text = around(tokenizer, [*messages[:-1], last])[0]
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(_templated(tokenizer, messages, return_dict=False))
+    return list(templated(tokenizer, messages, return_dict=False))
 
 
 def is_chat(prompt: Any) -> bool:
@@ -73,23 +69,3 @@ def _check_unicode(text: str) -> None:
         raise UserError(
             f"a prompt must be Unicode text, and character {error.start} is none: {shown(text)}"
         ) from None
-
-
-def _templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """The messages through the chat template, which may raise whatever its author wanted."""
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
-    except jinja2.TemplateError as error:
-        roles = ", ".join(one["role"] for one in messages)
-        raise UserError(
-            f"the tokenizer's chat template does not take these messages (of {roles}): {' '.join(str(error).split())}"
-        ) from None
-
-
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> tuple[str, str]:
-    """What the template shows before and after `PLACE`."""
-    whole = _templated(tokenizer, messages, tokenize=False)
-    if whole.count(PLACE) != 1:
-        raise UserError("the tokenizer's chat template does not show the user's text exactly once")
-    before, _, after = whole.partition(PLACE)
-    return before, after

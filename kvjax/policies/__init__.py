@@ -23,6 +23,7 @@ from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
@@ -50,6 +51,7 @@ __all__ = [
     "Full",
     "HeadPattern",
     "KNorm",
+    "KVzip",
     "KeyDiff",
     "Overflow",
     "Policy",

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
-from kvjax.step import Readout, Shape, Step, Stored
+from kvjax.step import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
 Number = Any
@@ -152,6 +152,20 @@ class Needs(NamedTuple):
     """How many of the last tokens are looked back at."""
 
 
+class Pass(NamedTuple):
+    """Tokens that are read once more behind a prompt to look at a part of it, and leave nothing but numbers in
+    planes."""
+
+    tokens: Int[np.ndarray, " t"]
+    """Their ids."""
+    start: int
+    """The first token of the part."""
+    stop: int
+    """The one behind its last."""
+    first: int = 0
+    """How many of the prompt's first tokens are looked at beside it, at most `start`."""
+
+
 class Eviction(Role, abc.ABC):
     """Decides, once there are too many entries, which are worth least."""
 
@@ -183,6 +197,20 @@ class Eviction(Role, abc.ABC):
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
         return state
+
+    def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
+        """What is read behind a prompt of these token ids before it is compacted, in order; on the host. Their parts
+        do not overlap."""
+        return ()
+
+    def reread(self, step: Step, passage: Passage) -> Numbers:
+        """The planes' numbers of the entries in a passage, once a pass's tokens (`step`) have looked at them."""
+        return {}
+
+    @property
+    def rereads(self) -> bool:
+        """Whether it has passes: a prompt must then be stored whole, and is compacted once, at its end."""
+        return type(self).passes is not Eviction.passes
 
     @abc.abstractmethod
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:

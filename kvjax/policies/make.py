@@ -51,7 +51,7 @@ OTHERS = {
     "n_future_positions": {"future": "positions ahead are future"},
 }
 """Words of other libraries, and what is said of them to a method that has these arguments."""
-OWN = "name", "model", "admission", "eviction", "selection", "force"
+OWN = "name", "model", "admission", "eviction", "selection", "tokenizer", "force"
 """Arguments of `make_policy` that are no method's."""
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
 """Arguments of `make_policy` that are the policy's where there is an eviction, whatever its methods."""
@@ -64,6 +64,7 @@ def make_policy(
     admission: str | Admission | None = None,
     eviction: str | Eviction | None = None,
     selection: str | Selection | None = None,
+    tokenizer: Any = None,
     force: bool = False,
     **arguments: Any,
 ) -> Policy:
@@ -79,6 +80,7 @@ def make_policy(
             a name with its arguments (`"snapkv:observed=32,pool=7"`, `"adakv:eviction=(snapkv:pool=7),over=model"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are held against each that it is used with.
+        tokenizer: the model's, from `kvjax.load`, for methods that have it read texts (kvzip).
         force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
@@ -95,7 +97,7 @@ def make_policy(
     with use_mesh(model):
         if not force:
             _check_files(named.parts, model)
-        policy = _made(named, model, force)
+        policy = _made(named, model, force, tokenizer)
         policy = policy.unchecked if force else policy
         return policy if model is None else policy.for_model(model)
 
@@ -103,12 +105,14 @@ def make_policy(
 make_policy.__doc__ = f"{make_policy.__doc__}\n    Methods:\n{textwrap.indent(listed(), ' ' * 8)}\n"
 
 
-def make_ahead(name: str | None = None, *, force: bool = False, **arguments: Any) -> Policy | None:
+def make_ahead(
+    name: str | None = None, *, tokenizer: Any = None, force: bool = False, **arguments: Any
+) -> Policy | None:
     """What `make_policy` makes of these before there is a model, so that what it refuses costs nobody the reading of
     weights; None: another package makes it of the model."""
     roles = {part: arguments.pop(part, None) for part in ("admission", "eviction", "selection")}
     named = _named(name, roles, arguments)
-    return None if any(one.waits for one in named.parts.values()) else _made(named, None, force)
+    return None if any(one.waits for one in named.parts.values()) else _made(named, None, force, tokenizer)
 
 
 def check_names(
@@ -204,18 +208,18 @@ def _check_files(parts: dict[str, "_Part"], model: Any) -> None:
                 made_for.check(one.name, model)
 
 
-def _made(named: _Named, model: Any, force: bool) -> Policy:
+def _made(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
     try:
-        return _composed(named, model, force)
+        return _composed(named, model, force, tokenizer)
     except UserError as error:
         if hint := named.hint(str(error)):
             raise UserError(f"{error}; {hint}") from None
         raise
 
 
-def _composed(named: _Named, model: Any, force: bool) -> Policy:
+def _composed(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
     words = named.words
-    made = {part: one.build(model, force) for part, one in named.parts.items()}
+    made = {part: one.build(model, force, tokenizer) for part, one in named.parts.items()}
     fields: dict[str, Any] = {} if named.window is None else {"window": named.window}
     if "eviction" in made:
         measures = {x: words[x] for x in BUDGETS if x in words}
@@ -236,7 +240,8 @@ def _wrapped(
 ) -> Eviction:
     """The eviction within what the words say: `shares` are those of the adaptive one that it is, or is put in."""
     if shares:
-        adaptive = eviction if isinstance(eviction, Adaptive) else Adaptive(eviction, over="head", pinned=0.0)
+        own = eviction.shares
+        adaptive = eviction if isinstance(eviction, Adaptive) else Adaptive(eviction, own.over, own.pinned)
         eviction = dataclasses.replace(adaptive, **shares)
     return eviction if first is None and last is None else Protected(eviction, first, last)
 
@@ -294,16 +299,18 @@ class _Part:
             arguments = arguments | {"eviction": _part("eviction", arguments["eviction"])}
         return dataclasses.replace(self, arguments=self.arguments | arguments)
 
-    def build(self, model: Any, force: bool = False) -> Any:
+    def build(self, model: Any, force: bool = False, tokenizer: Any = None) -> Any:
         """The method, or another package's policy. force: of another model's files."""
         if not callable(self.method):
             return self.method
         parameters, given = inspect.signature(self.method).parameters, self.arguments
         if self.is_around:
             inner = given.get("eviction")
-            given = given | {"eviction": SnapKV() if inner is None else inner.build(model, force)}
+            given = given | {"eviction": SnapKV() if inner is None else inner.build(model, force, tokenizer)}
         if self.waits and model is not None:
             given = given | {"model": model}
+        if "tokenizer" in self.known and tokenizer is not None:
+            given = given | {"tokenizer": tokenizer}
         if self.makes_policies and force and "force" in parameters:
             given = given | {"force": True}
         needed = [x.name for x in parameters.values() if x.default is x.empty and x.kind is not x.VAR_KEYWORD]

@@ -124,6 +124,11 @@ class Policy:
         """Refuse what the eviction does not go with."""
         if self.budget is None:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
+        if eviction.rereads and self.when is not None and self.when.when != "prompt":
+            raise UserError(
+                f"{self.name}: {eviction.label} reads the whole prompt once more before it scores it: when must be "
+                f"'prompt', got {self.when.when!r}"
+            )
         plan, name = self.plan, self.name
         assert plan is not None
         moment = plan.moment

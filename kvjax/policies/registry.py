@@ -21,6 +21,7 @@ from kvjax.policies.eviction.expected_attention import ExpectedAttention
 from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
+from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
@@ -44,6 +45,7 @@ EVICTIONS: dict[str, type[Eviction]] = {
     "expected_attention": ExpectedAttention,
     "h2o": H2O,
     "r_kv": RKV,
+    "kvzip": KVzip,
     "random_eviction": RandomEviction,
 }
 WRAPPERS: dict[str, type[Wrapper]] = {

@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.chat_template import around
 from kvjax.errors import UserError
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
-
-PLACE = "<<the user's text>>"
-"""Stands for the user's text in a rendered chat template."""
 
 REACH = 32
 """Characters of what comes before that a question is tokenised with."""
@@ -103,15 +101,7 @@ class PromptEncoder:
         self._before, self._after = "", ""
         self.chat = chat and bool(getattr(tokenizer, "chat_template", None))
         if self.chat:
-            rendered = tokenizer.apply_chat_template(
-                [{"role": "user", "content": PLACE}],
-                tokenize=False,
-                add_generation_prompt=True,
-                enable_thinking=False,
-            )
-            if rendered.count(PLACE) != 1:
-                raise UserError("the tokenizer's chat template does not show the user's text exactly once")
-            self._before, _, self._after = rendered.partition(PLACE)
+            self._before, self._after = around(tokenizer, enable_thinking=False)
         letter = self._ids("a")
         # some tokenizers also put tokens at the end, which a prompt must not have
         whole = self._ids("a", add_special_tokens=True).tolist()

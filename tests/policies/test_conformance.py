@@ -35,6 +35,7 @@ POLICIES = {
     "expected_attention": {"ratio": 0.5},
     "h2o": {"ratio": 0.5},
     "r_kv": {"ratio": 0.5, "observed": 4},
+    "kvzip": dict(ratio=0.5, prefix=2, repeated=10, instruction=[9, 8], resumption=[9, 7, 5], tail=[4]),
     "random_eviction": {"ratio": 0.5},
     "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "pyramidkv": {"ratio": 0.5, "eviction": "snapkv:observed=4", "beta": 3.0},

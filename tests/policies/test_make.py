@@ -177,6 +177,7 @@ LEAST = {
     "wgkv": {"window": 8},
     "head_pattern": {"pattern": RATES, "window": 8, "sink": 2},
     "random": {"rates": RATES, "window": 8},
+    "kvzip": {"ratio": 0.5, "instruction": [9], "resumption": [8]},
     "quest": {"tokens": 32},
 }
 """The least that a policy must be told, beside gates; evictions a budget."""

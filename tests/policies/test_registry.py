@@ -14,6 +14,7 @@ NEEDED = {
     "wgkv": {"gates": "builtin"},
     "head_pattern": {"pattern": RATES, "sink": 1},
     "random": {"ratio": 0.5},
+    "kvzip": {"instruction": [9], "resumption": [8]},
     "quest": {"tokens": 8},
 }
 

@@ -1,14 +1,15 @@
 """Evictions that hold another one and change a part of it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
-from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes, State
-from kvjax.step import Readout, Shape, Step, Stored
+from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, Planes, State
+from kvjax.step import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
 
 
@@ -78,6 +79,16 @@ class Wrapper(Eviction):
 
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         return self.eviction.observe(state, step, seen, valid)
+
+    def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
+        return self.eviction.passes(row)
+
+    def reread(self, step: Step, passage: Passage) -> Numbers:
+        return self.eviction.reread(step, passage)
+
+    @property
+    def rereads(self) -> bool:
+        return self.eviction.rereads
 
     def score(self, state: State, stored: Stored) -> Float[Array, "b k s"]:
         return self.eviction.score(state, stored)

@@ -1,0 +1,34 @@
+"""A tokenizer's chat template: messages rendered by it, and what it puts around a text."""
+
+from typing import Any
+
+import jinja2
+
+from kvjax.errors import UserError
+
+PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for the text in a rendered template."""
+
+
+def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """The messages through the chat template, which may raise whatever its author wanted."""
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    except jinja2.TemplateError as error:
+        roles = ", ".join(one["role"] for one in messages)
+        raise UserError(
+            f"the tokenizer's chat template does not take these messages (of {roles}): {' '.join(str(error).split())}"
+        ) from None
+
+
+def around(tokenizer: Any, messages: list[dict[str, Any]] | None = None, **options: Any) -> tuple[str, str]:
+    """What the template shows before and after `PLACE` in these messages, or as a user's only one.
+
+    Raises UserError if it does not show it exactly once.
+    """
+    messages = [{"role": "user", "content": PLACE}] if messages is None else messages
+    whole = templated(tokenizer, messages, tokenize=False, **options)
+    if whole.count(PLACE) != 1:
+        raise UserError("the tokenizer's chat template does not show the user's text exactly once")
+    before, _, after = whole.partition(PLACE)
+    return before, after

@@ -1,0 +1,152 @@
+"""Passes: tokens that are read once more behind prompts to look at parts of them, and leave nothing but numbers beside
+their entries (`Eviction.passes`)."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache import Cache, LayerCache, Pages
+from kvjax.cache.compaction import addresses
+from kvjax.cache.planes import placed
+from kvjax.inference.attention import cached_attention
+from kvjax.inference.forward import bucket, padded, positions
+from kvjax.inference.record import Calls
+from kvjax.mesh import BATCH, gather, put, use_mesh
+from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.policies.interfaces import Eviction, Pass, Planes
+from kvjax.policies.policy import Policy
+from kvjax.step import Passage, Step
+from kvjax.struct import struct
+
+
+def reread(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    rows: Sequence[Int[np.ndarray, " _"]],
+    calls: Calls | None = None,
+    implementation: str | None = None,
+) -> Cache:
+    """The cache (donated) of `rows` after all passes that the policy's eviction makes of them: its planes are filled,
+    nothing else is changed. The passes of one index run together, a row's that has fewer does nothing.
+
+    Args:
+        cache: it holds every token of `rows`, in pages (`Policy.stores_all`), and has the eviction's planes.
+        calls: a record to add to, a call a pass; their tokens are passing.
+    """
+    eviction = policy.eviction
+    if eviction is None or not eviction.rereads:
+        return cache
+    passes = [eviction.passes(row) for row in rows]
+    with use_mesh(model):
+        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
+        for index in range(max(map(len, passes), default=0)):
+            some = [own[index] if index < len(own) else None for own in passes]
+            tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
+            if calls is not None:
+                calls.feed(cache, np.array([row.size for row in tokens]))
+                calls.passing[-1] = True
+            there = [one for one in some if one is not None]
+            longest = max(max(one.tokens.size, one.stop - one.start) for one in there)
+            first = max(one.first for one in there)
+            fed, valid = padded(tokens, bucket(longest))
+            cache = _pass(
+                model, policy.reading, policy.traced.eviction, cache, fed, valid, _spans(some, fed.shape[0]),
+                first=bucket(first) if first else 0, implementation=implementation,
+            )  # fmt: skip
+    return cache
+
+
+@struct
+class _Spans:
+    """Of a pass the part of each sequence that it looks at."""
+
+    start: Int[Array, " b"]
+    stop: Int[Array, " b"]
+    first: Int[Array, " b"]
+
+
+def _spans(passes: Sequence[Pass | None], batch: int) -> _Spans:
+    """Empty where there is no pass, and for the rows that pad a batch."""
+    table = np.zeros((3, batch), np.int32)
+    for row, one in enumerate(passes):
+        if one is not None:
+            table[:, row] = one.start, one.stop, one.first
+    return _Spans(*(put(x, BATCH) for x in table))
+
+
+@functools.partial(jax.jit, donate_argnums=3, static_argnames=("first", "implementation"))
+def _pass(
+    model: Decoder,
+    reading: Policy,
+    eviction: Eviction,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    spans: _Spans,
+    *,
+    first: int,
+    implementation: str | None,
+) -> Cache:
+    """The cache after one pass of each sequence. No part is longer than the tokens are padded to; `first`: places for
+    the rows' first entries."""
+
+    def attend(step, planes, xs):
+        layer, reading, eviction = xs
+        o, _, _, _ = cached_attention(
+            reading, step, cache.pages, layer,
+            seen=cache.seen, valid=valid, write=False, implementation=implementation,
+        )  # fmt: skip
+        pages = dataclasses.replace(cache.pages, planes=planes)
+        return o, _looked_at(eviction, step, pages, layer, valid, spans, first), None
+
+    position = positions(cache.seen, valid, tokens.shape[1])
+    _, planes, _ = scan_layers(
+        model,
+        model.embed_tokens(tokens),
+        position,
+        attend,
+        cache.pages.planes,
+        (cache.layers, reading, eviction),
+        token=tokens,
+        as_integers=cache.pages.as_integers,
+    )
+    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=planes))
+
+
+def _looked_at(
+    eviction: Eviction,
+    step: Step,
+    pages: Pages,
+    layer: LayerCache,
+    valid: Int[Array, " b"],
+    spans: _Spans,
+    first: int,
+) -> Planes:
+    """The planes once a pass's tokens have looked at one layer's entries."""
+
+    def local(eviction, step, pages, layer, valid, spans):
+        own = spans.start[:, None] + jnp.arange(step.q.shape[2])
+        begin = jnp.broadcast_to(jnp.arange(first), (own.shape[0], first))
+        exists = jnp.concatenate([begin < spans.first[:, None], own < spans.stop[:, None]], 1)
+        place = jnp.concatenate([begin, own], 1)[:, None]
+        place = jnp.broadcast_to(place, (*layer.length.shape, place.shape[2]))
+        # all is stored, so there is no ring, and a token's place is its position
+        at = addresses(layer, place, pages.pool.shape[1], 0)
+        k = jnp.split(pages.entries(*at), 2, -1)[0]
+        numbers = eviction.reread(step, Passage(k, exists, first, valid))
+        end = layer.page_table.shape[-1] * pages.pool.shape[1]
+        place = jnp.where(exists[:, None], place, end)
+        return pages.planes | {
+            name: placed(pages.planes[name], layer.page_table, place, x.astype(pages.planes[name].dtype))
+            for name, x in numbers.items()
+        }
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, pages.planes)
+    whole = gather(eviction, "data", "fsdp")
+    return jax.shard_map(local, out_specs=specs)(whole, step, pages, layer, valid, spans)
