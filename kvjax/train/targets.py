@@ -86,7 +86,8 @@ def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: In
     rows = [context.row for context in contexts]
     for layer, found in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
         mass = _most(found["q"], found["k"], _silent(found["lse"], rows), offset=1)
-        fill(contexts, into, layer, which, found[which], mass)
+        fill_input(contexts, into, found[which][None], which, layer=layer)
+        fill_score(contexts, into, layer, mass)
 
 
 def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
@@ -96,7 +97,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
     keys = []
     for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
         keys.append(found["k"])
-        fill(contexts, into, layer, which, found[which], None)
+        fill_input(contexts, into, found[which][None], which, layer=layer)
     cache, best = prefill(model, rows, policy=Policy()), [np.float32(0)] * len(keys)
     for turn in range(max(len(context.questions) for context in contexts)):
         # where there is no further question the last one is asked again, which changes no maximum
@@ -105,7 +106,7 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
             mass = _most(found["q"], keys[layer], _silent(found["lse"], asked), offset=None)
             best[layer] = np.maximum(best[layer], mass)
     for layer, mass in enumerate(best):
-        fill(contexts, into, layer, which, None, mass)
+        fill_score(contexts, into, layer, mass)
 
 
 def _layers(
@@ -146,21 +147,29 @@ def _largest(
     return call(q, k, lse)
 
 
-def fill(
+def fill_input(
     contexts: Sequence[Context],
     into: Into,
-    layer: int,
+    found: Shaped[np.ndarray, "l b ..."],
     which: str,
-    own: Shaped[np.ndarray, "b ..."] | None,
-    mass: Float[np.ndarray, "b k t"] | None,
+    *,
+    layer: int = 0,
+    start: int = 0,
 ) -> None:
-    """One layer of the contexts' arrays, without their prefixes."""
+    """What was captured of some layers, from `layer` on, and of some tokens of the rows, from `start` on."""
+    found = found if which == "hidden" else found.swapaxes(2, 3)
+    layers = slice(layer, layer + len(found))
     for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
-        first, last = len(context.prefix), len(context.prefix) + len(context.tokens)
-        if not arrays:
-            continue
-        if own is not None:
-            each = own[row] if which == "hidden" else own[row].swapaxes(0, 1)
-            arrays["input"][:, layer] = each[first:last]
-        if mass is not None:
-            arrays["score"][:, layer] = mass[row, :, first:last].T
+        first = start - len(context.prefix)  # of the context's own tokens
+        stop = min(first + found.shape[2], len(context.tokens))
+        if arrays and stop > max(first, 0):
+            own = found[:, row, max(-first, 0) : stop - first]
+            arrays["input"][max(first, 0) : stop, layers] = own.swapaxes(0, 1)
+
+
+def fill_score(contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]) -> None:
+    """One layer's scores of whole rows."""
+    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+        first = len(context.prefix)
+        if arrays:
+            arrays["score"][:, layer] = score[row, :, first : first + len(context.tokens)].T
