@@ -1,5 +1,5 @@
-"""Whole contexts to take features of: FineWeb-Edu's documents as Fast KVzip picks them, any local text likewise, and the
-built-in model's own tasks (Fast KVzip, §3; `load_fineweb` of its code).
+"""Whole contexts to take features of: FineWeb-Edu's documents as Fast KVzip picks them (`load_fineweb` of its code),
+any local text likewise, and the built-in model's own tasks.
 
 Documents of some length in the order in which they come: so many of them alone, and some of the same ones again, joined
 by empty lines up to a longer length.

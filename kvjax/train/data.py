@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import numpy as np
@@ -285,6 +285,7 @@ class Data(NamedTuple):
     updates then, and `held_out` is for the report."""
 
 
+@runtime_checkable
 class HeldRows(Protocol):
     """Held-out rows, read as they are needed."""
 

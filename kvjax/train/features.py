@@ -71,9 +71,7 @@ class Memory:
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
         """A context's arrays to fill, which count once all are."""
         count = self.sizes[index]
-        arrays = {
-            name: np.zeros((count, *shape), dtype) for name, (shape, dtype) in self.kind.arrays.items()
-        }
+        arrays = {name: np.zeros((count, *shape), dtype) for name, (shape, dtype) in self.kind.arrays.items()}
         yield arrays
         self._kept[index] = arrays
 
@@ -118,7 +116,11 @@ class Shards:
 
     @contextlib.contextmanager
     def writing(self, index: int) -> Iterator[dict[str, np.ndarray]]:
-        """A context's arrays to fill, which are moved into place once all are. Raises UserError where the disk fills."""
+        """A context's arrays to fill, which are moved into place once all are.
+
+        Raises:
+            UserError: the disk fills.
+        """
         count = self.sizes[index]
         with self._mending(), partial_folder(self._at(index)) as partial:
             arrays = {
@@ -197,10 +199,10 @@ def _check(folder: Path, wanted: Mapping[str, Any]) -> None:
         raise UserError(f"{folder}: these targets are of the model {theirs.get('model')}, not of {own.get('model')}, "
                         f"whose weights are others: {remedy}")  # fmt: skip
     for name in sorted(wanted.keys() - {"made_for"}):
-        if found.get(name) != wanted[name]:
-            was, now = (str(x if isinstance(x, str | int | float) else "others") for x in (found.get(name), wanted[name]))
-            said = f"{name} {was}, not {now}" if was != now else f"other {name}"
-            raise UserError(f"{folder}: these targets are of {said}: {remedy}")
+        was, now = found.get(name), wanted[name]
+        if was != now:
+            words = f"{name} {was}, not {now}" if isinstance(now, str) else f"other {name}"
+            raise UserError(f"{folder}: these targets are of {words}: {remedy}")
 
 
 def _allocated(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -282,8 +284,8 @@ def batches(features: Features, rows: int, steps: int, seed: int) -> grain.Datas
     each = len(positions) // rows
     if not each:
         raise UserError(
-            f"an update takes {rows} positions, and there are {len(positions)} to train on: lower --batch, or take more "
-            "or longer contexts"
+            f"an update takes {rows} positions, and there are {len(positions)} to train on: lower --batch, or take "
+            "more or longer contexts"
         )
     lock = threading.Lock()
 

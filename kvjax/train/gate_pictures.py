@@ -1,4 +1,4 @@
-"""Pictures of gates that learn targets layer by layer: what they predict of held-out positions, and how they learned."""
+"""Pictures of gates that learn targets layer by layer: predictions of held-out positions, and how they learned."""
 
 import json
 from pathlib import Path

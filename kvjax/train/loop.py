@@ -196,9 +196,7 @@ def _phases(config: Recipe) -> tuple[Recipe, ...]:
     return phases
 
 
-def _load(
-    config: Recipe, phases: Sequence[Recipe], mesh: Mesh
-) -> tuple[Decoder, Rows, Open, int]:
+def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
     """The model, this process's rows, what opens the data, and the tokens of the whole run, or what its rows count as
     where they are no sequences."""
     rows = Rows.of_this_process(mesh, config.rows)

@@ -165,8 +165,8 @@ class Metrics:
         left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
         if step - self._first + 1 == FORETOLD and self._total - 1 > step:
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            self.say(f"after {FORETOLD} steps: {_clock(left)} left, it ends about {end}")
-        pace = [f"{speed:.0f} {self._counted}/s", f"{_clock(left)} left"] if done else []
+            self.say(f"after {FORETOLD} steps: {clock(left)} left, it ends about {end}")
+        pace = [f"{speed:.0f} {self._counted}/s", f"{clock(left)} left"] if done else []
         if self._bar is not None:
             self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
@@ -204,7 +204,8 @@ class _Bar(Progress):
         self.update(self._task, completed=completed, pace=pace)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Minutes and seconds, or hours as well."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

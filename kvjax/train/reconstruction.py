@@ -57,7 +57,13 @@ def reconstruction(
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="which")
 def _read(
-    model: Decoder, policy: Policy, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"], *, which: str
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    *,
+    which: str,
 ) -> tuple[Cache, Array]:
     cache, _, captured = forward(model, policy, cache, tokens, valid, capture=(which,))
     return cache, captured[which]
@@ -73,4 +79,6 @@ def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array,
         page, offset = addresses(layer, place, plane.shape[-1], 0)
         return plane[page, offset]
 
-    return jax.shard_map(local, out_specs=jax.typeof(own.length).sharding.spec)(cache.pages.planes["score"], own)
+    return jax.shard_map(local, out_specs=jax.typeof(own.length).sharding.spec)(
+        cache.pages.planes["score"], own
+    )

@@ -1,13 +1,12 @@
 """Features of contexts and what each of their tokens is worth, by forward passes of the frozen model alone.
 
-Contexts of about one length are read together, one for each batch shard of the mesh. KVzip's teacher is in
-`kvjax.train.reconstruction`; here are the two that Fast KVzip compares it with: the most that any later query of the
-context itself pays to a key, or that queries of questions with their answers do.
+Contexts of about one length are read together, one for each batch shard of the mesh or, of short ones, more. KVzip's
+teacher is in `kvjax.train.reconstruction`; here are the two that Fast KVzip compares it with: the most that any later
+query of the context itself pays to a key, or that queries of questions with their answers do.
 """
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from kvjax.command.progress import Progress
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
@@ -24,13 +22,16 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.train.contexts import Context
 from kvjax.train.features import Kind, Memory, Shards
+from kvjax.train.pace import Pace
 from pallas_kernels.attention_mass import attention_mass
 
 Into = Sequence[dict[str, Shaped[np.ndarray, "n l ..."]]]
 """Arrays of each context to fill."""
 Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
 """Fills `input`, what a gate will look at (a field of `Step`), and `score` of every token of the contexts but the
-prefixes'. There are as many contexts as batch shards."""
+prefixes'; no arrays: nobody wants them. There are as many contexts in each batch shard."""
+TOGETHER = 4096
+"""Tokens of contexts that a batch shard reads together, if that is more than one."""
 
 
 def kind_of(model: Decoder, which: str) -> Kind:
@@ -54,31 +55,24 @@ def collect(
     Raises:
         UserError: the disk fills; what is finished stays.
     """
-    finished, shards = store.finished, batch_shards()
+    finished = store.finished
     order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
-    groups = [order[start : start + shards] for start in range(0, len(order), shards)]
-    left = sum(len(contexts[index].tokens) for index in order if index not in finished)
-    began, done = time.monotonic(), 0
-    with Progress("targets", len(contexts), len(finished)) as progress:
+    together = batch_shards() * max(1, TOGETHER // len(contexts[order[-1]].row))
+    groups = [order[start : start + together] for start in range(0, len(order), together)]
+    sizes = [len(context.tokens) for context in contexts]
+    with Pace("targets", "positions", sum(sizes), sum(sizes[index] for index in finished)) as pace:
         for group in groups:
             missing = [index for index in group if index not in finished]
             if not missing:
                 continue
             # groups stay as they are after a resume, and the last context stands for those that they lack
-            whole = [group[min(row, len(group) - 1)] for row in range(shards)]
+            whole = [group[min(row, len(group) - 1)] for row in range(together)]
             with contextlib.ExitStack() as stack:
                 into = {index: stack.enter_context(store.writing(index)) for index in missing}
                 unused = [{} for _ in whole]
                 arrays = [into.pop(index, unused[row]) for row, index in enumerate(whole)]
                 teacher(model, [contexts[index] for index in whole], which, arrays)
-            for index in missing:
-                done += len(contexts[index].tokens)
-                speed = done / (time.monotonic() - began)
-                seconds = round((left - done) / speed)
-                progress.done(
-                    f"context {index}: {len(contexts[index].tokens)} positions, {speed:.0f} positions/s, "
-                    f"{seconds // 60}:{seconds % 60:02} left"
-                )
+            pace.advance(sum(sizes[index] for index in missing))
 
 
 def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
@@ -94,11 +88,11 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
     """The most that any query of a question with its answer, read behind the context, pays to a key of it; each
     question is read by itself."""
     rows = [context.row for context in contexts]
-    keys = []
+    keys: list[np.ndarray] = []
     for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
         keys.append(found["k"])
         fill_input(contexts, into, found[which][None], which, layer=layer)
-    cache, best = prefill(model, rows, policy=Policy()), [np.float32(0)] * len(keys)
+    cache, best = prefill(model, rows, policy=Policy()), [np.zeros(x.shape[:3], np.float32) for x in keys]
     for turn in range(max(len(context.questions) for context in contexts)):
         # where there is no further question the last one is asked again, which changes no maximum
         asked = [context.questions[min(turn, len(context.questions) - 1)] for context in contexts]
@@ -167,7 +161,9 @@ def fill_input(
             arrays["input"][max(first, 0) : stop, layers] = own.swapaxes(0, 1)
 
 
-def fill_score(contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]) -> None:
+def fill_score(
+    contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]
+) -> None:
     """One layer's scores of whole rows."""
     for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
         first = len(context.prefix)

@@ -17,20 +17,19 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import save_tree as save_gates
 from kvjax.mesh import AXES, BATCH, P, gather
 from kvjax.models import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.exported.folder import save_tree as save_gates
 from kvjax.policies.eviction.fast_kvzip import SinkGate
-load_gates = None
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
 from kvjax.train.features import HeldOut, Memory, Shards, batches
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
-from kvjax.train.reconstruction import reconstruction, repetition
 from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.reconstruction import reconstruction, repetition
 from kvjax.train.rows import Rows
 from kvjax.train.targets import Teacher, answer, collect, kind_of, next_token
 
@@ -90,7 +89,7 @@ class KVzipGates(Recipe):
     """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
     this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
     input: Literal["hidden", "k", "k_pre"] = "hidden"
-    """What a gate sees of a token: the layer's input after its norm, or, for comparison, its key after or before RoPE."""
+    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
     """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
     dim: int = 16
@@ -114,7 +113,14 @@ class KVzipGates(Recipe):
 
     def rules(self) -> Iterator[Rule]:
         yield from super().rules()
-        for name, least in (("contexts", 1), ("shortest", 1), ("single", 0), ("joins", 0), ("dim", 1), ("sinks", 1)):
+        for name, least in (
+            ("contexts", 1),
+            ("shortest", 1),
+            ("single", 0),
+            ("joins", 0),
+            ("dim", 1),
+            ("sinks", 1),
+        ):
             yield getattr(self, name) >= least, f"--{name}", f"at least {least}", getattr(self, name)
         yield self.longest > self.shortest, "--longest", f"above --shortest {self.shortest}", self.longest
         yield self.joined > self.shortest, "--joined", f"above --shortest {self.shortest}", self.joined
@@ -127,7 +133,7 @@ class KVzipGates(Recipe):
         super().check()
         if self.target == "answer" and self.data != "builtin":
             raise UserError(
-                f"--target answer: --data {self.data} has no questions; it goes with the built-in tasks (--data builtin)"
+                f"--target answer: --data {self.data} has no questions, which the built-in tasks have (--data builtin)"
             )
 
     @property
@@ -146,7 +152,9 @@ class KVzipGates(Recipe):
             {"form": x.form, "dim": x.dim, "sinks": x.sinks, "layers, kv heads, group, width": x.shape}
             for x in (mine, gates)
         )
-        wrong = [f"{name} {found[name]}, not {wanted[name]}" for name in wanted if found[name] != wanted[name]]
+        wrong = [
+            f"{name} {found[name]}, not {wanted[name]}" for name in wanted if found[name] != wanted[name]
+        ]
         if wrong:
             raise UserError(f"--init {self.init_from}: these gates have {wrong[0]}")
 
@@ -161,7 +169,9 @@ class KVzipGates(Recipe):
         if self.init_from is None:
             return gates
         given, _ = load_gates(self.init_from, model)
-        return jax.tree.map(lambda own, x: jax.sharding.reshard(x, jax.typeof(own).sharding.spec), gates, given)
+        return jax.tree.map(
+            lambda own, x: jax.sharding.reshard(x, jax.typeof(own).sharding.spec), gates, given
+        )
 
     def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
         kind = kind_of(model, self.input)
@@ -198,8 +208,10 @@ class KVzipGates(Recipe):
     ) -> Data:
         """Compute what is missing of the features and targets, and begin to read them."""
         kind, sizes = kind_of(model, self.input), [len(context.tokens) for context in contexts]
-        memory = (self.targets or ("memory" if self.data == "builtin" else "disk")) == "memory"
-        store = Memory(kind, sizes) if memory else Shards(folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        where = self.targets or ("memory" if self.data == "builtin" else "disk")
+        store = Memory(kind, sizes)
+        if where == "disk":
+            store = Shards(folder / TARGETS, kind, sizes, self._manifest(contexts, model))
         missing = len(contexts) - len(store.finished)
         say(
             f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
@@ -207,7 +219,9 @@ class KVzipGates(Recipe):
         )
         collect(model, contexts, store, self._teacher(contexts), self.input)
         features = store.read()
-        return Data(batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features))
+        return Data(
+            batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
+        )
 
     def _teacher(self, contexts: Sequence[Context]) -> Teacher:
         if self.target == "reconstruction":
@@ -242,7 +256,9 @@ class KVzipGates(Recipe):
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).sum(1)
         means = {"loss": layers.sum(0), "agreement": agreement(predicted, target).mean((0, 1))}
-        return means | _by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
+        return (
+            means | _by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
+        )
 
     def remark(self, validation: Validation) -> str:
         return f"the targets' own entropy is {entropy(validation.by_sequence['target']):.4g}, below which no loss is"
@@ -251,7 +267,12 @@ class KVzipGates(Recipe):
         """`gates.safetensors` and `config.json`, which `kvjax.make_policy("fast_kvzip", gates=folder)` reads."""
         numbers = validation.numbers | {"positions": validation.sequences}
         origin = {"model": self.model, "data": self.data, "validation": numbers}
-        trained = {"sequences": self.sequences, "batch": self.rows, "seed": self.seed, "lengths": list(self.lengths)}
+        trained = {
+            "sequences": self.sequences,
+            "batch": self.rows,
+            "seed": self.seed,
+            "lengths": list(self.lengths),
+        }
         whole = gather(params, *AXES)
         if jax.process_index() == 0:
             save_gates(folder, whole, self.own_options() | origin | trained)
