@@ -1,51 +1,71 @@
-"""Write gates as `kvjax.exported.folder` has them: weights and a description."""
+"""Write gates as `kvjax.exported.folder` has them, weights and a description, and as WG-KV's authors publish them: a
+file of torch.save's."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
 from flax import nnx
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown
 from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
-from kvjax.mesh import put, use_mesh
+from kvjax.exported.module import arrays_of, filled
+from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
 from kvjax.policies.admission.wgkv.gate import WriteGate
+
+PUBLISHED = {"tau": 0.1, "window": 256}
+"""What the authors' files do not say: with what they were trained and are used."""
+PREFIX = re.compile(r"model\.layers\.(\d{1,4})\.self_attn\.g_predictors\.(.+)")
+"""Of their names: the layer, and what it is of its gates."""
+
+
+class Sizes(NamedTuple):
+    """Of write gates."""
+
+    layers: int
+    """Of the model."""
+    kv_heads: int
+    """Of each."""
+    head_dim: int
+    """Of keys."""
+    expand: float
+    """The hidden width over `head_dim`."""
+
+    def make(self) -> WriteGate:
+        """Gates of these sizes."""
+        return WriteGate(*self[:3], expand=self.expand, rngs=nnx.Rngs(0))
 
 
 def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]) -> None:
     """Write an export. `description` holds tau, window, rate and peak_rate (the mean and the largest share of a
     sequence's tokens that were admitted, layers × kv heads), and whatever else says how they were made."""
-    arrays = {name: np.asarray(param) for name, param in nnx.to_pure_dict(nnx.state(gates)).items()}
+    arrays = arrays_of(gates)
     layers, kv_heads, fan_in, width = arrays["w1"].shape
-    shape = {"layers": layers, "kv_heads": kv_heads, "head_dim": fan_in // 2, "expand": width / (fan_in // 2)}
-    save_exported(folder, arrays, {"method": "wgkv"} | shape | description)
+    shape = Sizes(layers, kv_heads, fan_in // 2, width / (fan_in // 2))
+    save_exported(folder, arrays, {"method": "wgkv"} | shape._asdict() | description)
 
 
-def load_gates(folder: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
-    """The gates and the description that `save_gates` wrote; `builtin` is the folder of those that come with kvjax.
+def gate_sizes(path: str | Path) -> Sizes:
+    """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
+    if is_torch_file(path):
+        with TorchFile(path) as opened:
+            return _published(opened)[0]
+    return _described(path, describe(path))
+
+
+def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
+    """The gates and the description that `save_gates` wrote into a folder; `builtin` is the folder of those that come
+    with kvjax. Or those of a file that the authors' code wrote, read without torch (`PUBLISHED` describes them).
 
     Raises UserError naming the file that is wrong, and for gates that are not for `model`.
     """
-    description, arrays = describe(folder), load_arrays(folder)
-    weights = exported_files(folder)[0]
-    try:
-        layers, kv_heads, head_dim = (int(description[key]) for key in ("layers", "kv_heads", "head_dim"))
-        expand = float(description["expand"])
-    except Exception as error:
-        raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
-    check_made_for((layers, kv_heads, head_dim), getattr(model, "config", None))
-    with use_mesh():
-        gates = jax.eval_shape(lambda: WriteGate(layers, kv_heads, head_dim, expand=expand, rngs=nnx.Rngs(0)))
-        state = nnx.state(gates)
-        for path, param in nnx.to_flat_state(state):
-            name, wanted = str(path[-1]), param.get_value()
-            if name not in arrays or arrays[name].shape != wanted.shape:
-                found = arrays[name].shape if name in arrays else "nothing"
-                raise UserError(f"{weights}: {name} should have shape {wanted.shape}, found {found}")
-            param.set_value(put(arrays[name].astype(np.float32), *wanted.sharding.spec))
-        nnx.update(gates, state)
-    return gates, description
+    config = getattr(model, "config", None)
+    if is_torch_file(path):
+        return _load_published(path, config)
+    description = describe(path)
+    sizes = _described(path, description)
+    check_made_for(sizes[:3], config)
+    return filled(sizes.make, load_arrays(path), exported_files(path)[0]), description
 
 
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
@@ -56,3 +76,55 @@ def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
             raise UserError(
                 f"wgkv: these gates are for (layers, kv heads, head_dim) = {shape}, the model has {wanted}"
             )
+
+
+def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
+    try:
+        return Sizes(**{key: of(description[key]) for key, of in Sizes.__annotations__.items()})
+    except Exception as error:
+        raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
+
+
+def _load_published(file: str | Path, model: Any) -> tuple[WriteGate, dict[str, Any]]:
+    """Of each layer two convolutions over the kv heads as groups: conv1 [k·m, 2h, 1], whose outputs are head by head,
+    and conv2 [k, m, 1]."""
+    with TorchFile(file) as opened:
+        sizes, layers = _published(opened)
+        check_made_for(sizes[:3], model)
+        count, k, h, m = *sizes[:3], round(sizes.head_dim * sizes.expand)
+        shapes = {
+            "pre_key_norm.weight": (h,),
+            "post_key_norm.weight": (h,),
+            "conv1.weight": (k * m, 2 * h, 1),
+            "conv1.bias": (k * m,),
+            "conv2.weight": (k, m, 1),
+            "conv2.bias": (k,),
+        }
+        norm_pre, norm_post, w1, b1, w2, b2 = opened.layers(layers, shapes).values()
+    arrays = {
+        "norm_pre": norm_pre,
+        "norm_post": norm_post,
+        "w1": w1.reshape(count, k, m, 2 * h).swapaxes(2, 3),
+        "b1": b1.reshape(count, k, m),
+        "w2": w2.reshape(count, k, m),
+        "b2": b2,
+    }
+    return filled(sizes.make, arrays, file), {"method": "wgkv"} | sizes._asdict() | PUBLISHED
+
+
+def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
+    """The sizes that the first layer has, and what there is of each layer."""
+    found: dict[int, dict[str, Any]] = {}
+    for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
+        parts = PREFIX.fullmatch(str(name))
+        if parts is None:
+            raise UserError(f"{opened.file}: these are no WG-KV gates: {shown(name)} is not of them")
+        found.setdefault(int(parts[1]), {})[parts[2]] = value
+    layers = [found.get(index, {}) for index in range(max(found, default=-1) + 1)]
+    shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
+    match shapes:
+        case [(int(head_dim),), (int(kv_heads), int(width), 1)] if min(head_dim, kv_heads, width) > 0:
+            return Sizes(len(layers), kv_heads, head_dim, width / head_dim), layers
+    raise UserError(
+        f"{opened.file}: these are no WG-KV gates: layer 0 has no pre_key_norm and conv2 of any size"
+    )

@@ -1,0 +1,37 @@
+"""Parameters of a module from arrays by name."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.mesh import put, use_mesh
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def arrays_of(module: nnx.Module) -> dict[str, np.ndarray]:
+    """The parameters of a module without others inside, by name."""
+    return {str(name): np.asarray(param) for name, param in nnx.to_pure_dict(nnx.state(module)).items()}
+
+
+def filled(make: Callable[[], M], arrays: Mapping[str, Any], where: str | Path) -> M:
+    """What `make` makes, with these parameters in float32 instead of those that it draws, split as it splits them.
+
+    Raises UserError, which says `where` they are from, if one is not there or has another shape.
+    """
+    with use_mesh():
+        module = jax.eval_shape(make)
+        state = nnx.state(module)
+        for path, param in nnx.to_flat_state(state):
+            name, wanted = str(path[-1]), param.get_value()
+            if name not in arrays or arrays[name].shape != wanted.shape:
+                found = arrays[name].shape if name in arrays else "nothing"
+                raise UserError(f"{where}: {name} should have shape {wanted.shape}, found {found}")
+            param.set_value(put(arrays[name].astype(np.float32), *wanted.sharding.spec))
+        nnx.update(module, state)
+    return module

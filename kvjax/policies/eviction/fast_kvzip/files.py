@@ -1,0 +1,147 @@
+"""Gates as `kvjax.exported.folder` has them, weights and a description, and as Fast KVzip's authors publish them: a
+file of torch.save's."""
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.module import arrays_of, filled
+from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
+from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
+
+
+class Sizes(NamedTuple):
+    """Of gates."""
+
+    layers: int
+    """Of the model."""
+    kv_heads: int
+    """Of each."""
+    group: int
+    """Query heads of a kv head."""
+    width: int
+    """Of what the gates look at."""
+    dim: int
+    """D', of a gate's queries and keys."""
+    sinks: int
+    """S, of each kv head."""
+    form: str
+    """Of `FORMS`."""
+    inputs: str
+    """Of `INPUTS`: what they look at."""
+
+    @classmethod
+    def of(cls, gates: SinkGate, inputs: str = "hidden") -> "Sizes":
+        """Those of gates that look at `inputs`."""
+        return cls(*gates.shape, gates.dim, gates.sinks, gates.form, inputs)
+
+    def make(self) -> SinkGate:
+        """Gates of these sizes."""
+        return SinkGate(*self[:4], dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(0))
+
+
+def save_gates(folder: str | Path, gates: SinkGate, description: dict[str, Any]) -> None:
+    """Write an export. `description` holds `inputs`, what the gates look at if that is not `hidden`, and whatever else
+    says how they were made."""
+    sizes = Sizes.of(gates, description.get("inputs", "hidden"))
+    save_exported(folder, arrays_of(gates), {"method": "fast_kvzip"} | sizes._asdict() | description)
+
+
+def gate_sizes(path: str | Path) -> Sizes:
+    """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
+    if is_torch_file(path):
+        with TorchFile(path) as opened:
+            return _published(opened)[0]
+    return _described(path, describe(path))
+
+
+def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str, Any]]:
+    """The gates and the description that `save_gates` wrote into a folder. Or those of a file that the authors' code
+    wrote, read without torch.
+
+    Raises UserError naming the file that is wrong, and for gates that are not for `model`.
+    """
+    config = getattr(model, "config", None)
+    if is_torch_file(path):
+        return _load_published(path, config)
+    description = describe(path)
+    sizes = _described(path, description)
+    check_made_for(sizes, config)
+    return filled(sizes.make, load_arrays(path), exported_files(path)[0]), description
+
+
+def check_made_for(sizes: Sizes, model: Any) -> None:
+    """Refuse gates for a model of another configuration than `model`, if there is one."""
+    if model is not None:
+        width = model.width if sizes.inputs == "hidden" else model.head_dim
+        wanted = model.num_layers, model.num_kv_heads, model.num_heads // model.num_kv_heads, width
+        if sizes[:4] != wanted:
+            raise UserError(
+                f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "
+                f"model has {wanted}"
+            )
+
+
+def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
+    try:
+        values = {key: of(description[key]) for key, of in Sizes.__annotations__.items()}
+        found = Sizes(**values)
+        if min(found[:6]) < 1 or found.form not in FORMS or found.inputs not in INPUTS:
+            raise ValueError(f"{found}")
+        return found
+    except Exception as error:
+        raise UserError(
+            f"{folder}: these are no Fast KVzip gates, or the files are damaged ({error!r})"
+        ) from None
+
+
+def _load_published(file: str | Path, model: Any) -> tuple[SinkGate, dict[str, Any]]:
+    """Of each layer linear maps [out, in], whose outputs are head by head and, of queries, query head by query head."""
+    with TorchFile(file) as opened:
+        sizes, layers = _published(opened)
+        check_made_for(sizes, model)
+        count, k, g, d, c = sizes[:5]
+        shapes = {
+            "q_proj.weight": (k * g * c, d),
+            "q_proj.bias": (k * g * c,),
+            "k_proj.weight": (k * c, d),
+            "q_norm.weight": (c,),
+            "k_norm.weight": (c,),
+            "k_base": (k, 1, sizes.sinks, c),
+            "b": (k, 1, g),
+        }
+        w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.layers(layers, shapes).values()
+    arrays = {
+        "w_q": w_q.reshape(count, k, g, c, d),
+        "bias_q": bias_q.reshape(count, k, g, c),
+        "w_k": w_k.reshape(count, k, c, d),
+        "norm_q": norm_q,
+        "norm_k": norm_k,
+        "k_base": k_base[:, :, 0],
+        "b": b[:, :, 0],
+    }
+    return filled(sizes.make, arrays, file), {"method": "fast_kvzip"} | sizes._asdict()
+
+
+def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
+    """The sizes that the first layer has, held against those in the file's name, and what there is of each layer."""
+    layers = opened.content.get("module") if isinstance(opened.content, dict) else None
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
+        raise UserError(
+            f"{opened.file}: these are no Fast KVzip gates: expected a list of layers under `module`"
+        )
+    match [shape_of(layers[0], name) for name in ("q_proj.weight", "k_base", "b")]:
+        case [(_, int(d)), (int(k), 1, int(sinks), int(c)), (_, 1, int(g))] if min(d, k, sinks, c, g) > 0:
+            sizes = Sizes(len(layers), k, g, d, c, sinks, "sink", "hidden")
+        case [*found]:
+            names = "q_proj.weight, k_base and b, of 2, 4 and 3 axes"
+            raise UserError(f"{opened.file}: these are no Fast KVzip gates: expected {names}, found {found}")
+    for word, has in (("q", g), ("dim", c), ("sink", sinks)):
+        said = re.search(rf"(?:^|_){word}(\d+)(?:_|$)", opened.file.stem)
+        if said and int(said[1]) != has:
+            raise UserError(f"{opened.file}: its name says {word}{said[1]}, its arrays are of {word}{has}")
+    return sizes, layers

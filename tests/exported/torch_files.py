@@ -1,0 +1,113 @@
+"""Files as torch.save writes them, written without torch."""
+
+import io
+import pickle
+import zipfile
+
+import numpy as np
+
+STORAGES = {"float32": "FloatStorage", "bfloat16": "BFloat16Storage", "float64": "DoubleStorage"}
+
+
+class Global:
+    """A name that the pickle asks for; called, it is asked for and called."""
+
+    def __init__(self, module, name):
+        self.module, self.name = module, name
+
+    def __call__(self, *arguments):
+        return Call(self, arguments)
+
+
+class Call:
+    """What is made by a call."""
+
+    def __init__(self, what, arguments):
+        self.what, self.arguments = what, arguments
+
+
+class View:
+    """Numbers in a storage, by strides, offset and shape of one's own choice."""
+
+    def __init__(self, array, shape=None, strides=None, offset=0, count=None, kind=None):
+        self.array, self.offset, self.count, self.kind = np.ascontiguousarray(array), offset, count, kind
+        self.shape = array.shape if shape is None else shape
+        steps = np.cumprod([1, *self.shape[:0:-1]])[::-1].tolist()
+        self.strides = tuple(steps) if strides is None else strides
+
+
+class Numpy:
+    """A number or an array of NumPy's, beside the tensors."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Pickler(pickle._Pickler):  # C's asks for names that it can import
+    """Protocol 2, as torch's."""
+
+    def __init__(self, file, storages, parameters):
+        super().__init__(file, protocol=2)
+        self.storages, self.parameters = storages, parameters
+
+    def save(self, obj, save_persistent_id=True):
+        if isinstance(obj, np.ndarray):
+            obj = View(obj)
+        match obj:
+            case Global():
+                self.write(pickle.GLOBAL + f"{obj.module}\n{obj.name}\n".encode())
+            case Call():
+                self.save(obj.what)
+                self.save(obj.arguments)
+                self.write(pickle.REDUCE)
+            case View():
+                self._save_tensor(obj)
+            case Numpy():
+                super().save(obj.value)
+            case _:
+                super().save(obj, save_persistent_id)
+
+    def _save_tensor(self, view):
+        key = str(len(self.storages))
+        self.storages.append(view.array.tobytes())
+        count = view.array.size if view.count is None else view.count
+        storage = Global("torch", view.kind or STORAGES[view.array.dtype.name])
+        hooks = Global("collections", "OrderedDict")
+        tensor = Global("torch._utils", "_rebuild_tensor_v2")(
+            Persistent(("storage", storage, key, "cuda:0", count)),
+            view.offset, view.shape, view.strides, False, hooks(),
+        )  # fmt: skip
+        self.save(
+            Global("torch._utils", "_rebuild_parameter")(tensor, True, hooks()) if self.parameters else tensor
+        )
+
+    def persistent_id(self, obj):
+        return obj.said if isinstance(obj, Persistent) else None
+
+
+class Persistent:
+    """What torch names a storage by."""
+
+    def __init__(self, said):
+        self.said = said
+
+
+def write_torch(
+    file, content, *, parameters=False, compression=zipfile.ZIP_STORED, order="little", folder="archive"
+):
+    """torch.save(content, file), arrays being NumPy's; as parameters if they are to be."""
+    program, storages = io.BytesIO(), []
+    Pickler(program, storages, parameters).dump(content)
+    write_zip(file, program.getvalue(), storages, compression=compression, order=order, folder=folder)
+
+
+def write_zip(
+    file, program, storages=(), *, compression=zipfile.ZIP_STORED, order="little", folder="archive"
+):
+    """The zip around a pickle and the bytes of arrays."""
+    with zipfile.ZipFile(file, "w", compression) as out:
+        out.writestr(f"{folder}/data.pkl", program)
+        out.writestr(f"{folder}/byteorder", order)
+        for key, stored in enumerate(storages):
+            out.writestr(f"{folder}/data/{key}", stored)
+        out.writestr(f"{folder}/version", "3\n")
