@@ -192,7 +192,7 @@ def _check(folder: Path, wanted: Mapping[str, Any]) -> None:
         raise UserError(f"{folder / MANIFEST}: is damaged: {remedy}") from None
     if found.get("version") != wanted["version"]:
         raise UserError(
-            f"{folder}: these targets are of version {found.get('version')}, expected {VERSION}: {remedy}"
+            f"{folder}: these targets are of version {found.get('version')}, not {wanted['version']}: {remedy}"
         )
     theirs, own = (x.get("made_for", {}) for x in (found, wanted))
     if agreement(str(theirs.get("fingerprint", "")), str(own.get("fingerprint", ""))) < 1:

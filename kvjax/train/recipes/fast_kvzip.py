@@ -17,13 +17,14 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import save_tree as save_gates
-from kvjax.mesh import AXES, BATCH, P, gather
+from kvjax.mesh import AXES, BATCH, P, gather, put
 from kvjax.models import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.eviction.fast_kvzip import SinkGate
+from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
+from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from kvjax.struct import leaves_by_path
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
 from kvjax.train.features import HeldOut, Memory, Shards, batches
@@ -88,7 +89,7 @@ class KVzipGates(Recipe):
     targets: Literal["disk", "memory"] | None = None
     """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
     this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
-    input: Literal["hidden", "k", "k_pre"] = "hidden"
+    inputs: Literal["hidden", "k", "k_pre"] = "hidden"
     """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
     """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
@@ -142,39 +143,31 @@ class KVzipGates(Recipe):
             return super().most_tokens
         return max(self.longest if self.single else 0, self.joined if self.joins else 0)
 
-    def check_model(self, model: ModelConfig) -> None:
-        if self.init_from is not None:
-            self._check_init(load_gates(self.init_from)[0], model)
-
-    def _check_init(self, gates: SinkGate, model: ModelConfig) -> None:
-        mine = jax.eval_shape(functools.partial(self._gates, model))
-        wanted, found = (
-            {"form": x.form, "dim": x.dim, "sinks": x.sinks, "layers, kv heads, group, width": x.shape}
-            for x in (mine, gates)
-        )
-        wrong = [
-            f"{name} {found[name]}, not {wanted[name]}" for name in wanted if found[name] != wanted[name]
-        ]
-        if wrong:
-            raise UserError(f"--init {self.init_from}: these gates have {wrong[0]}")
-
-    def _gates(self, model: ModelConfig) -> SinkGate:
+    def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
-        width = model.width if self.input == "hidden" else model.head_dim
-        sizes = model.num_layers, model.num_kv_heads, group, width
-        return SinkGate(*sizes, dim=self.dim, sinks=self.sinks, form=self.form, rngs=nnx.Rngs(self.seed))
+        width = model.width if self.inputs == "hidden" else model.head_dim
+        own = model.num_layers, model.num_kv_heads, group, width
+        return Sizes(*own, self.dim, self.sinks, self.form, self.inputs)
+
+    def check_model(self, model: ModelConfig) -> None:
+        if self.init_from is None:
+            return
+        wanted, found = self._sizes(model), gate_sizes(self.init_from)
+        for name, own, theirs in zip(Sizes._fields, wanted, found, strict=True):
+            if own != theirs:
+                raise UserError(f"--init {self.init_from}: these gates have {name} {theirs}, the run's {own}")
 
     def init(self, model: Decoder) -> SinkGate:
-        gates = self._gates(model.config)
+        *sizes, dim, sinks, form, _ = self._sizes(model.config)
+        gates = SinkGate(*sizes, dim=dim, sinks=sinks, form=form, rngs=nnx.Rngs(self.seed))
         if self.init_from is None:
             return gates
-        given, _ = load_gates(self.init_from, model)
-        return jax.tree.map(
-            lambda own, x: jax.sharding.reshard(x, jax.typeof(own).sharding.spec), gates, given
-        )
+        given = _loaded(self.init_from)
+        leaves = [put(given[name], *jax.typeof(x).sharding.spec) for name, x in leaves_by_path(gates).items()]
+        return jax.tree.unflatten(jax.tree.structure(gates), leaves)
 
     def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
-        kind = kind_of(model, self.input)
+        kind = kind_of(model, self.inputs)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
 
     def collect(self) -> Open:
@@ -183,6 +176,8 @@ class KVzipGates(Recipe):
                 f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
                 "not shared between hosts"
             )
+        if self.init_from is not None:
+            _loaded(self.init_from)  # damaged files are found now, and not while a program is traced
         return functools.partial(self._open, *self._contexts())
 
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
@@ -207,7 +202,7 @@ class KVzipGates(Recipe):
         say: Callable[[str], None],
     ) -> Data:
         """Compute what is missing of the features and targets, and begin to read them."""
-        kind, sizes = kind_of(model, self.input), [len(context.tokens) for context in contexts]
+        kind, sizes = kind_of(model, self.inputs), [len(context.tokens) for context in contexts]
         where = self.targets or ("memory" if self.data == "builtin" else "disk")
         store = Memory(kind, sizes)
         if where == "disk":
@@ -217,7 +212,7 @@ class KVzipGates(Recipe):
             f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
             + (f"{missing} contexts to compute" if missing else "all are there")
         )
-        collect(model, contexts, store, self._teacher(contexts), self.input)
+        collect(model, contexts, store, self._teacher(contexts), self.inputs)
         features = store.read()
         return Data(
             batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
@@ -234,7 +229,7 @@ class KVzipGates(Recipe):
         return {
             "data": self.data,
             "target": self.target,
-            "input": self.input,
+            "inputs": self.inputs,
             "contexts": [context.digest for context in contexts],
             **MadeFor.of(model, self.model).description,
         }
@@ -283,7 +278,7 @@ class KVzipGates(Recipe):
         draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
 
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        return make_policy("fast_kvzip", gates=params, input=self.input, model=model, ratio=self.ratio)
+        return make_policy("fast_kvzip", gates=params, input=self.inputs, model=model, ratio=self.ratio)
 
     def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
         ratios = dict.fromkeys((self.ratio, *RATIOS))
@@ -292,6 +287,13 @@ class KVzipGates(Recipe):
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
         return make_policy("fast_kvzip", gates=gates, model=model, force=force, **options)
+
+
+@functools.cache
+def _loaded(path: str) -> dict[str, np.ndarray]:
+    """The arrays of gates in a folder or a file, by their places in a `SinkGate`."""
+    with jax.ensure_compile_time_eval():
+        return {name: np.asarray(x) for name, x in leaves_by_path(load_gates(path)[0]).items()}
 
 
 def scores(gates: SinkGate, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
