@@ -25,7 +25,7 @@ from kvjax.train.features import Kind, Memory, Shards
 from kvjax.train.pace import Pace
 from pallas_kernels.attention_mass import attention_mass
 
-Into = Sequence[dict[str, Shaped[np.ndarray, "n l ..."]]]
+Into = Sequence[dict[str, Shaped[np.ndarray, "_ _ ..."]]]
 """Arrays of each context to fill."""
 Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
 """Fills `input`, what a gate will look at (a field of `Step`), and `score` of every token of the contexts but the
@@ -57,7 +57,9 @@ def collect(
     """
     finished = store.finished
     order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
-    together = batch_shards() * max(1, TOGETHER // len(contexts[order[-1]].row))
+    shards = batch_shards()
+    each = max(1, min(TOGETHER // len(contexts[order[-1]].row), -(-len(order) // shards)))
+    together = shards * each
     groups = [order[start : start + together] for start in range(0, len(order), together)]
     sizes = [len(context.tokens) for context in contexts]
     with Pace("targets", "positions", sum(sizes), sum(sizes[index] for index in finished)) as pace:

@@ -46,11 +46,15 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
     data = local(tmp_path, [5, 6, 5, 6, 5, 2, 6, 40])
     told = {"seed": 0, "tokenizer": Words(), "instruction": "Read:"}
     own, held = text_contexts(data, Choice(5, 10, 13, single=2, joins=1), 2, **told)
-    assert [len(context.tokens) for context in own[:2]] == [5, 5] or all(5 <= len(c.tokens) < 10 for c in own[:2])
+    assert [len(context.tokens) for context in own[:2]] == [5, 5] or all(
+        5 <= len(c.tokens) < 10 for c in own[:2]
+    )
     assert len(own) == 3 and len(held) == 2
     np.testing.assert_array_equal(own[2].tokens, np.concatenate([own[0].tokens, own[1].tokens]))
     for context in own:
-        assert context.prefix.tolist() == [7], "what the tokenizer begins with, and nothing without a chat template"
+        assert context.prefix.tolist() == [7], (
+            "what the tokenizer begins with, and nothing without a chat template"
+        )
         assert context.row.tolist() == [7, *context.tokens.tolist()]
     trained = {int(token) for context in own for token in context.tokens}
     assert not trained & {int(token) for row in held for token in row[1:]}
@@ -60,7 +64,9 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
 
 def test_too_few_documents_are_said_in_one_line(tmp_path):
     data, told = local(tmp_path, [5, 6, 2]), {"seed": 0, "tokenizer": Words(), "instruction": ""}
-    with pytest.raises(UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of 13"):
+    with pytest.raises(
+        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of 13"
+    ):
         text_contexts(data, Choice(5, 10, 13, single=3, joins=0), 1, **told)
     with pytest.raises(UserError, match="are trained on: validation needs another, so lower --single"):
         text_contexts(data, Choice(5, 10, 13, single=2, joins=0), 1, **told)
@@ -69,7 +75,9 @@ def test_too_few_documents_are_said_in_one_line(tmp_path):
 
 
 def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
-    rows = [{"text": words(3, index + 1), "token_count": count} for index, count in enumerate([2, 8, 50, 9, 8])]
+    rows = [
+        {"text": words(3, index + 1), "token_count": count} for index, count in enumerate([2, 8, 50, 9, 8])
+    ]
     monkeypatch.setattr(module, "open_hub", lambda name: iter(rows))
     told = {"seed": 0, "tokenizer": Words(), "instruction": ""}
     own, held = text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
@@ -90,5 +98,7 @@ def test_contexts_of_the_built_in_tasks_are_those_of_their_mixture():
         np.testing.assert_array_equal(whole[len(context.row) :][: len(first)], first)
         assert len(context.prefix) == 1
     assert isinstance(stream, Mixture) and len(held) == 1 and len(held[0]) == 64
-    with pytest.raises(UserError, match="--lengths 32: the built-in tasks need sequences of at least 64 tokens"):
+    with pytest.raises(
+        UserError, match="--lengths 32: the built-in tasks need sequences of at least 64 tokens"
+    ):
         builtin_contexts([32], [], 0)

@@ -63,14 +63,19 @@ def test_a_context_counts_once_it_is_whole(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"made_for": {"model": "other", "fingerprint": "00000000" + "f0" * 4}}, "of the model mine, not of other"),
+        (
+            {"made_for": {"model": "other", "fingerprint": "00000000" + "f0" * 4}},
+            "of the model mine, not of other",
+        ),
         ({"data": "others"}, "of data texts, not others"),
         ({"contexts": ["a", "c"]}, "of other contexts"),
         ({"version": 2}, "of version 1, not 2"),
     ],
 )
 def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
-    with pytest.raises(UserError, match=f"^{shards.folder}: these targets are {said}.*name another --out, or remove it$"):
+    with pytest.raises(
+        UserError, match=f"^{shards.folder}: these targets are {said}.*name another --out, or remove it$"
+    ):
         Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
     with pytest.raises(UserError, match="of other arrays"):
         Shards(shards.folder, Kind({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
@@ -79,7 +84,9 @@ def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
 def test_a_damaged_folder_is_refused_in_one_line(shards):
     score = shards.folder / "00001" / "score.npy"
     score.write_bytes(score.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"^{score}: is missing or damaged .*: remove {score.parent} and go on$"):
+    with pytest.raises(
+        UserError, match=f"^{score}: is missing or damaged .*: remove {score.parent} and go on$"
+    ):
         shards.read()
     (shards.folder / "manifest.json").write_text("{")
     with pytest.raises(UserError, match=r"manifest.json: is damaged: name another --out"):
@@ -88,7 +95,9 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
-    with pytest.raises(UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"):
+    with pytest.raises(
+        UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
+    ):
         Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
     assert not (tmp_path / "targets").exists()
 
@@ -128,12 +137,16 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
     rows, each = 50, 8
     read = [batch["score"] for batch in batches(features, rows, 2 * each, seed=1)]
     place = {tuple(x.ravel()): index for index, x in enumerate(scores)}
-    epochs = [[place[tuple(x.ravel())] for batch in part for x in batch] for part in (read[:each], read[each:])]
+    epochs = [
+        [place[tuple(x.ravel())] for batch in part for x in batch] for part in (read[:each], read[each:])
+    ]
     for epoch in epochs:
         assert len(epoch) == len(set(epoch)) == 400
         assert not set(epoch) & set(features.held_out.tolist())
     assert epochs[0] != epochs[1]
-    with pytest.raises(UserError, match="an update takes 406 positions, and there are 405 to train on: lower --batch"):
+    with pytest.raises(
+        UserError, match="an update takes 406 positions, and there are 405 to train on: lower --batch"
+    ):
         batches(features, 406, 1, seed=1)
 
 
