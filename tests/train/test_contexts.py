@@ -49,7 +49,8 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
     assert [len(context.tokens) for context in own[:2]] == [5, 5] or all(
         5 <= len(c.tokens) < 10 for c in own[:2]
     )
-    assert len(own) == 3 and len(held) == 2
+    assert len(own) == 3
+    assert len(held) == 2
     np.testing.assert_array_equal(own[2].tokens, np.concatenate([own[0].tokens, own[1].tokens]))
     for context in own:
         assert context.prefix.tolist() == [7], (
@@ -97,7 +98,9 @@ def test_contexts_of_the_built_in_tasks_are_those_of_their_mixture():
         first = context.questions[0]
         np.testing.assert_array_equal(whole[len(context.row) :][: len(first)], first)
         assert len(context.prefix) == 1
-    assert isinstance(stream, Mixture) and len(held) == 1 and len(held[0]) == 64
+    assert isinstance(stream, Mixture)
+    assert len(held) == 1
+    assert len(held[0]) == 64
     with pytest.raises(
         UserError, match="--lengths 32: the built-in tasks need sequences of at least 64 tokens"
     ):

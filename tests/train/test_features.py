@@ -53,9 +53,14 @@ def test_the_disk_gives_what_memory_does(shards):
 
 def test_a_context_counts_once_it_is_whole(tmp_path):
     store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
-    with pytest.raises(ZeroDivisionError), store.writing(0) as arrays:
-        arrays["input"][...] = 1
-        raise ZeroDivisionError
+
+    def failing():
+        with store.writing(0) as arrays:
+            arrays["input"][...] = 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
     assert store.finished == set()
     assert [file.name for file in store.folder.iterdir()] == ["manifest.json"]
 

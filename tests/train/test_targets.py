@@ -111,7 +111,9 @@ def test_targets_are_what_a_direct_computation_gives(teacher):
         wanted = np.concatenate([directly(model, teacher, one) for one in CONTEXTS])
     score = alone(teacher)["score"]
     np.testing.assert_allclose(score, wanted, atol=2e-5)
-    assert score.min() >= 0 and score.max() <= 1 and np.ptp(score) > 0.1
+    assert score.min() >= 0
+    assert score.max() <= 1
+    assert np.ptp(score) > 0.1
 
 
 @pytest.mark.parametrize("teacher", ["next_token", "reconstruction"])
@@ -152,7 +154,8 @@ def test_a_finished_context_is_not_computed_again():
             arrays["score"][...] = 9
         collect(model, CONTEXTS, store, teacher, "hidden")
         collect(model, CONTEXTS, store, teacher, "hidden")
-    assert len(read) == 1 and sum(read[0]) == 2
+    assert len(read) == 1
+    assert sum(read[0]) == 2
     score = store.read().take(np.arange(68))["score"]
     assert score[:21].max() == score[51:].min() == 1
     assert score[21:51].min() == 9

@@ -226,11 +226,13 @@ def test_what_a_run_leaves(whole, capsys):
     assert described["target"] == "reconstruction"
     assert described["validation"] == pytest.approx(whole.validation.numbers | {"positions": 3})
     text = str(whole.validation)
-    assert text.startswith("held out (3 positions): ") and "loss/" not in text
+    assert text.startswith("held out (3 positions): ")
+    assert "loss/" not in text
     again, step, _ = export_checkpoint(
         parse(["--resume", "--out", str(folder), "--mesh", "1"]), 4, folder / "early"
     )
-    assert step == 4 and again.validation.sequences == 3
+    assert step == 4
+    assert again.validation.sequences == 3
     assert "targets" in capsys.readouterr().err
 
 
