@@ -302,6 +302,11 @@ class Recipe(abc.ABC):
         return "--policies", "full", *self.rivals.values(), self.method
 
     @property
+    def use_options(self) -> Sequence[str]:
+        """What `kvjax.generate` is told beside the folder to use what was trained as `deploy` does."""
+        return ()
+
+    @property
     def rivals(self) -> Mapping[str, str]:
         """The evictions that the report compares it with at its size, beside the full cache, static heads and chance,
         by the words that the report has for them."""

@@ -105,7 +105,7 @@ class KVzipGates(Recipe):
     init_from: Annotated[str | None, tyro.conf.arg(name="init")] = None
     """Gates to begin with: an exported folder or a run, of the same model and sizes."""
     ratio: float = 0.3
-    """Of the cache, that the report's first row and the exported gates keep unless they are told otherwise."""
+    """Of the cache, that the report's policy keeps; gates are not trained for one."""
 
     exports: ClassVar[str] = "gates"
     unit: ClassVar[str] = "positions"
@@ -277,8 +277,12 @@ class KVzipGates(Recipe):
         draw_predictions(folder / "predictions.png", found["predicted"], found["target"], IMPORTANT)
         draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
 
+    @property
+    def use_options(self) -> Sequence[str]:
+        return "--set", f"ratio={self.ratio:g}"
+
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        return make_policy("fast_kvzip", gates=params, input=self.inputs, model=model, ratio=self.ratio)
+        return make_policy("fast_kvzip", gates=params, inputs=self.inputs, model=model, ratio=self.ratio)
 
     def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
         ratios = dict.fromkeys((self.ratio, *RATIOS))

@@ -35,6 +35,8 @@ RECIPES = {
     "tests.probes.hidden_gate:HiddenGates": {"entries": 8, "every": 4},
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
+USED = {"fast_kvzip": {"ratio": 0.3}}
+"""What their policies are told as `deploy` tells them, where they need a budget."""
 DRAWING = {"tests.probes.head_masks:HeadMasks"}
 """Those whose loss draws, so that the parts of an update draw differently."""
 OTHERS = [method for method in RECIPES if method != "wgkv"]
@@ -194,7 +196,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     tokens = np.random.default_rng(0).integers(4, 60, 40)
     with jax.set_mesh(make_mesh()):
         model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")
-        policy = make_policy(method, gates=exported, model=model)
+        policy = make_policy(method, gates=exported, model=model, **USED.get(method, {}))
         read = sample(model, [tokens], policy=policy, max_new_tokens=8)
     with jax.set_mesh(whole.mesh):
         own = recipe.deploy(whole.params, whole.model)
