@@ -8,6 +8,7 @@ by empty lines up to a longer length.
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from kvjax.train.readers import open_hub
 TokenRow = Int[np.ndarray, " _"]
 JOINED_BY = "\n\n"
 """Stands between the documents of one context."""
-BYTES = 8
-"""Of a token, at most, so that a long .txt file makes documents that are long enough."""
+BYTES = 4
+"""Of a token, about: what a long .txt file is cut into makes documents between the shortest and the longest."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +95,11 @@ def chosen(documents: Callable[[], Iterator[Document]], choice: Choice) -> Itera
         parts, tokens = [], 0
 
 
-def source_documents(source: str, seed: int, longest: int, count: Callable[[str], int]) -> Iterator[Document]:
-    """A hub data set's documents in its own order, or local ones in an order drawn from the seed, each once."""
+def source_documents(source: str, seed: int, tokens: int, count: Callable[[str], int]) -> Iterator[Document]:
+    """A hub data set's documents in its own order, or local ones in an order drawn from the seed, each once; of a long
+    .txt file pieces of about so many tokens."""
     if (path := Path(source).expanduser()).exists():
-        documents = Documents(path, seed, piece=BYTES * longest)
+        documents = Documents(path, seed, piece=BYTES * tokens)
         texts = (documents[index] for index in range(len(documents)))
         yield from ((text, count(text)) for text in texts if text)
         return
@@ -119,7 +121,8 @@ def text_contexts(
     """
 
     def documents() -> Iterator[Document]:
-        return source_documents(source, seed, choice.longest, lambda text: len(_tokens(tokenizer, text)))
+        tokens = round(math.sqrt(choice.shortest * choice.longest))
+        return source_documents(source, seed, tokens, lambda text: len(_tokens(tokenizer, text)))
 
     # what is looked at twice is tokenized once
     seen: list[Document] = []

@@ -96,7 +96,8 @@ def check(config: Recipe) -> None:
     if config.tensorboard:
         check_tensorboard()
     most = max(phase.most_tokens for phase in config.phases())
-    check_longest(model, most, f"--lengths {most}: more tokens")
+    said = f"--lengths {most}: more tokens"
+    check_longest(model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more")
 
 
 def train(config: Recipe) -> RunOutput:
