@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
@@ -20,7 +20,7 @@ from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.documents import Documents
 from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
-from kvjax.train.rows import Rows
+from kvjax.train.rows import HeldRows, Rows
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
@@ -280,18 +280,9 @@ class Data(NamedTuple):
     """The held-out sequences, the same in every process."""
     remark: str = ""
     """What the lengths leave out of the documents, if anything."""
-    held_rows: "HeldRows | None" = None
+    held_rows: HeldRows | None = None
     """What is held out where an update's rows are no sequences of tokens (`Recipe.row`); `sequences` gives those of the
     updates then, and `held_out` is for the report."""
-
-
-@runtime_checkable
-class HeldRows(Protocol):
-    """Held-out rows, read as they are needed."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: slice) -> Any: ...
 
 
 Open = Callable[["Decoder", Rows, Path, Callable[[str], None]], Data]

@@ -10,9 +10,8 @@ from jaxtyping import Array, Int
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
-from kvjax.train.data import HeldRows
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.rows import HeldRows, Rows, to_mesh
 from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
