@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -17,7 +16,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.mesh import AXES, BATCH, P, gather, put
+from kvjax.mesh import AXES, gather, put
 from kvjax.models import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -32,18 +31,21 @@ from kvjax.train.gate_pictures import draw_losses, draw_predictions
 from kvjax.train.recipe import Recipe, Rule, Validation
 from kvjax.train.reconstruction import reconstruction, repetition
 from kvjax.train.rows import Rows
+from kvjax.train.score_loss import (
+    IMPORTANT,
+    LAYER,
+    agreement,
+    by_head,
+    by_layer,
+    cross_entropy,
+    entropy,
+    rate,
+    scores,
+)
 from kvjax.train.targets import Teacher, answer, collect, kind_of, next_token
 
-CLIP = 1e-6
-"""Of predictions, from 0 and from 1."""
-IMPORTANT = 0.05
-"""What a target and a prediction are both above, or both below, where they agree."""
-WARM_UP = 50
-"""Updates."""
 TARGETS = "targets"
 """The run's folder's, where features and targets are."""
-LAYER = "loss/"
-"""Begins the names of the layers' losses."""
 RATIOS = 0.2, 0.3, 0.4, 0.5
 """Of the cache, that the rows of a report keep."""
 Batch = Mapping[str, Float[Array, "b l ..."]]
@@ -241,7 +243,7 @@ class KVzipGates(Recipe):
         share of predictions that agree with their target at .05, and each layer's loss."""
         predicted, target = scores(params, batch["input"]), by_head(batch["score"])
         layers = cross_entropy(predicted, target).mean(-1).sum(-1)
-        return layers.sum(), {"agreement": agreement(predicted, target).mean()} | _by_layer(layers)
+        return layers.sum(), {"agreement": agreement(predicted, target).mean()} | by_layer(layers)
 
     def optimizer(self) -> optax.GradientTransformation:
         return optax.sgd(functools.partial(rate, peak=self.lr, steps=self.steps), momentum=self.momentum)
@@ -252,7 +254,7 @@ class KVzipGates(Recipe):
         layers = cross_entropy(predicted, target).sum(1)
         means = {"loss": layers.sum(0), "agreement": agreement(predicted, target).mean((0, 1))}
         return (
-            means | _by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
+            means | by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
         )
 
     def remark(self, validation: Validation) -> str:
@@ -298,51 +300,3 @@ def _loaded(path: str) -> dict[str, np.ndarray]:
     """The arrays of gates in a folder or a file, by their places in a `SinkGate`."""
     with jax.ensure_compile_time_eval():
         return {name: np.asarray(x) for name, x in leaves_by_path(load_gates(path)[0]).items()}
-
-
-def scores(gates: SinkGate, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
-    """What the gates predict of positions' inputs, rows split over the batch shards and kv heads over `tensor`."""
-    if x.ndim == 3:
-        x = jnp.swapaxes(x, 0, 1)[:, None]
-    else:  # a key for each kv head
-        x = jax.sharding.reshard(x.transpose(1, 2, 0, 3)[:, None], P(None, None, "tensor", BATCH, None))
-
-    def local(gates, x):
-        return jax.vmap(lambda gate, x: gate(x))(gates, x)
-
-    return jax.shard_map(local, out_specs=P(None, None, "tensor", BATCH))(gates, x)[:, 0]
-
-
-def by_head(score: Float[Array, "b l k"]) -> Float[Array, "l k b"]:
-    """Targets as `scores` has its predictions."""
-    return jax.sharding.reshard(score.transpose(1, 2, 0), P(None, "tensor", BATCH))
-
-
-def cross_entropy(predicted: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, "..."]:
-    """−t log p − (1 − t) log(1 − p), with p at least 1e-6 from 0 and 1."""
-    p = jnp.clip(predicted, CLIP, 1 - CLIP)
-    return -target * jnp.log(p) - (1 - target) * jnp.log1p(-p)
-
-
-def agreement(predicted: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, "..."]:
-    """1 where both are at least .05 or neither is."""
-    return ((predicted >= IMPORTANT) == (target >= IMPORTANT)).astype(jnp.float32)
-
-
-def entropy(target: Float[np.ndarray, "n l k"]) -> float:
-    """What the loss is where every prediction is its target."""
-    t = np.clip(target.astype(np.float64), 1e-12, 1 - 1e-12)
-    return float((-t * np.log(t) - (1 - t) * np.log1p(-t)).mean(0).sum())
-
-
-def rate(update: Any, peak: float, steps: int) -> Float[Array, ""]:
-    """The learning rate of an update: .01 · i of the peak in the first 50, then all of it, half of it after half of the
-    updates and a quarter after three quarters (`lr_schedule` of the authors' code)."""
-    late = jnp.where(update < steps * 0.75, 0.5, 0.25)
-    usual = jnp.where(update < steps * 0.5, 1.0, late)
-    return peak * jnp.where(update < WARM_UP, 0.01 * update, usual)
-
-
-def _by_layer(losses: Float[Array, "l ..."]) -> dict[str, Float[Array, "..."]]:
-    digits = len(str(len(losses) - 1))
-    return {f"{LAYER}{layer:0{digits}}": loss for layer, loss in enumerate(losses)}

@@ -21,8 +21,9 @@ from kvjax.policies.eviction.fast_kvzip import load_gates
 from kvjax.struct import leaves_by_path
 from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import export_checkpoint, train
-from kvjax.train.recipes.fast_kvzip import KVzipGates, cross_entropy, entropy, rate, scores
+from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 
