@@ -63,14 +63,15 @@ def dry_run(config: Recipe) -> str:
         length, most = max(phase.lengths), model.config.longest
         check_longest(model.config, length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
-        lines.append(f"train, {config.method}{which}: an update of {phase.rows} × {length} tokens")
+        lines.append(f"train, {config.method}{which}: an update of {phase.update_of(length)}")
         found = measure(length, index)
         lines += figures.table(found, chip(), usable)
         known = {length: found}
-        longest = largest(
-            lambda length, index=index: measure(length, index), known, usable, (TEMPORARIES,), most
-        )
-        lines.append(figures.bracket(longest, "longest sequence", most=most))
+        if phase.unit == "sequences":
+            longest = largest(
+                lambda length, index=index: measure(length, index), known, usable, (TEMPORARIES,), most
+            )
+            lines.append(figures.bracket(longest, "longest sequence", most=most))
         if not fits(found, usable):
             lines.append(
                 figures.other(others, lambda shape, i=index, n=length: measure(n, i, shape, usable), usable)
@@ -114,9 +115,10 @@ def check_memory(
             continue
         would = next((length for length in reversed(shorter) if need(length) <= usable), None)
         instead = f"--lengths up to {would} would fit" if would else "none of its lengths fits"
+        instead = instead if phase.unit == "sequences" else "a smaller --batch would"
         taken = figures.size(wanted) if wanted < sys.maxsize else "more"
         raise UserError(
-            f"an update of {phase.rows} × {longest} tokens takes {taken} of a device that has {figures.size(usable)}: "
+            f"an update of {phase.update_of(longest)} takes {taken} of a device that has {figures.size(usable)}: "
             f"on --mesh {phase.mesh} {instead}; --dry-run looks for another mesh"
         )
     return beside

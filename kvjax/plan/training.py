@@ -76,7 +76,16 @@ def update(
 
 
 def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder | None) -> Any:
-    """The shapes of what the recipe makes of an update's sequences. Raises UserError where it needs the weights."""
+    """The shapes of what the recipe makes of an update's sequences, or of its rows of another kind. Raises UserError
+    where it needs the weights."""
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        spec = P(BATCH, *[None] * (x.ndim - 1))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    if model is not None and (row := recipe.row(model)) is not None:
+        rows = recipe.rows
+        return jax.tree.map(lambda x: place(jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)), row)
     sequences = iter([np.zeros((recipe.rows, length), np.int32)])
     try:
         made = next(recipe.batches(sequences, model))
@@ -84,9 +93,5 @@ def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder | None) -> 
         raise UserError(
             f"--method {recipe.method}: its batches cannot be planned without the model's weights ({error})"
         ) from None
-
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        spec = P(BATCH, *[None] * (x.ndim - 1))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(place, made)

@@ -36,6 +36,16 @@ class Mixture:
         self, seed: int, index: int, length: int
     ) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:
         """`length` tokens and the weight of each in the answer loss (int32 and float32 [length])."""
+        sample, asked = self._drawn(seed, index, length)
+        tokens, weights = pack(sample, length, self.vocabulary.end)
+        return tokens, weights if asked else np.zeros(length, np.float32)
+
+    def sample(self, seed: int, index: int, length: int) -> Sample:
+        """The context and the questions that the sequence is made of."""
+        return self._drawn(seed, index, length)[0]
+
+    def _drawn(self, seed: int, index: int, length: int) -> tuple[Sample, bool]:
+        """The sample, and whether its answers are learned."""
         rng = np.random.default_rng((seed, index, length))
         v, text = self.vocabulary, self.text
         sample_seed = int(rng.integers(2**31))
@@ -44,23 +54,21 @@ class Mixture:
             spacing = 1 / float(rng.uniform(0.012, 0.03))
             n_questions = int(max(4, min(length // 20, 2 * length / spacing)))
             task = Recall(v, text, spacing, float(rng.uniform(0.5, 1.5)), n_questions)
-            sample = task.sample(sample_seed, length - (n_questions - 1) * QUESTION_TOKENS)
-        elif choice == 1:
+            return task.sample(sample_seed, length - (n_questions - 1) * QUESTION_TOKENS), True
+        if choice == 1:
             task = Needle(v, text, depths=(float(rng.uniform()),))
-            sample = task.sample(sample_seed, length - 2 * QUESTION_TOKENS)
-        elif choice == 2:
+            return task.sample(sample_seed, length - 2 * QUESTION_TOKENS), True
+        if choice == 2:
             families = max(1, int(length / 256 * rng.uniform(0.5, 2)))
             task = Copy(v, text, families, passages=int(rng.integers(2, 5)))
             question_tokens = len(task.sample(0, length).questions[0])
-            sample = task.sample(sample_seed, length - (families - 1) * question_tokens)
-        else:
-            sample = Text(v, text).sample(sample_seed, length)
-            return pack(sample, length, v.end)[0], np.zeros(length, np.float32)
-        return pack(sample, length, v.end)
+            return task.sample(sample_seed, length - (families - 1) * question_tokens), True
+        return Text(v, text).sample(sample_seed, length), False
 
 
 @cache
-def _builtin_mixture() -> Mixture:
+def builtin_mixture() -> Mixture:
+    """The stream that gates for the built-in model are trained on: its text is kept apart from that of evaluation."""
     return Mixture(builtin_vocabulary(), builtin_text("train"))
 
 
@@ -69,7 +77,7 @@ def mixture(seed: int, index: int, length: int) -> Int[np.ndarray, " t"]:
 
     Its text is kept apart from the text of evaluation.
     """
-    return _builtin_mixture()(seed, index, length)[0]
+    return builtin_mixture()(seed, index, length)[0]
 
 
 def pack(sample: Sample, length: int, end: int) -> tuple[Int[np.ndarray, " t"], Float[np.ndarray, " t"]]:

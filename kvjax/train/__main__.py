@@ -68,7 +68,8 @@ def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
     own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
     model = ["--model", str(own)] if own.is_dir() else model
-    use = ["generate", *model, "--policy", config.method, "--gates", str(folder), "--prompt-file", "FILE"]
+    use = ["generate", *model, "--policy", config.method, "--gates", str(folder), *config.use_options]
+    use += ["--prompt-file", "FILE"]
     compare = [
         "evaluate",
         *model,

@@ -10,7 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grain
 import numpy as np
@@ -20,7 +20,10 @@ from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.documents import Documents
 from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
-from kvjax.train.rows import Rows
+from kvjax.train.rows import HeldRows, Rows
+
+if TYPE_CHECKING:
+    from kvjax.models.decoder import Decoder
 
 TokenRows = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
@@ -277,6 +280,14 @@ class Data(NamedTuple):
     """The held-out sequences, the same in every process."""
     remark: str = ""
     """What the lengths leave out of the documents, if anything."""
+    held_rows: HeldRows | None = None
+    """What is held out where an update's rows are no sequences of tokens (`Recipe.row`); `sequences` gives those of the
+    updates then, and `held_out` is for the report."""
+
+
+Open = Callable[["Decoder", Rows, Path, Callable[[str], None]], Data]
+"""Opens the data of a recipe that has its own (`Recipe.collect`): from the model, this process's rows and the run's
+folder, saying what it does."""
 
 
 def open_data(

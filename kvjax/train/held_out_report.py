@@ -73,7 +73,7 @@ def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
             raise UserError(
                 f"--tasks {name} is made of files, which kvjax.evaluate takes and a training run does not"
             )
-        made[name] = source(name, material).samples(Split(0, count), count, max(config.lengths))
+        made[name] = source(name, material).samples(Split(0, count), count, config.most_tokens)
         check_separable(name, made[name])
     return made
 

@@ -31,7 +31,7 @@ from kvjax.plan.shapes import check_longest
 from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import Data, draw_step_lengths, open_data
+from kvjax.train.data import Data, Open, draw_step_lengths, open_data
 from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
@@ -95,8 +95,9 @@ def check(config: Recipe) -> None:
         task_samples(config, 1)
     if config.tensorboard:
         check_tensorboard()
-    most = max(max(phase.lengths) for phase in config.phases())
-    check_longest(model, most, f"--lengths {most}: more tokens")
+    most = max(phase.most_tokens for phase in config.phases())
+    said = f"--lengths {most}: more tokens"
+    check_longest(model, most, said if config.unit == "sequences" else f"contexts of {most:,} tokens: more")
 
 
 def train(config: Recipe) -> RunOutput:
@@ -111,7 +112,7 @@ def train(config: Recipe) -> RunOutput:
     assert config.out is not None, "parse chose it"
     without = check_report(config)
     with jax.set_mesh(mesh), FolderLock(config.out, "--out", wanted=one) as lock:
-        model, rows, data, lengths = _load(config, phases, mesh)
+        model, rows, opens, tokens = _load(config, phases, mesh)
         dtypes = param_dtypes(phases, model)
         begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
         updates = tuple(map(make_update, phases, dtypes, begins))
@@ -120,17 +121,27 @@ def train(config: Recipe) -> RunOutput:
         folder = prepare_folder(config, write=one)
         lock.take()
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+            data = opens(model, rows, folder, _say)
             run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(beside))
             state, first = run.begin(model)
             if config.report != "none":
                 without = without or check_report(config, _policy(config, state, model))
-            if one and without:
-                print(without, file=sys.stderr, flush=True)
+            if without:
+                _say(without)
             read = None if config.takes_model else model
             del model  # what a recipe took over is not kept twice
-            state, found = run.steps(state, first, read, tokens=rows.total * int(lengths.sum()))
+            state, found = run.steps(state, first, read, tokens=tokens)
             into = folder / config.exports
-            return _export(run, len(phases) - 1, into, state, read, found)
+            left = _export(run, len(phases) - 1, into, state, read, found)
+            if one:
+                config.draw(folder, found)
+            return left
+
+
+def _say(text: str) -> None:
+    """A line, of the first process."""
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _policy(config: Recipe, state: TrainState, loaded: Decoder) -> Policy:
@@ -165,13 +176,14 @@ def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tu
         raise UserError(f"--out {into} exists: name a new folder")
     phases, mesh = _phases(config), start(config.mesh)
     with jax.set_mesh(mesh):
-        model, rows, data, _ = _load(config, phases, mesh)
+        model, rows, opens, _ = _load(config, phases, mesh)
+        data = opens(model, rows, config.out, _say)
         with Checkpoints(folder, None) as checkpoints:
             run = Run(config, phases, config.out, mesh, rows, data, checkpoints, param_dtypes(phases, model))
             state, _ = run.restore(model, step)
         at, read = run.phase(step), None if config.takes_model else model
         del model
-        found = make_validate(phases[at], mesh, data.held_out, run.dtypes[at])(state, read)
+        found = make_validate(phases[at], mesh, data.held_out, run.dtypes[at], data.held_rows)(state, read)
         check_numbers(step, found.numbers, "held-out ")
         return _export(run, at, into or own, state, read, found), step, into or own
 
@@ -180,16 +192,19 @@ def _phases(config: Recipe) -> tuple[Recipe, ...]:
     phases = tuple(config.phases())
     if any(phase.rows != config.rows for phase in phases):
         raise ValueError(
-            f"{type(config).__name__}.phases: each must have the run's {config.rows} sequences an update"
+            f"{type(config).__name__}.phases: each must have the run's {config.rows} {config.unit} an update"
         )
     return phases
 
 
-def _load(
-    config: Recipe, phases: Sequence[Recipe], mesh: Mesh
-) -> tuple[Decoder, Rows, Data, Int[np.ndarray, " steps"]]:
-    """The model, this process's rows, the data, and the length of every step."""
+def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder, Rows, Open, int]:
+    """The model, this process's rows, what opens the data, and the tokens of the whole run, or what its rows count as
+    where they are no sequences."""
     rows = Rows.of_this_process(mesh, config.rows)
+    longest = max(phase.most_tokens for phase in phases)
+    if (own := config.collect()) is not None:
+        model = load_model(config.model, dtype=config.dtype, max_length=longest)
+        return model, rows, own, rows.total * sum(phase.steps for phase in phases)
     lengths = np.concatenate(
         [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
     )
@@ -204,9 +219,8 @@ def _load(
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
     )
-    longest = max(max(phase.lengths) for phase in phases)
     model = load_model(config.model, dtype=config.dtype, max_length=longest)
-    return model, rows, data, lengths
+    return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
 
 @contextlib.contextmanager
@@ -275,14 +289,15 @@ def _export(
 class TokenCount:
     """Sequences, of which each process has its rows, with the tokens of those that were taken."""
 
-    def __init__(self, sequences: Iterable[Int[np.ndarray, "b t"]], rows: int):
+    def __init__(self, sequences: Iterable[Any], rows: int):
         self._sequences, self._rows, self._tokens = sequences, rows, 0
         self.taken = 0
         """How many were taken since the last call of `take`."""
 
-    def __iter__(self) -> Iterator[Int[np.ndarray, "b t"]]:
+    def __iter__(self) -> Iterator[Any]:
         for batch in self._sequences:
-            self._tokens += self._rows * batch.shape[1]
+            # a row that is no sequence counts as one
+            self._tokens += self._rows * (batch.shape[1] if isinstance(batch, np.ndarray) else 1)
             self.taken += 1
             yield batch
 
@@ -321,7 +336,8 @@ def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
 def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
     """What a run is going to do, or to go on with, in one line. tokens: of the whole run; parameters: trained."""
     rows, steps = config.rows, sum(phase.steps for phase in config.phases())
-    text = f"{parameters:,} parameters, {rows * steps:,} sequences, {tokens:,} tokens in all: {steps} updates of {rows}"
+    counted = f", {tokens:,} tokens" if config.unit == "sequences" else ""
+    text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
     if rows > config.batch:
         shards = config.mesh.batch_shards
         text += f", not {config.batch}: the mesh splits a batch into {shards} (its axis `tensor` does not)"
@@ -411,6 +427,7 @@ class Run:
             shown=config.shown,
             tensorboard=config.tensorboard,
             quiet=jax.process_index() > 0,
+            counted="tokens" if config.unit == "sequences" else config.unit,
         ) as metrics:
             parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
             metrics.say(plan(config, first, tokens, parameters))
@@ -419,7 +436,8 @@ class Run:
             metrics.say(f"the run is kept in {self.folder}")
             for at, recipe in enumerate(self.phases):
                 began, last = ([0, *ends][at], ends[at])
-                validate = make_validate(recipe, self.mesh, self.data.held_out, self.dtypes[at])
+                held = self.data.held_out, self.dtypes[at], self.data.held_rows
+                validate = make_validate(recipe, self.mesh, *held)
                 if first >= last:
                     continue
                 if at and first <= began:

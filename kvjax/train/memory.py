@@ -18,5 +18,5 @@ def device_bytes(recipe: Recipe, state: TrainState, model: Decoder | None, besid
     }
     parts = {name: held(tree) for name, tree in trees.items()}
     said = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
-    longest = f"; an update of {recipe.rows} × {max(recipe.lengths)} tokens takes {size(beside)} more"
+    longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {size(beside)} more"
     return f"a device holds {size(sum(parts.values()))}: {said}{longest if beside else ''}"

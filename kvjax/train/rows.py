@@ -1,7 +1,7 @@
 """An update's rows: which of them a process reads, and how they get onto the mesh."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -39,6 +39,15 @@ class Rows:
     @property
     def groups(self) -> int:
         return self.total // self.count
+
+
+@runtime_checkable
+class HeldRows(Protocol):
+    """Held-out rows, read as they are needed."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, rows: slice) -> Any: ...
 
 
 def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:

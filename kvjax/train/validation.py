@@ -1,6 +1,6 @@
 """What parameters are worth on held-out sequences: a recipe's figures of each, whatever the mesh."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,17 +11,21 @@ from jaxtyping import Array, Int
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.rows import HeldRows, Rows, to_mesh
 from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
 
 
 def make_validate(
-    recipe: Recipe, mesh: Mesh, sequences: Sequence[Int[np.ndarray, " _"]], dtypes: Any = None
+    recipe: Recipe,
+    mesh: Mesh,
+    sequences: Sequence[Int[np.ndarray, " _"]],
+    dtypes: Any = None,
+    held_rows: HeldRows | None = None,
 ) -> Validate:
-    """A function that measures a state on the held-out sequences. A sequence's figures do not depend on the mesh.
-    `dtypes`: of parameters with master weights (`param_dtypes`)."""
+    """A function that measures a state on the held-out sequences, or on held-out rows of another kind. The figures of
+    one do not depend on the mesh. `dtypes`: of parameters with master weights (`param_dtypes`)."""
 
     shards = recipe.mesh.batch_shards
     # the loss is a mean over its batch: each sequence is then in every row
@@ -33,6 +37,11 @@ def make_validate(
         return reshard(recipe.measure(params, frozen, batch), P())
 
     def batches(model: Decoder | None):
+        if held_rows is not None:
+            rows = Rows.of_this_process(mesh, recipe.rows)
+            for count, batch in in_rows(held_rows, recipe.rows):
+                yield count, to_mesh(mesh, rows, jax.tree.map(lambda x: x[rows.start : rows.stop], batch))
+            return
         rows = Rows.of_this_process(mesh, shards)
         groups = list(by_length(sequences, 1 if alone else shards))
         padded = (
@@ -50,7 +59,7 @@ def make_validate(
         figures = {name: np.stack(values) for name, values in found.items()}
         numbers = {name: float(x.mean(dtype=np.float64)) for name, x in figures.items() if x.ndim == 1}
         rest = {name: x for name, x in figures.items() if name not in numbers}
-        return Validation(numbers, rest, len(sequences))
+        return Validation(numbers, rest, len(sequences if held_rows is None else held_rows), recipe.unit)
 
     return validate
 
@@ -61,3 +70,11 @@ def by_length(sequences: Sequence[Int[np.ndarray, " _"]], size: int) -> list[lis
     for tokens in sequences:
         found.setdefault(len(tokens), []).append(tokens)
     return [own[start : start + size] for own in found.values() for start in range(0, len(own), size)]
+
+
+def in_rows(held: HeldRows, rows: int) -> Iterator[tuple[int, Any]]:
+    """All that is held out in batches of so many rows, and how many of each are not its last one repeated."""
+    for start in range(0, len(held), rows):
+        count = min(rows, len(held) - start)
+        part = held[start : start + count]
+        yield count, jax.tree.map(lambda x, count=count: x[np.minimum(np.arange(rows), count - 1)], part)

@@ -15,6 +15,7 @@ PARAMETERS = {
     "llama-3.1-70b": 70.6e9,
     "qwen2.5-7b": 7.61e9,
     "qwen3-4b": 4.02e9,
+    "qwen3-8b": 8.19e9,
     "qwen3-14b": 14.8e9,
 }
 

@@ -1,10 +1,14 @@
-"""Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV)."""
+"""Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV).
+fast_kvzip: gates on hidden states (Fast KVzip)."""
 
 from kvjax.errors import UserError
 from kvjax.plugins import METHODS, find, names
 from kvjax.train.recipe import Recipe
 
-RECIPES = {"wgkv": "kvjax.train.recipes.wgkv:WriteGates"}
+RECIPES = {
+    "wgkv": "kvjax.train.recipes.wgkv:WriteGates",
+    "fast_kvzip": "kvjax.train.recipes.fast_kvzip:KVzipGates",
+}
 DEFAULT = "wgkv"
 """What is trained where no --method is named."""
 

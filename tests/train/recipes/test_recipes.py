@@ -29,11 +29,14 @@ from tests.train.recipes.whole_model import WholeModel
 
 RECIPES = {
     "wgkv": {"window": 8, "lambda": 0.3, "lr": 1e-2},
+    "fast_kvzip": {"contexts": 4, "targets": "disk", "dim": 4, "sinks": 4},
     "tests.probes.head_masks:HeadMasks": {"window": 8, "sink": 2},
     "tests.probes.delayed_scorer:DelayedScorer": {"window": 8, "capacity": 6},
     "tests.probes.hidden_gate:HiddenGates": {"entries": 8, "every": 4},
     "tests.train.recipes.whole_model:WholeModel": {"window": 8},
 }
+USED = {"fast_kvzip": {"ratio": 0.3}}
+"""What their policies are told as `deploy` tells them, where they need a budget."""
 DRAWING = {"tests.probes.head_masks:HeadMasks"}
 """Those whose loss draws, so that the parts of an update draw differently."""
 OTHERS = [method for method in RECIPES if method != "wgkv"]
@@ -48,6 +51,15 @@ def made(method, **changes):
     return find_recipe(method)(method=method, **given)
 
 
+def batch_of(recipe, model, seed):
+    """What an update's loss gets: of drawn sequences or, where the recipe has rows of its own, drawn as they are."""
+    random = np.random.default_rng(seed)
+    if model is not None and (row := recipe.row(model)) is not None:
+        return {name: random.uniform(size=(8, *x.shape)).astype(x.dtype) for name, x in row.items()}
+    tokens = random.integers(0, 61, (8, 32)).astype(np.int32)
+    return next(recipe.batches(iter([tokens]), model))
+
+
 def updates(recipe, mesh, count=3):
     """The logged numbers of so many updates of the tiny model, and the state after them."""
     numbers = []
@@ -56,9 +68,7 @@ def updates(recipe, mesh, count=3):
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
         update, read = make_update(recipe), None if recipe.takes_model else model
         for step in range(count):
-            tokens = np.random.default_rng(step).integers(0, 61, (8, 32)).astype(np.int32)
-            batch = next(recipe.batches(iter([tokens]), read))
-            batch = to_mesh(mesh, Rows(0, 8, 8), batch)
+            batch = to_mesh(mesh, Rows(0, 8, 8), batch_of(recipe, read, step))
             state, found = update(state, read, batch, np.int32(step))
             numbers.append({name: float(value) for name, value in found.items()})
     return numbers, state
@@ -186,7 +196,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     tokens = np.random.default_rng(0).integers(4, 60, 40)
     with jax.set_mesh(make_mesh()):
         model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")
-        policy = make_policy(method, gates=exported, model=model)
+        policy = make_policy(method, gates=exported, model=model, **USED.get(method, {}))
         read = sample(model, [tokens], policy=policy, max_new_tokens=8)
     with jax.set_mesh(whole.mesh):
         own = recipe.deploy(whole.params, whole.model)
@@ -213,8 +223,7 @@ def test_what_is_frozen_stays(method):
         held = jax.device_get(jax.tree.leaves(state.constants))
         params = jax.device_get(jax.tree.leaves(state.params))
         read = None if recipe.takes_model else model
-        tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
-        batch = to_mesh(make_mesh(), Rows(0, 8, 8), next(later.batches(iter([tokens]), read)))
+        batch = to_mesh(make_mesh(), Rows(0, 8, 8), batch_of(later, read, 0))
         if not recipe.takes_model:
             drawn = [x for x in params if np.ptp(x)]  # a norm's ones are everybody's
             assert not [x for x in drawn for y in before if x.shape == y.shape and np.array_equal(x, y)]

@@ -1,0 +1,70 @@
+"""Pictures of gates that learn targets layer by layer: predictions of held-out positions, and how they learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.evaluate.pictures import figure
+
+POINTS = 4000
+"""Of a layer, that are drawn at most."""
+LEAST = 1e-4
+"""What is smaller is drawn there."""
+SMOOTHED = 50
+"""Updates of whose training losses a curve shows the mean, or a twentieth of all if that is less."""
+
+
+def _grid(layers: int, each: float) -> tuple[Any, list[Any]]:
+    """A figure with axes for so many layers."""
+    columns = min(layers, 6)
+    rows = -(-layers // columns)
+    sheet = figure(each * columns, each * rows + 0.4)
+    return sheet, [sheet.add_subplot(rows, columns, index + 1) for index in range(layers)]
+
+
+def draw_predictions(
+    file: Path, predicted: Float[np.ndarray, "n l k"], target: Float[np.ndarray, "n l k"], important: float
+) -> None:
+    """Predicted against target scores, a panel a layer, of held-out positions and all kv heads; lines at the score from
+    which a token counts as important."""
+    sheet, panels = _grid(predicted.shape[1], 1.9)
+    for layer, axes in enumerate(panels):
+        x, y = (np.ravel(scores[:, layer]) for scores in (target, predicted))
+        some = np.linspace(0, len(x) - 1, min(len(x), POINTS)).astype(int)
+        axes.scatter(*(np.maximum(z[some], LEAST) for z in (x, y)), s=2, alpha=0.25, linewidths=0)
+        axes.plot([LEAST, 1], [LEAST, 1], color="black", linewidth=0.5)
+        for line in (axes.axhline, axes.axvline):
+            line(important, color="tab:orange", linewidth=0.7)
+        same = np.mean((x >= important) == (y >= important))
+        axes.set(xscale="log", yscale="log", xlim=(LEAST, 1.2), ylim=(LEAST, 1.2))
+        axes.set_title(f"layer {layer}: {100 * same:.1f}% agree", fontsize=7)
+        axes.tick_params(labelsize=6)
+    sheet.supxlabel("target", fontsize=8)
+    sheet.supylabel("predicted", fontsize=8)
+    sheet.savefig(file)
+
+
+def draw_losses(file: Path, metrics: Path, prefix: str) -> None:
+    """Each layer's training loss, smoothed, and held-out loss over the updates, from a run's metrics.jsonl; the layers'
+    losses have names that begin with `prefix`."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    held = [line for line in lines if "validation" in line]
+    steps = [line for line in lines if "validation" not in line]
+    names = sorted(name for name in steps[-1] if name.startswith(prefix))
+    sheet, panels = _grid(len(names), 1.9)
+    width = max(1, min(SMOOTHED, len(steps) // 20))
+    for axes, name in zip(panels, names, strict=True):
+        values = np.convolve([line[name] for line in steps], np.ones(width) / width, "valid")
+        axes.plot([line["step"] for line in steps[width - 1 :]], values, linewidth=0.8, label="training")
+        points = [(line["step"], line["validation"][name]) for line in held]
+        axes.plot(*zip(*points, strict=True), ".-", markersize=2, linewidth=0.8, label="held out")
+        axes.set_yscale("log")
+        axes.set_title(f"layer {int(name.removeprefix(prefix))}", fontsize=7)
+        axes.tick_params(labelsize=6, which="both")
+    panels[0].legend(fontsize=6)
+    sheet.supxlabel("update", fontsize=8)
+    sheet.supylabel("loss, summed over kv heads", fontsize=8)
+    sheet.savefig(file)

@@ -1,0 +1,302 @@
+"""Fast KVzip: gates that say from a token's hidden state what a context's reconstruction would pay to it, trained on
+features of a frozen model (arXiv:2601.17668, Sec. 3)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.mesh import AXES, gather, put
+from kvjax.models import load_tokenizer
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
+from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from kvjax.struct import leaves_by_path
+from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
+from kvjax.train.data import Data, Open, draw_step_lengths
+from kvjax.train.features import HeldOut, Memory, Shards, batches
+from kvjax.train.gate_pictures import draw_losses, draw_predictions
+from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.reconstruction import reconstruction, repetition
+from kvjax.train.rows import Rows
+from kvjax.train.score_loss import (
+    IMPORTANT,
+    LAYER,
+    agreement,
+    by_head,
+    by_layer,
+    cross_entropy,
+    entropy,
+    rate,
+    scores,
+)
+from kvjax.train.targets import Teacher, answer, collect, kind_of, next_token
+
+TARGETS = "targets"
+"""The run's folder's, where features and targets are."""
+RATIOS = 0.2, 0.3, 0.4, 0.5
+"""Of the cache, that the rows of a report keep."""
+Batch = Mapping[str, Float[Array, "b l ..."]]
+"""`input` [b l d] or [b l k h], and `score` [b l k], of positions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KVzipGates(Recipe):
+    """Train Fast KVzip's gates for a frozen model.
+
+    First its forward passes over some contexts give features and targets (--targets), then gates learn the one from the
+    other. What other recipes call sequences are positions here: --batch and --sequences count those.
+    """
+
+    method: str = "fast_kvzip"
+    """What is trained."""
+    instruction: str = "Given the context, answer to the following question or request without explanation."
+    """What stands before each context in the user's turn, with an empty line, for models with a chat template. It
+    always stays in the cache."""
+    sequences: int = 5_000_000
+    """Positions to train on in all, each as often as it comes: 5,000 updates of 1,000."""
+    batch: int = 1000
+    """Positions of an update, the same of all layers, rounded up to a multiple of the mesh's data × fsdp."""
+    lengths: tuple[int, ...] = (512,)
+    """Of the built-in tasks: tokens of a context with its questions. Contexts of text are chosen by --shortest, …"""
+    shares: tuple[float, ...] = (1.0,)
+    """Of the built-in tasks: how many contexts have each length, relative to the others."""
+    contexts: int = 64
+    """Of the built-in tasks: how many."""
+    shortest: int = 10_000
+    """Of text: tokens of a document, at least, by the data set's own count (`token_count`) where it has one."""
+    longest: int = 30_000
+    """Of text: tokens of a document, below this."""
+    joined: int = 100_000
+    """Of text: tokens of several documents joined by empty lines, below this."""
+    single: int = 29
+    """Of text: documents that are contexts alone, the first that come."""
+    joins: int = 5
+    """Of text: contexts of documents joined, from the first that come on."""
+    target: Literal["reconstruction", "next_token", "answer"] = "reconstruction"
+    """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
+    that any later query of the context does, or that questions of it with their answers do (built-in tasks)."""
+    targets: Literal["disk", "memory"] | None = None
+    """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
+    this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
+    inputs: Literal["hidden", "k", "k_pre"] = "hidden"
+    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE."""
+    form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
+    """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
+    dim: int = 16
+    """Width of a gate's queries and keys."""
+    sinks: int = 16
+    """Keys that a gate learns beside the token's own."""
+    lr: float = 0.2
+    """SGD's: a hundredth of it more with each of 50 updates, then all, half after half of them, and a quarter at the
+    last quarter."""
+    momentum: float = 0.9
+    """SGD's."""
+    init_from: Annotated[str | None, tyro.conf.arg(name="init")] = None
+    """Gates to begin with: an exported folder or a run, of the same model and sizes."""
+    ratio: float = 0.3
+    """Of the cache, that the report's policy keeps; gates are not trained for one."""
+
+    exports: ClassVar[str] = "gates"
+    unit: ClassVar[str] = "positions"
+    builtin: ClassVar[str | None] = "fast_kvzip-builtin"
+    shown: ClassVar[Mapping[str, str]] = {"loss": ".4f", "agreement": ".3f"}
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        for name, least in (
+            ("contexts", 1),
+            ("shortest", 1),
+            ("single", 0),
+            ("joins", 0),
+            ("dim", 1),
+            ("sinks", 1),
+        ):
+            yield getattr(self, name) >= least, f"--{name}", f"at least {least}", getattr(self, name)
+        yield self.longest > self.shortest, "--longest", f"above --shortest {self.shortest}", self.longest
+        yield self.joined > self.shortest, "--joined", f"above --shortest {self.shortest}", self.joined
+        yield self.single + self.joins > 0, "--single", "at least 1 where --joins is 0", self.single
+        yield self.lr > 0, "--lr", "above 0", self.lr
+        yield 0 <= self.momentum < 1, "--momentum", "at least 0 and below 1", self.momentum
+        yield 0 < self.ratio <= 1, "--ratio", "above 0 and at most 1", self.ratio
+
+    def check(self) -> None:
+        super().check()
+        if self.target == "answer" and self.data != "builtin":
+            raise UserError(
+                f"--target answer: --data {self.data} has no questions, which the built-in tasks have (--data builtin)"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        if self.data == "builtin":
+            return super().most_tokens
+        return max(self.longest if self.single else 0, self.joined if self.joins else 0)
+
+    def _sizes(self, model: ModelConfig) -> Sizes:
+        group = model.num_heads // model.num_kv_heads
+        width = model.width if self.inputs == "hidden" else model.head_dim
+        own = model.num_layers, model.num_kv_heads, group, width
+        return Sizes(*own, self.dim, self.sinks, self.form, self.inputs)
+
+    def check_model(self, model: ModelConfig) -> None:
+        if self.init_from is None:
+            return
+        wanted, found = self._sizes(model), gate_sizes(self.init_from)
+        for name, own, theirs in zip(Sizes._fields, wanted, found, strict=True):
+            if own != theirs:
+                raise UserError(f"--init {self.init_from}: these gates have {name} {theirs}, the run's {own}")
+
+    def init(self, model: Decoder) -> SinkGate:
+        *sizes, dim, sinks, form, _ = self._sizes(model.config)
+        gates = SinkGate(*sizes, dim=dim, sinks=sinks, form=form, rngs=nnx.Rngs(self.seed))
+        if self.init_from is None:
+            return gates
+        given = _loaded(self.init_from)
+        leaves = [put(given[name], *jax.typeof(x).sharding.spec) for name, x in leaves_by_path(gates).items()]
+        return jax.tree.unflatten(jax.tree.structure(gates), leaves)
+
+    def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
+        kind = kind_of(model, self.inputs)
+        return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
+
+    def collect(self) -> Open:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
+                "not shared between hosts"
+            )
+        if self.init_from is not None:
+            _loaded(self.init_from)  # damaged files are found now, and not while a program is traced
+        return functools.partial(self._open, *self._contexts())
+
+    def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
+        """Those that are trained on, and held-out sequences for the report."""
+        if self.data == "builtin":
+            own, others = (
+                draw_step_lengths(count, self.lengths, self.shares, self.seed).tolist()
+                for count in (self.contexts, self.validation)
+            )
+            return builtin_contexts(own, others, self.seed)
+        choice = Choice(self.shortest, self.longest, self.joined, self.single, self.joins)
+        words = {"tokenizer": load_tokenizer(self.model), "instruction": self.instruction}
+        return text_contexts(self.data, choice, self.validation, seed=self.seed, **words)
+
+    def _open(
+        self,
+        contexts: Sequence[Context],
+        held_out: Sequence[TokenRow],
+        model: Decoder,
+        rows: Rows,
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> Data:
+        """Compute what is missing of the features and targets, and begin to read them."""
+        kind, sizes = kind_of(model, self.inputs), [len(context.tokens) for context in contexts]
+        where = self.targets or ("memory" if self.data == "builtin" else "disk")
+        store = Memory(kind, sizes)
+        if where == "disk":
+            store = Shards(folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        missing = len(contexts) - len(store.finished)
+        say(
+            f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "
+            + (f"{missing} contexts to compute" if missing else "all are there")
+        )
+        collect(model, contexts, store, self._teacher(contexts), self.inputs)
+        features = store.read()
+        return Data(
+            batches(features, rows.total, self.steps, self.seed), list(held_out), held_rows=HeldOut(features)
+        )
+
+    def _teacher(self, contexts: Sequence[Context]) -> Teacher:
+        if self.target == "reconstruction":
+            policy = repetition(load_tokenizer(self.model), len(contexts[0].prefix))
+            return functools.partial(reconstruction, policy=policy)
+        return {"next_token": next_token, "answer": answer}[self.target]
+
+    def _manifest(self, contexts: Sequence[Context], model: Decoder) -> dict[str, Any]:
+        """What features and targets depend on."""
+        return {
+            "data": self.data,
+            "target": self.target,
+            "inputs": self.inputs,
+            "contexts": [context.digest for context in contexts],
+            **MadeFor.of(model, self.model).description,
+        }
+
+    def loss(
+        self, params: SinkGate, frozen: Any, batch: Batch, key: jax.Array, step: Any
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Binary cross-entropy with soft targets: the mean over positions, the sum over heads and layers. Beside it the
+        share of predictions that agree with their target at .05, and each layer's loss."""
+        predicted, target = scores(params, batch["input"]), by_head(batch["score"])
+        layers = cross_entropy(predicted, target).mean(-1).sum(-1)
+        return layers.sum(), {"agreement": agreement(predicted, target).mean()} | by_layer(layers)
+
+    def optimizer(self) -> optax.GradientTransformation:
+        return optax.sgd(functools.partial(rate, peak=self.lr, steps=self.steps), momentum=self.momentum)
+
+    def measure(self, params: SinkGate, frozen: Any, batch: Batch) -> dict[str, Float[Array, "b ..."]]:
+        """As the loss has them, of each position; and its `predicted` and `target` scores, by layer and kv head."""
+        predicted, target = scores(params, batch["input"]), by_head(batch["score"])
+        layers = cross_entropy(predicted, target).sum(1)
+        means = {"loss": layers.sum(0), "agreement": agreement(predicted, target).mean((0, 1))}
+        return (
+            means | by_layer(layers) | {"predicted": predicted.transpose(2, 0, 1), "target": batch["score"]}
+        )
+
+    def remark(self, validation: Validation) -> str:
+        return f"the targets' own entropy is {entropy(validation.by_sequence['target']):.4g}, below which no loss is"
+
+    def export(self, folder: Path, params: SinkGate, model: Decoder, validation: Validation) -> None:
+        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("fast_kvzip", gates=folder)` reads."""
+        numbers = validation.numbers | {"positions": validation.sequences}
+        origin = {"model": self.model, "data": self.data, "validation": numbers}
+        trained = {
+            "sequences": self.sequences,
+            "batch": self.rows,
+            "seed": self.seed,
+            "lengths": list(self.lengths),
+        }
+        whole = gather(params, *AXES)
+        if jax.process_index() == 0:
+            save_gates(folder, whole, self.own_options() | origin | trained)
+
+    def draw(self, folder: Path, validation: Validation) -> None:
+        found = validation.by_sequence
+        draw_predictions(folder / "predictions.png", found["predicted"], found["target"], IMPORTANT)
+        draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
+
+    @property
+    def use_options(self) -> Sequence[str]:
+        return "--set", f"ratio={self.ratio:g}"
+
+    def deploy(self, params: SinkGate, model: Decoder) -> Policy:
+        return make_policy("fast_kvzip", gates=params, inputs=self.inputs, model=model, ratio=self.ratio)
+
+    def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
+        ratios = dict.fromkeys((self.ratio, *RATIOS))
+        return {f"ratio={x:g}": dataclasses.replace(self, ratio=x).deploy(params, model) for x in ratios}
+
+    @classmethod
+    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
+        return make_policy("fast_kvzip", gates=gates, model=model, force=force, **options)
+
+
+@functools.cache
+def _loaded(path: str) -> dict[str, np.ndarray]:
+    """The arrays of gates in a folder or a file, by their places in a `SinkGate`."""
+    with jax.ensure_compile_time_eval():
+        return {name: np.asarray(x) for name, x in leaves_by_path(load_gates(path)[0]).items()}

@@ -1,0 +1,84 @@
+"""KVzip's teacher: what a context's own repetition pays to its keys (arXiv:2505.23416, eq. 2 and 3)."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import cache as caches
+from kvjax.cache import PAGE_SIZE, Cache
+from kvjax.cache.compaction import addresses
+from kvjax.inference.forward import forward, padded, pieces
+from kvjax.inference.reread import reread
+from kvjax.inference.room import begin
+from kvjax.mesh import use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, Ratio
+from kvjax.policies.eviction.kvzip import KVzip
+from kvjax.train.contexts import Context
+from kvjax.train.targets import Into, fill_input, fill_score
+
+PIECE = 1024
+"""Tokens of a call, whose hidden states of all layers a device holds at once."""
+
+
+def repetition(tokenizer: Any, prefix: int) -> Policy:
+    """The policy whose scores are the targets, of contexts behind so many tokens."""
+    return Policy(eviction=KVzip(tokenizer=tokenizer, prefix=prefix), budget=Ratio(1.0))
+
+
+def reconstruction(
+    model: Decoder, contexts: Sequence[Context], which: str, into: Into, *, policy: Policy
+) -> None:
+    """The most that any token of a context's repetition pays to a key, by the policy's passes over a cache that holds
+    the contexts whole."""
+    rows = [context.row for context in contexts]
+    with use_mesh(model):
+        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
+        policy, cache = begin(model, policy, rows, 0, PAGE_SIZE, None, None)
+        longest, start = max(row.size for row in rows), 0
+        for count, size in pieces(longest, PIECE):
+            part = [row[start : start + count] for row in rows]
+            cache, captured = _read(model, policy.reading, cache, *padded(part, size), which=which)
+            # behind the piece there is padding
+            captured = np.asarray(captured)[..., :count, :]
+            fill_input(contexts, into, captured, which, start=start)
+            start += count
+        caches.check(cache, policy.name, 0)
+        cache = reread(model, policy, cache, rows)
+        for layer in range(model.config.num_layers):
+            score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))
+            fill_score(contexts, into, layer, score)
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames="which")
+def _read(
+    model: Decoder,
+    policy: Policy,
+    cache: Cache,
+    tokens: Int[Array, "b t"],
+    valid: Int[Array, " b"],
+    *,
+    which: str,
+) -> tuple[Cache, Array]:
+    cache, _, captured = forward(model, policy, cache, tokens, valid, capture=(which,))
+    return cache, captured[which]
+
+
+@functools.partial(jax.jit, static_argnames="tokens")
+def _scores(cache: Cache, layer: Int[Array, ""], *, tokens: int) -> Float[Array, "b k t"]:
+    """The plane's numbers of one layer's tokens: all are stored, so a token's place is its position."""
+    own = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), cache.layers)
+
+    def local(plane, layer):
+        place = jnp.broadcast_to(jnp.arange(tokens), (*layer.length.shape, tokens))
+        page, offset = addresses(layer, place, plane.shape[-1], 0)
+        return plane[page, offset]
+
+    return jax.shard_map(local, out_specs=jax.typeof(own.length).sharding.spec)(
+        cache.pages.planes["score"], own
+    )

@@ -1,0 +1,173 @@
+"""Features of contexts and what each of their tokens is worth, by forward passes of the frozen model alone.
+
+Contexts of about one length are read together, one for each batch shard of the mesh or, of short ones, more. KVzip's
+teacher is in `kvjax.train.reconstruction`; here are the two that Fast KVzip compares it with: the most that any later
+query of the context itself pays to a key, or that queries of questions with their answers do.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from kvjax.inference.capture import captured_layers
+from kvjax.inference.sampling import prefill
+from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.train.contexts import Context
+from kvjax.train.features import Kind, Memory, Shards
+from kvjax.train.pace import Pace
+from pallas_kernels.attention_mass import attention_mass
+
+Into = Sequence[dict[str, Shaped[np.ndarray, "_ _ ..."]]]
+"""Arrays of each context to fill."""
+Teacher = Callable[[Decoder, Sequence[Context], str, Into], None]
+"""Fills `input`, what a gate will look at (a field of `Step`), and `score` of every token of the contexts but the
+prefixes'; no arrays: nobody wants them. There are as many contexts in each batch shard."""
+TOGETHER = 4096
+"""Tokens of contexts that a batch shard reads together, if that is more than one."""
+
+
+def kind_of(model: Decoder, which: str) -> Kind:
+    """What is kept of a position: the gates' input in the model's dtype, the targets in float32."""
+    config = model.config
+    own = (config.width,) if which == "hidden" else (config.num_kv_heads, config.head_dim)
+    layers = config.num_layers
+    return Kind(
+        {
+            "input": ((layers, *own), model.embed.dtype),
+            "score": ((layers, config.num_kv_heads), jnp.float32),
+        }
+    )
+
+
+def collect(
+    model: Decoder, contexts: Sequence[Context], store: Memory | Shards, teacher: Teacher, which: str
+) -> None:
+    """Fill the store with those of the contexts that are not finished in it, each put there once.
+
+    Raises:
+        UserError: the disk fills; what is finished stays.
+    """
+    finished = store.finished
+    order = sorted(range(len(contexts)), key=lambda index: len(contexts[index].row))
+    shards = batch_shards()
+    each = max(1, min(TOGETHER // len(contexts[order[-1]].row), -(-len(order) // shards)))
+    together = shards * each
+    groups = [order[start : start + together] for start in range(0, len(order), together)]
+    sizes = [len(context.tokens) for context in contexts]
+    with Pace("targets", "positions", sum(sizes), sum(sizes[index] for index in finished)) as pace:
+        for group in groups:
+            missing = [index for index in group if index not in finished]
+            if not missing:
+                continue
+            # groups stay as they are after a resume, and the last context stands for those that they lack
+            whole = [group[min(row, len(group) - 1)] for row in range(together)]
+            with contextlib.ExitStack() as stack:
+                into = {index: stack.enter_context(store.writing(index)) for index in missing}
+                unused = [{} for _ in whole]
+                arrays = [into.pop(index, unused[row]) for row, index in enumerate(whole)]
+                teacher(model, [contexts[index] for index in whole], which, arrays)
+            pace.advance(sum(sizes[index] for index in missing))
+
+
+def next_token(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+    """The most that any later query of the context pays to a key, over the queries and the heads of the group."""
+    rows = [context.row for context in contexts]
+    for layer, found in enumerate(_layers(model, rows, (which, "q", "k", "lse"))):
+        mass = _most(found["q"], found["k"], _silent(found["lse"], rows), offset=1)
+        fill_input(contexts, into, found[which][None], which, layer=layer)
+        fill_score(contexts, into, layer, mass)
+
+
+def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+    """The most that any query of a question with its answer, read behind the context, pays to a key of it; each
+    question is read by itself."""
+    rows = [context.row for context in contexts]
+    keys: list[np.ndarray] = []
+    for layer, found in enumerate(_layers(model, rows, dict.fromkeys((which, "k")))):
+        keys.append(found["k"])
+        fill_input(contexts, into, found[which][None], which, layer=layer)
+    cache, best = prefill(model, rows, policy=Policy()), [np.zeros(x.shape[:3], np.float32) for x in keys]
+    for turn in range(max(len(context.questions) for context in contexts)):
+        # where there is no further question the last one is asked again, which changes no maximum
+        asked = [context.questions[min(turn, len(context.questions) - 1)] for context in contexts]
+        for layer, found in enumerate(_layers(model, asked, ("q", "lse"), cache)):
+            mass = _most(found["q"], keys[layer], _silent(found["lse"], asked), offset=None)
+            best[layer] = np.maximum(best[layer], mass)
+    for layer, mass in enumerate(best):
+        fill_score(contexts, into, layer, mass)
+
+
+def _layers(
+    model: Decoder, rows: Sequence[Any], names: Any, cache: Any = None
+) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
+    with use_mesh(model):
+        full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
+    return captured_layers(model, full, cache, rows, tuple(names))
+
+
+def _silent(lse: Float[np.ndarray, "b n t"], rows: Sequence[Any]) -> Float[np.ndarray, "b n t"]:
+    """The padding's queries count for nothing."""
+    real = np.arange(lse.shape[-1]) < np.array([len(row) for row in rows])[:, None, None]
+    return np.where(real, lse, -np.inf)
+
+
+def _most(
+    q: Float[np.ndarray, "b n t h"],
+    k: Float[np.ndarray, "b k s h"],
+    lse: Float[np.ndarray, "b n t"],
+    *,
+    offset: int | None,
+) -> Float[np.ndarray, "b k s"]:
+    """The most that a query pays to a key, rows split over the batch shards and heads over `tensor`."""
+    placed = [put(x, BATCH, "tensor") for x in (q, k, lse)]
+    return np.asarray(_largest(*placed, offset=offset))
+
+
+@functools.partial(jax.jit, static_argnames="offset")
+def _largest(
+    q: Float[Array, "b n t h"], k: Float[Array, "b k s h"], lse: Float[Array, "b n t"], *, offset: int | None
+) -> Float[Array, "b k s"]:
+    heads = P(BATCH, "tensor")
+    local = functools.partial(attention_mass, over="max", group="max", offset=offset)
+    call = jax.shard_map(
+        lambda q, k, lse: local(q, k, lse=lse), in_specs=(heads, heads, heads), out_specs=heads
+    )
+    return call(q, k, lse)
+
+
+def fill_input(
+    contexts: Sequence[Context],
+    into: Into,
+    found: Shaped[np.ndarray, "l b ..."],
+    which: str,
+    *,
+    layer: int = 0,
+    start: int = 0,
+) -> None:
+    """What was captured of some layers, from `layer` on, and of some tokens of the rows, from `start` on."""
+    found = found if which == "hidden" else found.swapaxes(2, 3)
+    layers = slice(layer, layer + len(found))
+    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+        first = start - len(context.prefix)  # of the context's own tokens
+        stop = min(first + found.shape[2], len(context.tokens))
+        if arrays and stop > max(first, 0):
+            own = found[:, row, max(-first, 0) : stop - first]
+            arrays["input"][max(first, 0) : stop, layers] = own.swapaxes(0, 1)
+
+
+def fill_score(
+    contexts: Sequence[Context], into: Into, layer: int, score: Float[np.ndarray, "b k t"]
+) -> None:
+    """One layer's scores of whole rows."""
+    for row, (context, arrays) in enumerate(zip(contexts, into, strict=True)):
+        first = len(context.prefix)
+        if arrays:
+            arrays["score"][:, layer] = score[row, :, first : first + len(context.tokens)].T

@@ -1,0 +1,298 @@
+"""Fast KVzip's recipe: its loss and schedule, and whole runs on the test-size model, killed in both phases."""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.policies.eviction.fast_kvzip import load_gates
+from kvjax.struct import leaves_by_path
+from kvjax.train.config import SAVED, parse
+from kvjax.train.loop import export_checkpoint, train
+from kvjax.train.recipes.fast_kvzip import KVzipGates
+from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
+from kvjax.train.update import initial_state, make_update
+from tests.tiny_models import tiny_model
+
+ROOT = Path(__file__).parents[3]
+MODEL = str(builtin_model("test_model"))
+ARGS = [
+    *("--method", "fast_kvzip", "--model", MODEL, "--dtype", "float32", "--lengths", "64", "--shares", "1"),
+    *(
+        "--contexts",
+        "4",
+        "--batch",
+        "32",
+        "--sequences",
+        "192",
+        "--checkpoint-every",
+        "2",
+        "--validation",
+        "1",
+    ),
+    *("--report", "none", "--targets", "disk"),
+]
+
+KILLED = """
+import os, signal, sys
+import orbax.checkpoint as ocp
+from kvjax.train import targets
+from kvjax.train.config import parse
+from kvjax.train.features import Shards
+from kvjax.train.loop import train
+
+targets.TOGETHER = 1  # a context after another
+writing, written = Shards.writing, []
+
+def killed_in_the_third(self, index):
+    if len(written) == 2 and sys.argv[1] == "targets":
+        with writing(self, index):
+            os.kill(os.getpid(), signal.SIGKILL)
+    written.append(index)
+    return writing(self, index)
+
+Shards.writing = killed_in_the_third
+saves, save = [], ocp.JsonCheckpointHandler.async_save
+
+async def killed_in_the_second(self, *args, **kwargs):
+    saves.append(1)
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await save(self, *args, **kwargs)
+
+ocp.JsonCheckpointHandler.async_save = killed_in_the_second
+train(parse(sys.argv[2:]))
+"""
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(6))
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path_factory.mktemp("whole") / "run")]))
+
+
+def test_the_rate_is_the_authors():
+    found = [float(rate(update, 0.2, 5000)) for update in (0, 1, 49, 50, 2499, 2500, 3749, 3750, 4999)]
+    assert found == pytest.approx([0, 0.002, 0.098, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05])
+
+
+def test_no_prediction_is_better_than_the_target():
+    target = np.random.default_rng(0).uniform(size=(50, 2, 3)).astype(np.float32)
+    assert at(target, target) == pytest.approx(entropy(target), rel=1e-5)
+    for other in (target * 0.99, target + 0.01 * (1 - target)):
+        assert at(other, target) > entropy(target)
+    exact = np.array([[[0.0, 1.0]]], np.float32)
+    assert entropy(exact) == pytest.approx(0, abs=1e-9)
+    assert at(1 - exact, exact) == pytest.approx(-2 * np.log(1e-6), rel=1e-2), "clipped, and not infinite"
+
+
+def at(predicted, target):
+    """The loss."""
+    return float(cross_entropy(jnp.asarray(predicted), jnp.asarray(target)).mean(0).sum())
+
+
+def learnable(random, count, model):
+    """Positions whose scores follow their hidden states."""
+    l, k, d = model.config.num_layers, model.config.num_kv_heads, model.config.width
+    x = random.standard_normal((count, l, d)).astype(np.float32)
+    w = np.random.default_rng(99).standard_normal((l, k, d)) / np.sqrt(d)
+    score = 1 / (1 + np.exp(2 - 2 * np.einsum("nld,lkd->nlk", x, w)))
+    return {"input": x, "score": score.astype(np.float32)}
+
+
+@functools.cache
+def trained(data, fsdp, tensor, updates=120):
+    """The losses of updates on this mesh, and of a batch that they did not see, with what its heads' means lose."""
+    recipe = KVzipGates(sequences=500 * 64, batch=64, dim=8, lr=0.2)
+    mesh, random, found = make_mesh(data, fsdp, tensor), np.random.default_rng(0), []
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state, update = jax.jit(lambda model: initial_state(recipe, model))(model), make_update(recipe)
+        for step in range(updates):
+            batch = to_mesh(mesh, Rows(0, 64, 64), learnable(random, 64, model))
+            state, numbers = update(state, model, batch, np.int32(step))
+            found.append(float(numbers["loss"]))
+        other = to_mesh(mesh, Rows(0, 64, 64), learnable(random, 64, model))
+        measured = jax.device_get(jax.jit(recipe.measure)(state.params, model, other))
+    return found, measured
+
+
+def test_gates_learn_more_than_each_heads_mean():
+    found, measured = trained(1, 1, 1)
+    target = measured["target"]
+    mean = np.broadcast_to(target.mean(0), target.shape)
+    of_mean = at(mean, target)
+    assert entropy(target) < measured["loss"].mean() < of_mean - 0.5 * (of_mean - entropy(target)) < found[0]
+    assert measured["agreement"].shape == (64,)
+    layers = sum(x for name, x in measured.items() if name.startswith("loss/"))
+    np.testing.assert_allclose(layers, measured["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
+def test_losses_are_those_of_one_device(shape):
+    found, measured = trained(*shape, updates=4)
+    assert found == pytest.approx(trained(1, 1, 1)[0][:4], rel=1e-5)
+    assert measured["loss"].shape == (64,)
+
+
+def test_the_first_loss_is_that_of_predictions_by_hand():
+    recipe = KVzipGates(batch=8, sequences=8, dim=4)
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        gates = jax.jit(recipe.init)(model)
+        batch = learnable(np.random.default_rng(0), 8, model)
+        loss, numbers = recipe.loss(
+            gates, None, to_mesh(make_mesh(), Rows(0, 8, 8), batch), jax.random.key(0), 0
+        )
+        p = np.stack([
+            np.float64(jax.tree.map(lambda x, at=at: x[at], gates)(jnp.asarray(batch["input"][None, :, at]))[0])
+            for at in range(model.config.num_layers)
+        ])  # fmt: skip
+    t = np.float64(batch["score"]).transpose(1, 2, 0)
+    by_hand = -(t * np.log(p) + (1 - t) * np.log(1 - p)).mean(-1).sum(-1)
+    assert float(loss) == pytest.approx(by_hand.sum(), rel=1e-5)
+    for layer, own in enumerate(by_hand):
+        assert float(numbers[f"loss/{layer}"]) == pytest.approx(own, rel=1e-5)
+    assert float(numbers["agreement"]) == pytest.approx(((p >= 0.05) == (t >= 0.05)).mean())
+
+
+@pytest.mark.parametrize("inputs", ["hidden", "k"])
+@pytest.mark.parametrize("form", ["sink", "paper", "sigmoid", "linear", "mlp"])
+def test_every_gate_has_a_gradient(form, inputs):
+    recipe = KVzipGates(batch=8, sequences=8, dim=4, form=form, inputs=inputs)
+    mesh = make_mesh(fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        gates = jax.jit(recipe.init)(model)
+        random = np.random.default_rng(0)
+        batch = {n: random.uniform(size=(8, *x.shape)).astype(x.dtype) for n, x in recipe.row(model).items()}
+        batch = to_mesh(mesh, Rows(0, 8, 8), batch)
+        found = jax.jit(jax.grad(lambda gates: recipe.loss(gates, None, batch, jax.random.key(0), 0)[0]))(
+            gates
+        )
+        assert scores(gates, batch["input"]).shape == (3, 4, 8)
+    assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
+
+
+@pytest.mark.parametrize("phase", ["targets", "gates"])
+def test_a_run_that_is_killed_ends_like_one_that_is_not(phase, whole, tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", KILLED, phase, *ARGS, "--mesh", "1", "--out", str(folder)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    shards = {file: file.stat() for file in sorted(folder.glob("targets/0*/*.npy"))}
+    assert len(shards) == {"targets": 4, "gates": 8}[phase]
+    resumed = train(parse(["--resume", "--out", str(folder), "--mesh", "1"]))
+    for file, before in shards.items():
+        after = file.stat()
+        assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns), file
+    assert len(list((folder / "targets").iterdir())) == 5, "four contexts and the manifest, and nothing else"
+    assert losses(folder) == pytest.approx(losses(whole.folder), rel=1e-5)
+    assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-5)
+
+
+def test_memory_trains_like_the_disk_and_a_mesh_like_one_device(whole, tmp_path):
+    args = [*ARGS[:-2], "--targets", "memory", "--mesh", "4x2", "--out", str(tmp_path / "run")]
+    train(parse(args))
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole.folder), rel=1e-5)
+    assert not (tmp_path / "run" / "targets").exists()
+
+
+def test_what_a_run_leaves(whole, capsys):
+    folder = whole.folder
+    for name in ("predictions.png", "losses.png"):
+        assert (folder / name).stat().st_size > 1000
+    gates, described = load_gates(folder / "gates", whole.model)
+    for name, x in leaves_by_path(whole.params).items():
+        np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
+    assert described["target"] == "reconstruction"
+    assert described["validation"] == pytest.approx(whole.validation.numbers | {"positions": 3})
+    text = str(whole.validation)
+    assert text.startswith("held out (3 positions): ")
+    assert "loss/" not in text
+    again, step, _ = export_checkpoint(
+        parse(["--resume", "--out", str(folder), "--mesh", "1"]), 4, folder / "early"
+    )
+    assert step == 4
+    assert again.validation.sequences == 3
+    assert "targets" in capsys.readouterr().err
+
+
+def test_gates_can_begin_with_others(whole, tmp_path):
+    recipe = dataclasses.replace(
+        parse([*ARGS, "--out", str(tmp_path / "run"), "--init", str(whole.folder / "gates")])
+    )
+    with jax.set_mesh(make_mesh()):
+        gates = jax.jit(recipe.init)(whole.model)
+    for name, x in leaves_by_path(whole.params).items():
+        np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
+    wrong = dataclasses.replace(recipe, dim=8)
+    with pytest.raises(UserError, match=r"^--init .*gates: these gates have dim 16, the run's 8$"):
+        train(wrong)
+
+
+def test_a_folder_with_the_targets_of_another_run_is_refused_and_free_for_others(whole, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "targets").symlink_to(whole.folder / "targets")
+    args = [*ARGS, "--mesh", "1", "--out", str(folder)]
+    with pytest.raises(
+        UserError, match="these targets are of target reconstruction, not next_token: name another"
+    ):
+        train(parse([*args, "--target", "next_token"]))
+    with pytest.raises(UserError, match="these targets are of other contexts"):
+        train(parse([*args, "--seed", "1"]))
+    assert not (folder / SAVED).exists()
+    assert losses_of(train(parse(args))) == losses(whole.folder)
+
+
+def losses_of(run):
+    return losses(run.folder)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--contexts", "0"], "--contexts must be at least 1, got 0"),
+        (["--longest", "100"], "--longest must be above --shortest 10000, got 100"),
+        (["--momentum", "1"], "--momentum must be at least 0 and below 1, got 1"),
+        (["--ratio", "0"], "--ratio must be above 0 and at most 1, got 0"),
+        (["--target", "answer", "--data", "texts"], "--target answer: --data texts has no questions"),
+        (["--single", "0", "--joins", "0"], "--single must be at least 1 where --joins is 0, got 0"),
+    ],
+)
+def test_wrong_options_are_said_in_one_line(wrong, said, tmp_path):
+    with pytest.raises(UserError, match=said):
+        parse([*ARGS, *wrong, "--out", str(tmp_path / "run")])
+
+
+def test_too_few_positions_are_said_in_one_line(tmp_path):
+    args = [*ARGS, "--mesh", "1", "--out", str(tmp_path / "run")]
+    with pytest.raises(UserError, match=r"an update takes 1000 positions, and there are \d+ to train on"):
+        train(parse([*args, "--batch", "1000", "--targets", "memory"]))
+    assert not (tmp_path / "run" / SAVED).exists()
+
+
+def test_several_processes_are_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match="--method fast_kvzip runs in one process, and this run has 2"):
+        KVzipGates().collect()

@@ -1,0 +1,105 @@
+"""Which documents become contexts."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.tasks.mixture import Mixture, builtin_mixture
+from kvjax.train import contexts as module
+from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
+
+
+class Words:
+    """A tokenizer of a number a word, which begins every text with a 7."""
+
+    chat_template = None
+
+    def __call__(self, text, add_special_tokens=True, verbose=False):
+        return {"input_ids": [7] * add_special_tokens + [len(word) for word in text.split()]}
+
+
+def words(count, letters):
+    return " ".join(["x" * letters] * count)
+
+
+def test_both_kinds_begin_with_the_first_document_and_what_trips_a_joined_one_is_left_out():
+    """Lengths 5, 3, 6, 4, 2, 6, 5, …; from 3 to below 7 count; joined below 10."""
+    counts = [5, 3, 6, 4, 2, 6, 5, 3, 9, 4]
+    documents = lambda: iter([(f"{name}", count) for name, count in zip("abcdefghij", counts, strict=True)])  # noqa: E731
+    found = list(chosen(documents, Choice(3, 7, 10, single=3, joins=2)))
+    # a+b = 8, c trips; d = 4, f would make 10 and trips
+    assert found == ["a", "b", "c", "a\n\nb", "d"]
+    assert list(chosen(documents, Choice(3, 7, 15, single=0, joins=1))) == ["a\n\nb\n\nc"]
+    assert len(list(chosen(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1  # never so long
+
+
+def local(tmp_path, counts):
+    file = tmp_path / "texts.jsonl"
+    texts = [words(count, 1 + index) for index, count in enumerate(counts)]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(file)
+
+
+def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
+    data = local(tmp_path, [5, 6, 5, 6, 5, 2, 6, 40])
+    told = {"seed": 0, "tokenizer": Words(), "instruction": "Read:"}
+    own, held = text_contexts(data, Choice(5, 10, 13, single=2, joins=1), 2, **told)
+    assert all(5 <= len(c.tokens) < 10 for c in own[:2])
+    assert len(own) == 3
+    assert len(held) == 2
+    np.testing.assert_array_equal(own[2].tokens, np.concatenate([own[0].tokens, own[1].tokens]))
+    for context in own:
+        assert context.prefix.tolist() == [7], (
+            "what the tokenizer begins with, and nothing without a chat template"
+        )
+        assert context.row.tolist() == [7, *context.tokens.tolist()]
+    trained = {int(token) for context in own for token in context.tokens}
+    assert not trained & {int(token) for row in held for token in row[1:]}
+    again, _ = text_contexts(data, Choice(5, 10, 13, single=2, joins=1), 2, **told)
+    assert [x.digest for x in again] == [x.digest for x in own]
+
+
+def test_too_few_documents_are_said_in_one_line(tmp_path):
+    data, told = local(tmp_path, [5, 6, 2]), {"seed": 0, "tokenizer": Words(), "instruction": ""}
+    with pytest.raises(
+        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of 13"
+    ):
+        text_contexts(data, Choice(5, 10, 13, single=3, joins=0), 1, **told)
+    with pytest.raises(UserError, match="are trained on: validation needs another, so lower --single"):
+        text_contexts(data, Choice(5, 10, 13, single=2, joins=0), 1, **told)
+    with pytest.raises(UserError, match="no such file or folder"):
+        text_contexts("no-such-data", Choice(5, 10, 13, single=2, joins=0), 1, **told)
+
+
+def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
+    rows = [
+        {"text": words(3, index + 1), "token_count": count} for index, count in enumerate([2, 8, 50, 9, 8])
+    ]
+    monkeypatch.setattr(module, "open_hub", lambda name: iter(rows))
+    told = {"seed": 0, "tokenizer": Words(), "instruction": ""}
+    own, held = text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
+    assert [context.tokens[0] for context in own] == [2, 4]
+    assert [row[1] for row in held] == [5]
+    rows[0] = {"words": "x"}
+    with pytest.raises(UserError, match="the data set has no `text` column of strings, it has words"):
+        text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
+
+
+def test_contexts_of_the_built_in_tasks_are_those_of_their_mixture():
+    own, held = builtin_contexts([64, 128], [64], seed=3)
+    stream = builtin_mixture()
+    for index, (context, length) in enumerate(zip(own, (64, 128), strict=True)):
+        whole = stream(3, index, length)[0]
+        np.testing.assert_array_equal(whole[: len(context.row)], context.row)
+        first = context.questions[0]
+        np.testing.assert_array_equal(whole[len(context.row) :][: len(first)], first)
+        assert len(context.prefix) == 1
+    assert isinstance(stream, Mixture)
+    assert len(held) == 1
+    assert len(held[0]) == 64
+    with pytest.raises(
+        UserError, match="--lengths 32: the built-in tasks need sequences of at least 64 tokens"
+    ):
+        builtin_contexts([32], [], 0)

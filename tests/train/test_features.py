@@ -1,0 +1,174 @@
+"""Features and targets on disk and in memory: written once, whole or not at all, and read as an update wants them."""
+
+import errno
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches
+from kvjax.train.validation import in_rows
+
+SIZES = 150, 260
+KIND = Kind({"input": ((2, 3), jnp.bfloat16), "score": ((2, 4), jnp.float32)})
+MANIFEST = {
+    "data": "texts",
+    "contexts": ["a", "b"],
+    "made_for": {"model": "mine", "fingerprint": "00000000" + "0f" * 4},
+}
+
+
+def fill(store, index):
+    random = np.random.default_rng(index)
+    with store.writing(index) as arrays:
+        for x in arrays.values():
+            x[...] = random.standard_normal(x.shape)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    for index in range(2):
+        fill(store, index)
+    return store
+
+
+def test_the_disk_gives_what_memory_does(shards):
+    memory = Memory(KIND, SIZES)
+    for index in range(2):
+        fill(memory, index)
+    assert shards.finished == memory.finished == {0, 1}
+    positions = np.array([409, 3, 150, 149, 3])
+    for name, x in shards.read().take(positions).items():
+        np.testing.assert_array_equal(x, memory.read().take(positions)[name])
+    whole = memory.read().take(np.arange(410))["input"]
+    assert whole.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(memory.read().take(positions)["input"], whole[positions])
+
+
+def test_a_context_counts_once_it_is_whole(tmp_path):
+    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+
+    def failing():
+        with store.writing(0) as arrays:
+            arrays["input"][...] = 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert store.finished == set()
+    assert [file.name for file in store.folder.iterdir()] == ["manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"made_for": {"model": "other", "fingerprint": "00000000" + "f0" * 4}},
+            "of the model mine, not of other",
+        ),
+        ({"data": "others"}, "of data texts, not others"),
+        ({"contexts": ["a", "c"]}, "of other contexts"),
+        ({"version": 2}, "of version 1, not 2"),
+    ],
+)
+def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
+    with pytest.raises(
+        UserError, match=f"^{shards.folder}: these targets are {said}.*name another --out, or remove it$"
+    ):
+        Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
+    with pytest.raises(UserError, match="of other arrays"):
+        Shards(shards.folder, Kind({"input": ((2, 5), jnp.bfloat16)}), SIZES, MANIFEST)
+
+
+def test_a_damaged_folder_is_refused_in_one_line(shards):
+    score = shards.folder / "00001" / "score.npy"
+    score.write_bytes(score.read_bytes()[:-100])
+    with pytest.raises(
+        UserError, match=f"^{score}: is missing or damaged .*: remove {score.parent} and go on$"
+    ):
+        shards.read()
+    (shards.folder / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match=r"manifest.json: is damaged: name another --out"):
+        Shards(shards.folder, KIND, SIZES, MANIFEST)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    with pytest.raises(
+        UserError, match=r"^the targets of 410 positions take 0.0 MiB in .*, whose disk has 1.0 MiB free"
+    ):
+        Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    assert not (tmp_path / "targets").exists()
+
+
+def test_what_is_finished_needs_no_room(shards, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert Shards(shards.folder, KIND, SIZES, MANIFEST).finished == {0, 1}
+
+
+def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
+    store = Shards(tmp_path / "targets", KIND, SIZES, MANIFEST)
+    fill(store, 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        UserError, match=r"targets: the disk is full: 1 of 2 contexts are finished and stay; the same command"
+    ):
+        fill(store, 0)
+    monkeypatch.undo()
+    before = (store.folder / "00001" / "score.npy").stat()
+    again = Shards(store.folder, KIND, SIZES, MANIFEST)
+    assert again.finished == {1}
+    fill(again, 0)
+    assert again.finished == {0, 1}
+    after = (store.folder / "00001" / "score.npy").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
+    features = shards.read()
+    assert features.held_out.tolist() == [0, 100, 200, 300, 400]
+    assert len(features.training) == 405
+    scores = features.take(np.arange(len(features)))["score"]
+    rows, each = 50, 8
+    read = [batch["score"] for batch in batches(features, rows, 2 * each, seed=1)]
+    place = {tuple(x.ravel()): index for index, x in enumerate(scores)}
+    epochs = [
+        [place[tuple(x.ravel())] for batch in part for x in batch] for part in (read[:each], read[each:])
+    ]
+    for epoch in epochs:
+        assert len(epoch) == len(set(epoch)) == 400
+        assert not set(epoch) & set(features.held_out.tolist())
+    assert epochs[0] != epochs[1]
+    with pytest.raises(
+        UserError, match="an update takes 406 positions, and there are 405 to train on: lower --batch"
+    ):
+        batches(features, 406, 1, seed=1)
+
+
+def test_batches_go_on_where_they_stood(shards):
+    reading = batches(shards.read(), 50, 10, seed=1)
+    for _ in range(3):
+        next(reading)
+    state, after = json.loads(json.dumps(reading.get_state())), next(reading)
+    again = batches(shards.read(), 50, 10, seed=1)
+    again.set_state(state)
+    np.testing.assert_array_equal(next(again)["input"], after["input"])
+
+
+def test_held_out_rows_in_batches(shards):
+    held = HeldOut(shards.read())
+    found = list(in_rows(held, 2))
+    assert [count for count, _ in found] == [2, 2, 1]
+    np.testing.assert_array_equal(found[-1][1]["score"][1], found[-1][1]["score"][0])
+    joined = np.concatenate([batch["score"][:count] for count, batch in found])
+    np.testing.assert_array_equal(joined, held[0:5]["score"])

@@ -1,0 +1,161 @@
+"""Targets against a direct computation: dense attention of plain forward passes over what each teacher reads."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.inference.capture import captured_layers
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.policies import Policy, Ratio
+from kvjax.policies.eviction.kvzip import KVzip
+from kvjax.train.contexts import Context
+from kvjax.train.features import Memory
+from kvjax.train.reconstruction import reconstruction
+from kvjax.train.targets import answer, collect, kind_of, next_token
+from tests.tiny_models import tiny_model
+
+PREFIX = 2
+
+
+def context(seed, tokens, questions=()):
+    random = np.random.default_rng(seed)
+    draw = lambda count: random.integers(4, 61, count).astype(np.int32)  # noqa: E731
+    return Context(draw(PREFIX), draw(tokens), tuple(map(draw, questions)))
+
+
+CONTEXTS = [context(0, 21, (3, 5)), context(1, 30, (4,)), context(2, 17, (2,))]
+REPETITION = Policy(
+    eviction=KVzip(instruction=(1, 2), resumption=(3,), tail=(1,), opening=(), prefix=PREFIX, repeated=12),
+    budget=Ratio(1.0),
+)
+TEACHERS = {
+    "next_token": next_token,
+    "answer": answer,
+    "reconstruction": functools.partial(reconstruction, policy=REPETITION),
+}
+
+
+def found(model, teacher, which="hidden"):
+    store = Memory(kind_of(model, which), [len(x.tokens) for x in CONTEXTS])
+    collect(model, CONTEXTS, store, TEACHERS[teacher], which)
+    features = store.read()
+    return features.take(np.arange(len(features)))
+
+
+def read(model, row):
+    """What a plain forward pass of one sequence computes, by layer."""
+    with use_mesh(model):
+        full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
+    names = "hidden", "q", "k", "k_pre"
+    return [{n: np.float64(x[n][0]) for n in names} for x in captured_layers(model, full, None, [row], names)]
+
+
+def paid(layer, queries, keys):
+    """The attention of these queries, over these of the keys that are not behind each, [n q s]."""
+    group = len(layer["q"]) // len(layer["k"])
+    k = np.repeat(layer["k"], group, 0)[:, keys]
+    logits = np.einsum("nqh,nsh->nqs", layer["q"][:, queries], k) / np.sqrt(k.shape[-1])
+    logits = np.where(np.asarray(keys) <= np.asarray(queries)[:, None], logits, -np.inf)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def most(weights, heads):
+    """Over queries and the heads of each group, [k s]."""
+    return weights.max(1).reshape(heads, -1, weights.shape[-1]).max(1)
+
+
+def directly(model, teacher, one):
+    """[n l k]"""
+    row, n, heads = one.row, len(one.tokens), model.config.num_kv_heads
+    own = np.arange(PREFIX, len(row))
+    if teacher == "next_token":
+        layers = []
+        for layer in read(model, row):
+            weights = paid(layer, np.arange(len(row)), np.arange(len(row)))
+            np.einsum("nqq->nq", weights)[...] = 0  # a token's own query is no later one
+            layers.append(most(weights, heads)[:, own])
+    elif teacher == "answer":
+        layers = np.zeros((model.config.num_layers, heads, n))
+        for question in one.questions:
+            asked = np.arange(len(row), len(row) + len(question))
+            everything = np.arange(len(row) + len(question))
+            for best, layer in zip(layers, read(model, np.concatenate([row, question])), strict=True):
+                np.maximum(best, most(paid(layer, asked, everything), heads)[:, own], out=best)
+    else:
+        layers = np.zeros((model.config.num_layers, heads, n))
+        for start in range(PREFIX, len(row), 12):
+            stop = min(start + 12, len(row))
+            asks = [1, 2] if start == PREFIX else [3, *row[start - 8 : start]]
+            tokens = np.array([*asks, 1, *row[start:stop]], np.int32)
+            queries = np.arange(len(row), len(row) + len(tokens))
+            keys = np.concatenate([np.arange(PREFIX), np.arange(start, stop), queries])
+            for best, layer in zip(layers, read(model, np.concatenate([row, tokens])), strict=True):
+                weights = most(paid(layer, queries, keys), heads)
+                best[:, start - PREFIX : stop - PREFIX] = weights[:, PREFIX : PREFIX + stop - start]
+    return np.stack(layers).transpose(2, 0, 1)
+
+
+@functools.cache
+def alone(teacher):
+    with jax.set_mesh(make_mesh()):
+        return found(tiny_model(), teacher)
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_targets_are_what_a_direct_computation_gives(teacher):
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        wanted = np.concatenate([directly(model, teacher, one) for one in CONTEXTS])
+    score = alone(teacher)["score"]
+    np.testing.assert_allclose(score, wanted, atol=2e-5)
+    assert score.min() >= 0
+    assert score.max() <= 1
+    assert np.ptp(score) > 0.1
+
+
+@pytest.mark.parametrize("teacher", ["next_token", "reconstruction"])
+def test_the_input_is_the_layers_own(teacher):
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        for which in ("hidden", "k_pre"):
+            given = found(model, teacher, which)["input"]
+            at = 0
+            for one in CONTEXTS:
+                layers = [layer[which] for layer in read(model, one.row)]
+                own = layers if which == "hidden" else [x.swapaxes(0, 1) for x in layers]
+                wanted = np.stack([x[PREFIX:] for x in own], 1)
+                np.testing.assert_allclose(given[at : at + len(wanted)], wanted, atol=2e-5)
+                at += len(wanted)
+
+
+@pytest.mark.parametrize("teacher", TEACHERS)
+def test_a_mesh_gives_the_same_targets(teacher):
+    """Of sequences and heads."""
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        split = found(tiny_model(), teacher)
+    for name, x in split.items():
+        np.testing.assert_allclose(x, alone(teacher)[name], atol=1e-5)
+
+
+def test_a_finished_context_is_not_computed_again():
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        store, read = Memory(kind_of(model, "hidden"), [len(x.tokens) for x in CONTEXTS]), []
+
+        def teacher(model, contexts, which, into):
+            read.append([bool(arrays) for arrays in into])
+            for arrays in filter(None, into):
+                arrays["score"][...] = len(read)
+
+        with store.writing(1) as arrays:
+            arrays["score"][...] = 9
+        collect(model, CONTEXTS, store, teacher, "hidden")
+        collect(model, CONTEXTS, store, teacher, "hidden")
+    assert len(read) == 1
+    assert sum(read[0]) == 2
+    score = store.read().take(np.arange(68))["score"]
+    assert score[:21].max() == score[51:].min() == 1
+    assert score[21:51].min() == 9
