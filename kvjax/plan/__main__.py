@@ -67,12 +67,13 @@ def train(args: list[str]) -> None:
         job = Job("train", told, arguments, str(mesh), max(phase.lengths), index)
         check_longest(model.config, job.length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
-        _say(f"train, {recipe.method}{which}: an update of {phase.rows} × {job.length} tokens")
+        _say(f"train, {recipe.method}{which}: an update of {phase.update_of(job.length)}")
         found = programs.shown(job)
         if search:
             growing = TEMPORARIES, "batch"
-            longest = programs.largest([job], "length", found, growing, most)
-            _say(figures.bracket(longest, "longest sequence", most=most))
+            if phase.unit == "sequences":
+                longest = programs.largest([job], "length", found, growing, most)
+                _say(figures.bracket(longest, "longest sequence", most=most))
             _say(*programs.mesh([job], found, others))
 
 
