@@ -14,6 +14,10 @@ from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
 from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
 
+METHOD = "fast_kvzip"
+"""As config.json has it."""
+
+
 class Sizes(NamedTuple):
     """Of gates."""
 
@@ -48,7 +52,7 @@ def save_gates(folder: str | Path, gates: SinkGate, description: dict[str, Any])
     """Write an export. `description` holds `inputs`, what the gates look at if that is not `hidden`, and whatever else
     says how they were made."""
     sizes = Sizes.of(gates, description.get("inputs", "hidden"))
-    save_exported(folder, arrays_of(gates), {"method": "fast_kvzip"} | sizes._asdict() | description)
+    save_exported(folder, arrays_of(gates), {"method": METHOD} | sizes._asdict() | description)
 
 
 def gate_sizes(path: str | Path) -> Sizes:
@@ -87,6 +91,8 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
 
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
+    if (method := description.get("method", METHOD)) != METHOD:
+        raise UserError(f"{folder}: these are gates of {method}, not of Fast KVzip")
     try:
         values = {key: of(description[key]) for key, of in Sizes.__annotations__.items()}
         found = Sizes(**values)
@@ -114,7 +120,7 @@ def _load_published(file: str | Path, model: Any) -> tuple[SinkGate, dict[str, A
         "k_base": k_base[:, :, 0],
         "b": b[:, :, 0],
     }
-    return filled(sizes.make, arrays, file), {"method": "fast_kvzip"} | sizes._asdict()
+    return filled(sizes.make, arrays, file), {"method": METHOD} | sizes._asdict()
 
 
 def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:

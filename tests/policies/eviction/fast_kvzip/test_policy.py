@@ -11,7 +11,7 @@ from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.eviction.fast_kvzip import FastKVzip
-from tests.policies.captured import entries
+from tests.policies.captured import entries, pages_are_whole
 from tests.policies.eviction.fast_kvzip import masked
 from tests.tiny_models import tiny_model, tiny_sink_gates
 
@@ -62,6 +62,7 @@ def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
     for row, tokens in enumerate(ROWS):
         kept, keys, wanted = masked.read(model, gates, tokens, **told)
         assert kept.sum() < kept.size
+        pages_are_whole(cache)
         holds(cache, row, kept, keys)
         np.testing.assert_allclose(logits[row], wanted, atol=1e-4)
 
@@ -106,6 +107,7 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     for _, cache in sampling.stream(
         model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, block=4, eos=()
     ):
+        pages_are_whole(cache)
         held = jax.tree.map(np.asarray, cache)
     found = sampling.sample(model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, eos=())
     for row, (prompt, answer) in enumerate(zip(rows, found.tokens, strict=True)):
