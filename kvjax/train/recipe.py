@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PLAIN = bool, int, float, str, type(None)
 """What `config.json` holds of an option, alone or in a tuple."""
+T = TypeVar("T")
 Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
 
@@ -358,3 +359,11 @@ class Recipe(abc.ABC):
 def option(field: str) -> str:
     """The command line's name of a field."""
     return "--" + field.rstrip("_").replace("_", "-")
+
+
+def read_init(read: Callable[[str], T], init: str) -> T:
+    """What is read of the gates that a run is to begin with. Raises UserError, which names the option."""
+    try:
+        return read(init)
+    except UserError as error:
+        raise UserError(f"--init {error}") from None

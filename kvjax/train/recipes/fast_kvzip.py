@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
-import numpy as np
 import optax
 import tyro
 from flax import nnx
@@ -16,19 +15,18 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.mesh import AXES, gather, put
+from kvjax.mesh import AXES, gather
 from kvjax.models import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
-from kvjax.struct import leaves_by_path
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
 from kvjax.train.features import HeldOut, Memory, Shards, batches
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
-from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.reconstruction import reconstruction, repetition
 from kvjax.train.rows import Rows
 from kvjax.train.score_loss import (
@@ -104,8 +102,9 @@ class KVzipGates(Recipe):
     last quarter."""
     momentum: float = 0.9
     """SGD's."""
-    init_from: Annotated[str | None, tyro.conf.arg(name="init")] = None
-    """Gates to begin with: an exported folder or a run, of the same model and sizes."""
+    init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
+    """Gates to begin with instead of random ones, of the same sizes: a folder that a run exported, or a .pt file of the
+    authors'."""
     ratio: float = 0.3
     """Of the cache, that the report's policy keeps; gates are not trained for one."""
 
@@ -152,21 +151,19 @@ class KVzipGates(Recipe):
         return Sizes(*own, self.dim, self.sinks, self.form, self.inputs)
 
     def check_model(self, model: ModelConfig) -> None:
-        if self.init_from is None:
+        if self.init_ is None or self.resume:
             return
-        wanted, found = self._sizes(model), gate_sizes(self.init_from)
+        wanted, found = self._sizes(model), read_init(gate_sizes, self.init_)
         for name, own, theirs in zip(Sizes._fields, wanted, found, strict=True):
             if own != theirs:
-                raise UserError(f"--init {self.init_from}: these gates have {name} {theirs}, the run's {own}")
+                raise UserError(f"--init {self.init_}: these gates have {name} {theirs}, the run's {own}")
 
     def init(self, model: Decoder) -> SinkGate:
         *sizes, dim, sinks, form, _ = self._sizes(model.config)
-        gates = SinkGate(*sizes, dim=dim, sinks=sinks, form=form, rngs=nnx.Rngs(self.seed))
-        if self.init_from is None:
-            return gates
-        given = _loaded(self.init_from)
-        leaves = [put(given[name], *jax.typeof(x).sharding.spec) for name, x in leaves_by_path(gates).items()]
-        return jax.tree.unflatten(jax.tree.structure(gates), leaves)
+        return SinkGate(*sizes, dim=dim, sinks=sinks, form=form, rngs=nnx.Rngs(self.seed))
+
+    def begin(self, params: SinkGate) -> SinkGate:
+        return params if self.init_ is None else read_init(load_gates, self.init_)[0]
 
     def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
         kind = kind_of(model, self.inputs)
@@ -178,8 +175,6 @@ class KVzipGates(Recipe):
                 f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
                 "not shared between hosts"
             )
-        if self.init_from is not None:
-            _loaded(self.init_from)  # damaged files are found now, and not while a program is traced
         return functools.partial(self._open, *self._contexts())
 
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
@@ -293,10 +288,3 @@ class KVzipGates(Recipe):
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
         return make_policy("fast_kvzip", gates=gates, model=model, force=force, **options)
-
-
-@functools.cache
-def _loaded(path: str) -> dict[str, np.ndarray]:
-    """The arrays of gates in a folder or a file, by their places in a `SinkGate`."""
-    with jax.ensure_compile_time_eval():
-        return {name: np.asarray(x) for name, x in leaves_by_path(load_gates(path)[0]).items()}

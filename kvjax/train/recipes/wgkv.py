@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,9 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate, WriteGateTraining, load_gates, save_gates
 from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes
 from kvjax.train.objective import student_errors
-from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.thresholds import thresholds
 from kvjax.train.validation import by_length
-
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +79,7 @@ class WriteGates(Recipe):
     def fitted(self, told: Container[str]) -> Recipe:
         fitted = super().fitted(told)
         if self.init_ is not None and "expand" not in told and (self.expand is None or "init_" in told):
-            fitted = dataclasses.replace(fitted, expand=_told(gate_sizes, self.init_).expand)
+            fitted = dataclasses.replace(fitted, expand=read_init(gate_sizes, self.init_).expand)
         if "lengths" not in told or "window" in told or not 1 < min(self.lengths, default=0) <= self.window:
             return fitted
         return dataclasses.replace(fitted, window=max(1, self.lengths[0] // 4))
@@ -101,7 +99,7 @@ class WriteGates(Recipe):
                 "expected at least 1"
             )
         if self.init_ is not None and not self.resume:
-            found, wanted = _told(gate_sizes, self.init_), self._sizes(model)
+            found, wanted = read_init(gate_sizes, self.init_), self._sizes(model)
             if found.shape != wanted.shape:
                 raise UserError(
                     f"--init {self.init_}: has gates of (layers, kv heads, head_dim, hidden width) = {found.shape}, "
@@ -116,7 +114,7 @@ class WriteGates(Recipe):
         return self._sizes(model.config).make(self.seed)
 
     def begin(self, params: WriteGate) -> WriteGate:
-        return params if self.init_ is None else _told(load_gates, self.init_)[0]
+        return params if self.init_ is None else read_init(load_gates, self.init_)[0]
 
     def masks(self, gates: WriteGate, *, hard: bool = False) -> WriteGateTraining:
         """The gates as they are trained; `hard`: as they are used, binarised at τ."""
@@ -206,14 +204,6 @@ class WriteGates(Recipe):
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
         return make_policy("wgkv", gates=gates, model=model, force=force, **options)
-
-
-def _told(read: Callable[[str], T], init: str) -> T:
-    """What is read of the gates to begin with."""
-    try:
-        return read(init)
-    except UserError as error:
-        raise UserError(f"--init {error}") from None
 
 
 def held_out_gates(

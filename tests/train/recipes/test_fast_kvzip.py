@@ -242,7 +242,7 @@ def test_gates_can_begin_with_others(whole, tmp_path):
         parse([*ARGS, "--out", str(tmp_path / "run"), "--init", str(whole.folder / "gates")])
     )
     with jax.set_mesh(make_mesh()):
-        gates = jax.jit(recipe.init)(whole.model)
+        gates = recipe.begin(jax.jit(recipe.init)(whole.model))
     for name, x in leaves_by_path(whole.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
     wrong = dataclasses.replace(recipe, dim=8)

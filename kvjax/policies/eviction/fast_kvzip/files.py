@@ -13,7 +13,6 @@ from kvjax.exported.module import arrays_of, filled
 from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
 from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
-
 METHOD = "fast_kvzip"
 """As config.json has it."""
 
