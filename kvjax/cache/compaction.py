@@ -82,6 +82,8 @@ def choose(
     scores = jnp.where(forced, jnp.inf, scores)
     scores = jnp.where(top(scores, eligible, quota.pinned, "head"), jnp.inf, scores)
     chosen = top(scores, eligible, quota.count, over, ties)
+    # a threshold does not take what is pinned
+    chosen |= eligible & (scores == jnp.inf) & (ties == "out")
     return jnp.where(quota.due[:, None, None], chosen | settled, exists)
 
 

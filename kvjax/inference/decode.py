@@ -32,12 +32,19 @@ class Recurring:
     """Who shares, as of `Shares`."""
     ties: str = static()
     """As of `kvjax.top.top`."""
+    observed: int = static(default=0)
+    """How many of the last tokens are looked back at."""
 
     def __call__(self, model: Decoder, policy: Policy, cache: Cache, running: Bool[Array, " b"]) -> Cache:
         """The cache, compacted if one of the `running` sequences is due."""
-        due = running & (cache.seen % self.every == 0)
+        # once the pool ran out nothing is freed, or the debt would be paid before anybody sees it
+        due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
         columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
-        sizes = {"entries": columns * cache.page_size, "over": self.over, "ties": self.ties}
+        sizes = {
+            "entries": max(columns * cache.page_size, self.observed),
+            "over": self.over,
+            "ties": self.ties,
+        }
 
         def shorter(cache: Cache) -> Cache:
             quota = dataclasses.replace(self.quota, due=due)

@@ -212,7 +212,9 @@ def recurring(policy: Policy, cache: Cache) -> Recurring | None:
     # as of sequences of any length: the budget does not grow with them
     endless = [MOST] * cache.seen.shape[0]
     stays = quota(policy, cache, endless)
-    return Recurring(stays, put(np.int32(plan.moment.every)), over=plan.shares.over, ties=plan.ties)
+    return Recurring(
+        stays, put(np.int32(plan.moment.every)), over=plan.shares.over, ties=plan.ties, observed=plan.observed
+    )
 
 
 FEW = 4

@@ -40,7 +40,7 @@ from kvjax.policies.interfaces import Eviction
 from kvjax.policies.make import check_names, make_ahead
 from kvjax.struct import static, struct
 from tests.tasks.model_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_gates, tiny_model
+from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
 
 
 @struct
@@ -184,9 +184,12 @@ LEAST = {
 """The least that a policy must be told, beside gates; evictions a budget."""
 
 
+GATES = {"wgkv": tiny_gates, "fast_kvzip": tiny_sink_gates}
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
-    told = LEAST.get(name, {"ratio": 0.5}) | ({"gates": tiny_gates(model)} if name == "wgkv" else {})
+    told = LEAST.get(name, {"ratio": 0.5}) | ({"gates": GATES[name](model)} if name in GATES else {})
     placed, made = make_policy(name, **told).for_model(model), make_policy(name, model=model, **told)
     assert repr(placed) == repr(made)
     assert jax.tree.structure(placed) == jax.tree.structure(made)

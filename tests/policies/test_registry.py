@@ -5,12 +5,18 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
+from kvjax.mesh import use_mesh
+from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
 from kvjax.step import Shape
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
+with use_mesh():
+    SINKS = SinkGate(3, 4, 2, 32, rngs=nnx.Rngs(0))
 NEEDED = {
+    "fast_kvzip": {"gates": SINKS},
     "wgkv": {"gates": "builtin"},
     "head_pattern": {"pattern": RATES, "sink": 1},
     "random": {"ratio": 0.5},

@@ -1,5 +1,5 @@
-"""Fast KVzip (Kim, Han and Yun, 2026, arXiv:2601.17668): gates that say from a token's hidden state how much its entry
-would be looked at if the context were repeated, distilled from KVzip's scores.
+"""Fast KVzip (Kim, Han and Yun, 2026, arXiv:2601.17668): gates that foretell KVzip's scores from a
+token's hidden state.
 
 gate: the network and the paper's alternatives to it. policy: the eviction. files: exported and published gates.
 """

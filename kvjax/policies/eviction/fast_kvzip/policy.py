@@ -44,8 +44,9 @@ class FastKVzip(Eviction):
     """Of prompts below so many tokens …"""
     share: float = host(default=0.02)
     """… the window is this share of theirs."""
-    prefix: int = host(default=0)
-    """A prompt's first tokens (what a chat template puts before a text) which stay beside the budget."""
+    prefix: int = host(default=FIRST)
+    """A prompt's first tokens (what a chat template puts before a text), which stay beside the budget. While decoding
+    `first` says how many do."""
     buffer: int = static(default=LAST)
     """Tokens of an answer that wait for their scores; 1: none waits."""
     inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import sampling, schedule
 from kvjax.inference.room import begin
@@ -82,7 +83,9 @@ def test_a_mesh_keeps_the_same(gates):
 
 def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates):
     """r·n = 4.1 < 8: exactly the last int(r·n) tokens, and the prefix."""
-    policy = make_policy("fast_kvzip", model=model, gates=gates, ratio=0.1, chunk=10, window=8, short=0)
+    policy = make_policy(
+        "fast_kvzip", model=model, gates=gates, ratio=0.1, chunk=10, window=8, short=0, prefix=0
+    )
     cache, _ = read(model, policy, ROWS[:1])
     np.testing.assert_array_equal(np.asarray(cache.layers.length), 4)
     kept = np.zeros((3, 4, 41), bool)
@@ -159,6 +162,30 @@ def test_what_cannot_be_is_one_line(model, gates, told, said):
     with pytest.raises(UserError, match=said) as caught:
         make_policy("fast_kvzip", **{"model": model, "gates": gates} | told)
     assert "\n" not in str(caught.value)
+
+
+def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gates):
+    """No compaction of the decoding loop may hide it."""
+    told = {"entries": 40, "buffer": 16, "every": 16, "last": 16, "first": 4}
+    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", **told)
+    for capacity in (52, 54, 56):
+        with pytest.raises(CapacityError):
+            sampling.sample(
+                model,
+                [ROWS[0][:20]],
+                policy=policy,
+                max_new_tokens=100,
+                page_size=PAGE,
+                capacity=capacity,
+                eos=(),
+            )
+
+
+def test_what_is_pinned_stays_where_it_fills_all_places(model, gates):
+    told = {"ratio": 0.5, "chunk": 64, "window": 4, "short": 0, "prefix": 0}
+    policy = make_policy("fast_kvzip", model=model, gates=gates, pinned=1.0, **told)
+    cache, _ = read(model, policy, ROWS[:1])
+    assert np.asarray(cache.layers.length).mean() == pytest.approx(20.5, abs=1.5)
 
 
 def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model, gates):
