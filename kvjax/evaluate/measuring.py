@@ -202,12 +202,10 @@ def groups(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 
-def _for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
-    """What answers: without all that only a compaction needs, so that evictions that have done their work share one
-    program."""
-    later = policy.continuing
-    if later.eviction is not None:
-        raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
+def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
+    """What answers from a cache (donated): without all that only a compaction needs, so that evictions that have done
+    their work share one program."""
+    later = changed(policy, eviction=None, budget=None, when=None)
     states = dataclasses.replace(cache.layers.state, eviction=())
     lasting = {*later.planes, *caches.CAPACITY_PLANES, BIAS}
     numbers, planes = (
@@ -240,8 +238,10 @@ class Tally:
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
         """Ask a group of contexts, which are in their cache (donated), their questions."""
+        if policy.continuing.eviction is not None:
+            raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
         self._add_reading(reading, policy, len(group))
-        later, cache = _for_answers(policy, reading.cache)
+        later, cache = for_answers(policy, reading.cache)
         for questions in zip(*(sample.questions for sample in group), strict=True):
             calls = Calls()
             records = {"calls": calls, "pace": self._decoding, "watch": watch}

@@ -105,6 +105,20 @@ def answer(model: Decoder, contexts: Sequence[Context], which: str, into: Into) 
         fill_score(contexts, into, layer, mass)
 
 
+def larger(first: Teacher, second: Teacher) -> Teacher:
+    """The larger of two teachers' scores."""
+
+    def teach(model: Decoder, contexts: Sequence[Context], which: str, into: Into) -> None:
+        first(model, contexts, which, into)
+        others = [{name: np.zeros_like(x) for name, x in arrays.items()} for arrays in into]
+        second(model, contexts, which, others)
+        for arrays, other in zip(into, others, strict=True):
+            if arrays:
+                np.maximum(arrays["score"], other["score"], out=arrays["score"])
+
+    return teach
+
+
 def _layers(
     model: Decoder, rows: Sequence[Any], names: Any, cache: Any = None
 ) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:

@@ -40,7 +40,7 @@ from kvjax.train.score_loss import (
     rate,
     scores,
 )
-from kvjax.train.targets import Teacher, answer, collect, kind_of, next_token
+from kvjax.train.targets import Teacher, answer, collect, kind_of, larger, next_token
 
 TARGETS = "targets"
 """The run's folder's, where features and targets are."""
@@ -83,9 +83,10 @@ class KVzipGates(Recipe):
     """Of text: documents that are contexts alone, the first that come."""
     joins: int = 5
     """Of text: contexts of documents joined, from the first that come on."""
-    target: Literal["reconstruction", "next_token", "answer"] = "reconstruction"
+    target: Literal["reconstruction", "next_token", "answer", "both"] = "reconstruction"
     """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
-    that any later query of the context does, or that questions of it with their answers do (built-in tasks)."""
+    that any later query of the context does, or that questions of it with their answers do (built-in tasks); or the
+    larger of what its repetition and its questions pay (both)."""
     targets: Literal["disk", "memory"] | None = None
     """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
     this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
@@ -133,9 +134,10 @@ class KVzipGates(Recipe):
 
     def check(self) -> None:
         super().check()
-        if self.target == "answer" and self.data != "builtin":
+        if self.target in ("answer", "both") and self.data != "builtin":
             raise UserError(
-                f"--target answer: --data {self.data} has no questions, which the built-in tasks have (--data builtin)"
+                f"--target {self.target}: --data {self.data} has no questions, which the built-in tasks have (--data "
+                "builtin)"
             )
 
     @property
@@ -216,10 +218,11 @@ class KVzipGates(Recipe):
         )
 
     def _teacher(self, contexts: Sequence[Context]) -> Teacher:
-        if self.target == "reconstruction":
-            policy = repetition(load_tokenizer(self.model), len(contexts[0].prefix))
-            return functools.partial(reconstruction, policy=policy)
-        return {"next_token": next_token, "answer": answer}[self.target]
+        if self.target in ("next_token", "answer"):
+            return {"next_token": next_token, "answer": answer}[self.target]
+        policy = repetition(load_tokenizer(self.model), len(contexts[0].prefix))
+        published = functools.partial(reconstruction, policy=policy)
+        return published if self.target == "reconstruction" else larger(published, answer)
 
     def _manifest(self, contexts: Sequence[Context], model: Decoder) -> dict[str, Any]:
         """What features and targets depend on."""
