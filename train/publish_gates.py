@@ -7,7 +7,7 @@
 import dataclasses
 from pathlib import Path
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.command.launch import parse_command, run_command
 from kvjax.errors import UserError
 
 
@@ -31,21 +31,19 @@ def main(args: list[str] | None = None) -> None:
     if config.out.exists():
         raise UserError(f"--out {config.out} already exists")
 
-    import jax
     import jax.numpy as jnp
 
     from kvjax.exported.fingerprint import MadeFor
-    from kvjax.policies.admission.wgkv import load_gates, save_gates
+    from kvjax.exported.folder import describe, load_arrays, save_exported
 
-    with jax.set_mesh(start(MeshShape())):
-        gates, description = load_gates(config.run / "gates")
-        told = {"model": config.model, "data": config.data}
-        if (made_for := MadeFor.described(description)) is not None:
-            told |= dataclasses.replace(made_for, model=config.model).description
-        halved = jax.tree.map(lambda x: x.astype(jnp.bfloat16), gates)
-        save_gates(config.out, halved, description | told)
+    arrays, description = load_arrays(config.run / "gates"), describe(config.run / "gates")
+    told = {"model": config.model, "data": config.data}
+    if (made_for := MadeFor.described(description)) is not None:
+        told |= dataclasses.replace(made_for, model=config.model).description
+    halved = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+    save_exported(config.out, halved, description | told)
     size = (config.out / "gates.safetensors").stat().st_size / 2**20
-    print(f"{config.out}: λ {description['lambda']:g}, {size:.1f} MiB")
+    print(f"{config.out}: {description['method']}, {size:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""The packaged model, its test-size sibling, write gates for it, and a text that neither was trained on."""
+"""The packaged model, its test-size sibling, gates for it, and a text that neither was trained on."""
 
 from pathlib import Path
 from typing import Literal
 
 BUILTIN = "builtin"
 """The name of what comes with the package, where a folder could be named."""
+GATES = {BUILTIN: "wgkv", f"{BUILTIN}:fast_kvzip": "fast_kvzip"}
+"""The names of the packaged gates, and the methods that they are of."""
 
 
 def builtin_model(name: Literal["model", "test_model"] = "model") -> Path:
@@ -12,6 +14,6 @@ def builtin_model(name: Literal["model", "test_model"] = "model") -> Path:
     return Path(__file__).parent / name
 
 
-def builtin_gates() -> Path:
-    """The folder of WG-KV's write gates for the built-in model, as training exports them."""
-    return Path(__file__).parent / "gates"
+def builtin_gates(name: str = BUILTIN) -> Path:
+    """The folder of the gates of a name in `GATES` for the built-in model, as training exports them."""
+    return Path(__file__).parent / "gates" / GATES[name]

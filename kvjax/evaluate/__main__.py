@@ -23,13 +23,14 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.evaluate.gates import by_lambda
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
-    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, gates_for, pairs
+    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, gates_for, pairs, with_gates
     from kvjax.evaluate.workloads import workloads
     from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
     from kvjax.models.folder import find_model
     from kvjax.models.loading import model_shapes
 
+    config = with_gates(config)
     for name in config.policies:
         contender(name)
     if FIXED_TAU in config.policies:

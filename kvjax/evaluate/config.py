@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.builtin import BUILTIN
+from kvjax.builtin import BUILTIN, GATES
 from kvjax.command.launch import MeshShape, parse_command
 from kvjax.command.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
@@ -16,7 +16,7 @@ POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
     *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
     *("expected_attention_chunked", "keydiff", "keydiff_chunked", "h2o_chunked", "r_kv"),
-    *("quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
+    *("kvzip", "fast_kvzip", "quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
 DTYPES = "float32", "bfloat16", "float16"
@@ -38,7 +38,7 @@ class EvaluateConfig:
     """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
     """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py. A name may be followed by arguments of the
-    policy: snapkv:pool=7,group=max."""
+    policy: snapkv:pool=7,group=max. By default those that there are gates for."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
@@ -57,10 +57,11 @@ class EvaluateConfig:
     question_aware: bool = False
     """Read each question with its context and compress both; by default contexts are compressed before any question."""
     gates: tuple[str, ...] = ()
-    """Folders with trained gates, or `builtin`, the default for the built-in model. wgkv_fixed_tau compares all of them
-    at their own τ, its budget being λ; wgkv searches the τ for each budget, with the two whose own size is nearest to
-    it, and takes those that answer more of calibration contexts; wgkv+NAME takes at their own τ the most selective that
-    let in as much as the budget; head_pattern tries the rates of the first."""
+    """Folders with trained gates, or `builtin`, those that come with the built-in model, its default. wgkv_fixed_tau
+    compares all of WG-KV's at their own τ, its budget being λ; wgkv searches the τ for each budget, with the two whose
+    own size is nearest to it, and takes those that answer more of calibration contexts; wgkv+NAME takes at their own τ
+    the most selective that let in as much as the budget; head_pattern tries the rates of the first. fast_kvzip takes
+    the first of its own."""
     pattern: tuple[Path, ...] = ()
     """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
     measured for each task, and kept in --out as such folders."""
@@ -155,5 +156,6 @@ def parse(args: Sequence[str] | None = None) -> EvaluateConfig:
     config.check()
     chunk = config.chunk or default_chunk(min(config.context))
     observed = config.observed or default_observed(chunk)
-    gates = config.gates or ((BUILTIN,) if config.model == BUILTIN else ())
+    named = config.gates or ((BUILTIN,) if config.model == BUILTIN else ())
+    gates = tuple(x for name in named for x in (GATES if name == BUILTIN else [name]))
     return dataclasses.replace(config, chunk=chunk, observed=observed, gates=gates)

@@ -11,7 +11,7 @@ from kvjax import cache as caches
 from kvjax.command.progress import Progress
 from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
-from kvjax.evaluate.config import EvaluateConfig
+from kvjax.evaluate.config import POLICIES, EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, budget_policy, contender, known_orders
 from kvjax.evaluate.gates import TauSearch, by_lambda, most_selective, nearest, of_method, own_tau
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
@@ -262,6 +262,18 @@ def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
             f"--policies {policy} needs --gates of {entry.gates}, a folder that training exported"
         )
     return found if entry.gates is not None else found or config.gates
+
+
+def with_gates(config: EvaluateConfig) -> EvaluateConfig:
+    """Without the policies that there are no gates for, where none are named."""
+    if config.policies != POLICIES:
+        return config
+
+    def runs(policy: str) -> bool:
+        entry = contender(policy)
+        return not entry.needs_gates or bool(of_method(config.gates, entry.gates or entry.method))
+
+    return dataclasses.replace(config, policies=tuple(filter(runs, POLICIES)))
 
 
 def sizing_of(

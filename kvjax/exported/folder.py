@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file
 
-from kvjax.builtin import BUILTIN, builtin_gates
+from kvjax.builtin import GATES, builtin_gates
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.files import write_tensors, write_text
@@ -94,13 +94,13 @@ def sign(folder: str | Path, made_for: MadeFor) -> None:
 
 def is_exported(folder: str | Path) -> bool:
     """Whether a folder holds what training exports."""
-    return str(folder) == BUILTIN or all((Path(folder) / name).is_file() for name in (WEIGHTS, DESCRIPTION))
+    return str(folder) in GATES or all((Path(folder) / name).is_file() for name in (WEIGHTS, DESCRIPTION))
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:
-    """The weights and the description; of `builtin` those that come with kvjax, of a training run's folder those that
-    it exported. Raises UserError if one is missing."""
-    folder = builtin_gates() if str(folder) == BUILTIN else _of_run(Path(folder))
+    """The weights and the description; of a name of `kvjax.builtin.GATES` those that come with kvjax, of a training
+    run's folder those that it exported. Raises UserError if one is missing."""
+    folder = builtin_gates(str(folder)) if str(folder) in GATES else _of_run(Path(folder))
     files = folder / WEIGHTS, folder / DESCRIPTION
     for file in files:
         if not file.is_file():

@@ -13,7 +13,7 @@ from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
 from kvjax.train.features import Memory
 from kvjax.train.reconstruction import reconstruction
-from kvjax.train.targets import answer, collect, kind_of, next_token
+from kvjax.train.targets import answer, collect, kind_of, larger, next_token
 from tests.tiny_models import tiny_model
 
 PREFIX = 2
@@ -114,6 +114,21 @@ def test_targets_are_what_a_direct_computation_gives(teacher):
     assert score.min() >= 0
     assert score.max() <= 1
     assert np.ptp(score) > 0.1
+
+
+def test_of_two_teachers_the_larger_score_counts():
+    names = "answer", "reconstruction"
+    both = larger(*(TEACHERS[name] for name in names))
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        store = Memory(kind_of(model, "hidden"), [len(x.tokens) for x in CONTEXTS])
+        collect(model, CONTEXTS, store, both, "hidden")
+    made = store.read().take(np.arange(68))
+    one, other = (alone(name)["score"] for name in names)
+    assert (one > other).any()
+    assert (other > one).any()
+    np.testing.assert_allclose(made["score"], np.maximum(one, other), atol=1e-6)
+    np.testing.assert_allclose(made["input"], alone("answer")["input"], atol=1e-6)
 
 
 @pytest.mark.parametrize("teacher", ["next_token", "reconstruction"])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from kvjax.builtin import BUILTIN
 from kvjax.errors import UserError
 from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
 from kvjax.exported.module import arrays_of, filled
@@ -15,6 +16,8 @@ from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
 METHOD = "fast_kvzip"
 """As config.json has it."""
+PACKAGED = f"{BUILTIN}:{METHOD}"
+"""The built-in model's gates."""
 
 
 class Sizes(NamedTuple):
@@ -59,6 +62,7 @@ def gate_sizes(path: str | Path) -> Sizes:
     if is_torch_file(path):
         with TorchFile(path) as opened:
             return _published(opened)[0]
+    path = _named(path)
     return _described(path, describe(path))
 
 
@@ -71,6 +75,7 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str,
     config = getattr(model, "config", None)
     if is_torch_file(path):
         return _load_published(path, config)
+    path = _named(path)
     description = describe(path)
     sizes = _described(path, description)
     check_made_for(sizes, config)
@@ -87,6 +92,11 @@ def check_made_for(sizes: Sizes, model: Any) -> None:
                 f"fast_kvzip: these gates are for (layers, kv heads, query heads of each, width) = {sizes[:4]}, the "
                 f"model has {wanted}"
             )
+
+
+def _named(path: str | Path) -> str | Path:
+    """Of `builtin` this method's."""
+    return PACKAGED if str(path) == BUILTIN else path
 
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
