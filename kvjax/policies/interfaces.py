@@ -203,6 +203,12 @@ class Eviction(Role, abc.ABC):
         """When it compacts where nothing else is said."""
         return AtPrompt()
 
+    def refuses_moment(self, moment: Moment) -> str:
+        """Why it is not compacted then; empty: it can be."""
+        if self.rereads and moment.when != "prompt":
+            return f"has the whole prompt read again before it scores it: when must be 'prompt', got {moment.when!r}"
+        return ""
+
     @property
     def refuses_threshold(self) -> str:
         """Why it needs to know how many entries stay, which a threshold does not say; empty: it does not."""

@@ -54,6 +54,9 @@ class Wrapper(Eviction):
     def usual_moment(self) -> Moment:
         return self.eviction.usual_moment
 
+    def refuses_moment(self, moment: Moment) -> str:
+        return self.eviction.refuses_moment(moment)
+
     @property
     def refuses_threshold(self) -> str:
         return self.eviction.refuses_threshold

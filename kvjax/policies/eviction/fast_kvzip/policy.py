@@ -25,6 +25,8 @@ CHUNK = 16_000
 """Tokens of a prompt between two compactions."""
 FIRST, LAST = 4, 128
 """Entries of each kv head that always stay while decoding, unless others are named."""
+OF_PROMPTS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
+"""Fields that say what stays of a prompt, and the word that does while decoding."""
 Waiting = Any
 """What the gates see of the last tokens, [b (k) w d], that of position i in slot i mod w; (): nothing waits."""
 
@@ -48,8 +50,8 @@ class FastKVzip(Eviction):
     share: float = host(default=0.02)
     """… the window is this share of theirs."""
     prefix: int | None = host(default=None)
-    """A prompt's first tokens, which stay beside the budget (while decoding `first` says how many do); None: those in
-    common with `opening`, and the first 4 in any case."""
+    """A prompt's first tokens, which stay beside the budget; None: those in common with `opening`, and the first 4 in
+    any case."""
     opening: tuple[int, ...] = host(default=(), repr=False)
     """Token ids that come before a user's text, a system prompt among them; none: the tokenizer's, or those that the
     gates were trained behind."""
@@ -96,6 +98,15 @@ class FastKVzip(Eviction):
             own = opening(self.tokenizer)
         # an instruction may stand behind the template's own
         return told or (trained if trained[: len(own)] == own else own)
+
+    def refuses_moment(self, moment: Moment) -> str:
+        for field in dataclasses.fields(self) if moment.while_decoding else ():
+            if field.name in OF_PROMPTS and getattr(self, field.name) != field.default:
+                return (
+                    f"takes {field.name} where it compacts prompts, got when={moment.when!r}: while decoding "
+                    f"{OF_PROMPTS[field.name]} says what stays"
+                )
+        return super().refuses_moment(moment)
 
     def check(self, model: Any) -> None:
         check_made_for(Sizes.of(self.gates, self.inputs), model)

@@ -184,6 +184,22 @@ REFUSED = [
     ({"entries": 999, "when": "position", "every": 200}, "after every 128 or fewer"),
     ({"entries": 999, "when": "overflow"}, "takes a share of every head's own entries"),
     ({"ratio": 0.5, "admission": "streaming_llm"}, "fast_kvzip shares out a budget of ranges of a prompt"),
+    (
+        {"ratio": 0.5, "first": 0},
+        "fast_kvzip takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
+    ),
+    (
+        {"ratio": 0.5, "last": 9, "when": "prompt"},
+        "takes last where .* got when='prompt': of a prompt window says",
+    ),
+    (
+        {"entries": 999, "when": "position", "prefix": 9},
+        "takes prefix where it compacts prompts, .*decoding first says",
+    ),
+    (
+        {"entries": 999, "when": "every", "every": 9, "window": 9},
+        "takes window where .*'every': while decoding last",
+    ),
     ({"ratio": 0.5, "observers": [1, 2]}, "observers=.* is for methods that look back"),
     ({"ratio": 0.5, "pyramid": 3}, "has no argument 'pyramid'"),
     (
