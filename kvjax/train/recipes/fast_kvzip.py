@@ -3,7 +3,7 @@ features of a frozen model (arXiv:2601.17668, Sec. 3)."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -85,12 +85,14 @@ class KVzipGates(Recipe):
     """Of text: contexts of documents joined, from the first that come on."""
     target: Literal["reconstruction", "next_token", "answer"] = "reconstruction"
     """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
-    that any later query of the context does, or that questions of it with their answers do (built-in tasks)."""
+    that any later query of the context does, or that questions of it with their answers do (built-in tasks). Where
+    --data names text and no target is told it is the first."""
     targets: Literal["disk", "memory"] | None = None
     """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
     this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
-    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE."""
+    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE. This,
+    --form, --dim and --sinks are those of --init unless they are told beside it."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
     """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
     dim: int = 16
@@ -103,8 +105,7 @@ class KVzipGates(Recipe):
     momentum: float = 0.9
     """SGD's."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
-    """Gates to begin with instead of random ones, of the same sizes: a folder that a run exported, or a .pt file of the
-    authors'."""
+    """Gates to begin with instead of random ones: a folder that a run exported, or a .pt file of the authors'."""
     ratio: float = 0.3
     """Of the cache, that the report's policy keeps; gates are not trained for one."""
 
@@ -130,6 +131,16 @@ class KVzipGates(Recipe):
         yield self.lr > 0, "--lr", "above 0", self.lr
         yield 0 <= self.momentum < 1, "--momentum", "at least 0 and below 1", self.momentum
         yield 0 < self.ratio <= 1, "--ratio", "above 0 and at most 1", self.ratio
+
+    def fitted(self, told: Container[str]) -> Recipe:
+        found: dict[str, Any] = {}
+        if "data" in told and self.data != "builtin" and self.target == "answer":
+            found["target"] = "reconstruction"  # of text there are no questions
+        if "init_" in told and self.init_ is not None:
+            sizes = read_init(gate_sizes, self.init_)._asdict()
+            found |= {name: sizes[name] for name in ("dim", "sinks", "form", "inputs")}
+        untold = {name: value for name, value in found.items() if name not in told}
+        return dataclasses.replace(super().fitted(told), **untold)
 
     def check(self) -> None:
         super().check()

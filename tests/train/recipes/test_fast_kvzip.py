@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode
-from kvjax.policies.eviction.fast_kvzip import load_gates
+from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.struct import leaves_by_path
 from kvjax.train.config import SAVED, parse
-from kvjax.train.loop import export_checkpoint, train
+from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
@@ -261,9 +262,38 @@ def test_gates_can_begin_with_others(whole, tmp_path):
         gates = recipe.begin(jax.jit(recipe.init)(whole.model))
     for name, x in leaves_by_path(whole.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
-    wrong = dataclasses.replace(recipe, dim=8)
-    with pytest.raises(UserError, match=r"^--init .*gates: these gates have dim 16, the run's 8$"):
-        train(wrong)
+
+
+def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
+    """Unless they are told beside them, in a file or on the command line; what disagrees is refused."""
+    with jax.set_mesh(make_mesh()):
+        gates = SinkGate(2, 4, 1, 16, dim=8, sinks=3, form="paper", rngs=nnx.Rngs(0))
+    save_gates(tmp_path / "gates", gates, {"inputs": "k"})
+    init, out = ["--init", str(tmp_path / "gates")], ["--out", str(tmp_path / "run")]
+    (tmp_path / "own.yaml").write_text(
+        f"method: fast_kvzip\nmodel: {MODEL}\ninit: {tmp_path / 'gates'}\nsinks: 5\n"
+    )
+    (tmp_path / "other.yaml").write_text(f"method: fast_kvzip\nmodel: {MODEL}\ndim: 4\n")
+    for args, wanted in (
+        ([*ARGS, *init], (8, 3, "paper", "k")),
+        ([*ARGS, *init, "--dim", "4", "--inputs", "hidden"], (4, 3, "paper", "hidden")),
+        (["--config", str(tmp_path / "own.yaml")], (8, 5, "paper", "k")),
+        (["--config", str(tmp_path / "other.yaml"), *init], (8, 3, "paper", "k")),
+        (["--config", str(tmp_path / "other.yaml")], (4, 16, "sink", "hidden")),
+    ):
+        found = parse([*args, *out])
+        assert (found.dim, found.sinks, found.form, found.inputs) == wanted
+    with pytest.raises(UserError, match=r"^--init .*gates: these gates have dim 8, the run's 4$"):
+        check(parse([*ARGS, *init, "--dim", "4", "--out", str(tmp_path / "run")]))
+
+
+def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
+    """Also with the built-in model, whose own tasks have questions."""
+    builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
+    assert parse(builtin).target == "answer"
+    assert parse([*builtin, "--data", "texts"]).target == "reconstruction"
+    assert parse([*builtin, "--data", "texts", "--target", "next_token"]).target == "next_token"
+    assert parse([*builtin, "--data", "builtin"]).target == "answer"
 
 
 def test_a_folder_with_the_targets_of_another_run_is_refused_and_free_for_others(whole, tmp_path):
