@@ -24,7 +24,7 @@ from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
-from kvjax.train.features import HeldOut, Memory, Shards, batches
+from kvjax.train.features import HeldOut, Memory, Shards, batches, check_positions
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
 from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.reconstruction import reconstruction, repetition
@@ -186,7 +186,9 @@ class KVzipGates(Recipe):
                 f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
                 "not shared between hosts"
             )
-        return functools.partial(self._open, *self._contexts())
+        contexts, held_out = self._contexts()
+        check_positions(sum(len(context.tokens) for context in contexts), self.rows)
+        return functools.partial(self._open, contexts, held_out)
 
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
         """Those that are trained on, and held-out sequences for the report."""

@@ -331,14 +331,22 @@ def test_wrong_options_are_said_in_one_line(wrong, said, tmp_path):
         parse([*ARGS, *wrong, "--out", str(tmp_path / "run")])
 
 
-def test_too_few_positions_are_said_in_one_line(tmp_path):
-    args = [*ARGS, "--mesh", "1", "--out", str(tmp_path / "run")]
-    with pytest.raises(UserError, match=r"an update takes 1000 positions, and there are \d+ to train on"):
-        train(parse([*args, "--batch", "1000", "--targets", "memory"]))
-    assert not (tmp_path / "run" / SAVED).exists()
+def refused_before_anything_is_read(args, folder, monkeypatch, said):
+    def read(*_, **__):
+        raise AssertionError("the model is read")
+
+    monkeypatch.setattr("kvjax.train.loop.load_model", read)
+    with pytest.raises(UserError, match=said):
+        train(parse([*ARGS, "--mesh", "1", "--out", str(folder), *args]))
+    assert not (folder / SAVED).exists()
 
 
-def test_several_processes_are_refused_in_one_line(monkeypatch):
+def test_too_few_positions_are_said_in_one_line(tmp_path, monkeypatch):
+    said = r"^an update takes 1000 positions, and there are 199 to train on"
+    refused_before_anything_is_read(["--batch", "1000"], tmp_path / "run", monkeypatch, said)
+
+
+def test_several_processes_are_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="--method fast_kvzip runs in one process, and this run has 2"):
-        KVzipGates().collect()
+    said = "^--method fast_kvzip runs in one process, and this run has 2"
+    refused_before_anything_is_read([], tmp_path / "run", monkeypatch, said)
