@@ -3,22 +3,27 @@
 import sys
 import time
 from types import TracebackType
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
+C = TypeVar("C", bound="Counted")
 
-class Progress:
-    """As a context, on stderr; `total` of `what`, `finished` of them before."""
 
-    def __init__(self, what: str, total: int, finished: int):
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Bar(*columns, console=Console(stderr=True)) if sys.stderr.isatty() else None
-        self._task = None if self._bar is None else self._bar.add_task(what, total=total, completed=finished)
+class Counted:
+    """As a context, on stderr; `total` of `what`, `finished` of them before. On a terminal a bar with these columns
+    behind it, whose text fields begin as `fields`."""
+
+    def __init__(self, what: str, total: int, finished: int, *columns: ProgressColumn, **fields: Any):
         self._total, self._finished, self._began = total, finished, time.monotonic()
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = Bar(TextColumn(what), BarColumn(), *columns, console=Console(stderr=True))
+            self._task = self._bar.add_task(what, total=total, completed=finished, **fields)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self: C) -> C:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -29,10 +34,17 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
+
+class Progress(Counted):
+    """What is finished one by one, with a line for each."""
+
+    def __init__(self, what: str, total: int, finished: int):
+        super().__init__(what, total, finished, MofNCompleteColumn(), TimeElapsedColumn())
+
     def done(self, line: str) -> None:
         """One more is finished: what to say of it."""
         self._finished += 1
-        if self._bar is not None and self._task is not None:
+        if self._bar is not None:
             self._bar.console.print(line, highlight=False, markup=False)
             self._bar.update(self._task, completed=self._finished)
         else:

@@ -152,7 +152,8 @@ class Ahead(NamedTuple):
     share: float = 0.0
     """… it is this share of theirs."""
     prefix: int = 0
-    """A prompt's first tokens, which stay beside the budget and count for none of its tokens."""
+    """The most of a prompt's first tokens that stay beside the budget and count for none of its tokens; how many of one
+    prompt do, `Eviction.prefix_of` says."""
 
 
 class Needs(NamedTuple):
@@ -202,6 +203,12 @@ class Eviction(Role, abc.ABC):
         """When it compacts where nothing else is said."""
         return AtPrompt()
 
+    def refuses_moment(self, moment: Moment) -> str:
+        """Why it is not compacted then; empty: it can be."""
+        if self.rereads and moment.when != "prompt":
+            return f"has the whole prompt read again before it scores it: when must be 'prompt', got {moment.when!r}"
+        return ""
+
     @property
     def refuses_threshold(self) -> str:
         """Why it needs to know how many entries stay, which a threshold does not say; empty: it does not."""
@@ -239,6 +246,11 @@ class Eviction(Role, abc.ABC):
     def reread(self, step: Step, passage: Passage) -> Numbers:
         """The planes' numbers of the entries in a passage, once a pass's tokens (`step`) have looked at them."""
         return {}
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        """How many of a prompt's first tokens stay beside the budget where a compaction passes over its newest
+        (`Needs.ahead`), of its token ids; on the host."""
+        return 0
 
     @property
     def rereads(self) -> bool:

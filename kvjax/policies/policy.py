@@ -124,11 +124,9 @@ class Policy:
         """Refuse what the eviction does not go with."""
         if self.budget is None:
             raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
-        if eviction.rereads and self.when is not None and self.when.when != "prompt":
-            raise UserError(
-                f"{eviction.label} has the whole prompt read again before it scores it: when must be 'prompt', got "
-                f"{self.when.when!r}"
-            )
+        assert self.when is not None
+        if refusal := eviction.refuses_moment(self.when):
+            raise UserError(f"{eviction.label} {refusal}")
         plan, name = self.plan, self.name
         assert plan is not None
         moment = plan.moment

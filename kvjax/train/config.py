@@ -118,7 +118,8 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
         if told in (None, written):
             raise
         raise UserError(f"{error}. The file is for --method {written}, not {told}") from None
-    return loaded.fitted({str(key).replace("-", "_") for key in read_values(find_config(name))})
+    keys = {f"--{key}".replace("_", "-") for key in read_values(find_config(name))}
+    return loaded.fitted({x.name for x in dataclasses.fields(recipe) if option(x.name) in keys})
 
 
 def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:

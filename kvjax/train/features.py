@@ -273,20 +273,21 @@ THREADS, AHEAD = 8, 4
 """That read, and updates that they read ahead."""
 
 
-def batches(features: Features, rows: int, steps: int, seed: int) -> grain.DatasetIterator:
-    """Each update's `rows` positions: a permutation of those that are trained on for each epoch, whose remainder is
-    left out. Read by threads while the devices work.
+def check_positions(count: int, rows: int) -> None:
+    """Raises UserError if so many positions are fewer than an update takes, beside those that are held out."""
+    training = count - len(range(0, count, HELD_OUT))
+    if training < rows:
+        raise UserError(
+            f"an update takes {rows} positions, and there are {training} to train on: lower --batch, or take more or "
+            "longer contexts"
+        )
 
-    Raises:
-        UserError: fewer positions than an update takes.
-    """
+
+def batches(features: Features, rows: int, steps: int, seed: int) -> grain.DatasetIterator:
+    """Each update's `rows` positions: a permutation of those that are trained on for each epoch, of which there are as
+    many (`check_positions`) and whose remainder is left out. Read by threads while the devices work."""
     positions = features.training
     each = len(positions) // rows
-    if not each:
-        raise UserError(
-            f"an update takes {rows} positions, and there are {len(positions)} to train on: lower --batch, or take "
-            "more or longer contexts"
-        )
     lock = threading.Lock()
 
     @functools.lru_cache(maxsize=2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches
+from kvjax.train.features import HeldOut, Kind, Memory, Shards, batches, check_positions
 from kvjax.train.validation import in_rows
 
 SIZES = 150, 260
@@ -149,10 +149,11 @@ def test_an_epoch_has_every_position_that_is_not_held_out_once(shards):
         assert len(epoch) == len(set(epoch)) == 400
         assert not set(epoch) & set(features.held_out.tolist())
     assert epochs[0] != epochs[1]
+    check_positions(len(features), 405)
     with pytest.raises(
         UserError, match="an update takes 406 positions, and there are 405 to train on: lower --batch"
     ):
-        batches(features, 406, 1, seed=1)
+        check_positions(len(features), 406)
 
 
 def test_batches_go_on_where_they_stood(shards):

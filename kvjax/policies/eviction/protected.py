@@ -3,6 +3,7 @@
 from kvjax.errors import whole_number
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Needs
+from kvjax.policies.moment import Moment
 from kvjax.struct import assign, host, struct
 
 
@@ -21,6 +22,15 @@ class Protected(Wrapper):
         for name in ("first", "last"):
             if (number := getattr(self, name)) is not None:
                 assign(self, **{name: whole_number("eviction", name, number, 0)})
+
+    def refuses_moment(self, moment: Moment) -> str:
+        for name, of_prompts in (("first", "prefix"), ("last", "window")):
+            if getattr(self, name) is not None and self.needs.ahead is not None and not moment.while_decoding:
+                return (
+                    f"takes {name} where it compacts while decoding, got when={moment.when!r}: of a prompt "
+                    f"{of_prompts} says what stays"
+                )
+        return super().refuses_moment(moment)
 
     @property
     def needs(self) -> Needs:

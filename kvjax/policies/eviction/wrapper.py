@@ -54,6 +54,9 @@ class Wrapper(Eviction):
     def usual_moment(self) -> Moment:
         return self.eviction.usual_moment
 
+    def refuses_moment(self, moment: Moment) -> str:
+        return self.eviction.refuses_moment(moment)
+
     @property
     def refuses_threshold(self) -> str:
         return self.eviction.refuses_threshold
@@ -94,6 +97,9 @@ class Wrapper(Eviction):
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
         return self.eviction.passes(row)
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        return self.eviction.prefix_of(row)
 
     def reread(self, step: Step, passage: Passage) -> Numbers:
         return self.eviction.reread(step, passage)

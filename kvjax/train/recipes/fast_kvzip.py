@@ -3,7 +3,7 @@ features of a frozen model (arXiv:2601.17668, Sec. 3)."""
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -22,9 +22,9 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
-from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
+from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
-from kvjax.train.features import HeldOut, Memory, Shards, batches
+from kvjax.train.features import HeldOut, Memory, Shards, batches, check_positions
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
 from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.reconstruction import reconstruction, repetition
@@ -44,6 +44,8 @@ from kvjax.train.targets import Teacher, answer, collect, kind_of, larger, next_
 
 TARGETS = "targets"
 """The run's folder's, where features and targets are."""
+ASKED = "answer", "both"
+"""Targets that need questions."""
 RATIOS = 0.2, 0.3, 0.4, 0.5
 """Of the cache, that the rows of a report keep."""
 Batch = Mapping[str, Float[Array, "b l ..."]]
@@ -85,13 +87,15 @@ class KVzipGates(Recipe):
     """Of text: contexts of documents joined, from the first that come on."""
     target: Literal["reconstruction", "next_token", "answer", "both"] = "reconstruction"
     """What is learned: KVzip's scores, the most that a context's repetition pays to a key; or, for comparison, the most
-    that any later query of the context does, or that questions of it with their answers do (built-in tasks); or the
-    larger of what its repetition and its questions pay (both)."""
+    that any later query of the context does, or that questions of it with their answers do (built-in tasks), or the
+    larger of what its repetition and its questions pay (both). Where --data names text and no target is told it is the
+    first."""
     targets: Literal["disk", "memory"] | None = None
     """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
     this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
-    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE."""
+    """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE. This,
+    --form, --dim and --sinks are those of --init unless they are told beside it."""
     form: Literal["sink", "paper", "sigmoid", "linear", "mlp"] = "sink"
     """The gate's, as published, or for comparison (`kvjax.policies.eviction.fast_kvzip.FORMS`)."""
     dim: int = 16
@@ -104,8 +108,7 @@ class KVzipGates(Recipe):
     momentum: float = 0.9
     """SGD's."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None
-    """Gates to begin with instead of random ones, of the same sizes: a folder that a run exported, or a .pt file of the
-    authors'."""
+    """Gates to begin with instead of random ones: a folder that a run exported, or a .pt file of the authors'."""
     ratio: float = 0.3
     """Of the cache, that the report's policy keeps; gates are not trained for one."""
 
@@ -132,9 +135,19 @@ class KVzipGates(Recipe):
         yield 0 <= self.momentum < 1, "--momentum", "at least 0 and below 1", self.momentum
         yield 0 < self.ratio <= 1, "--ratio", "above 0 and at most 1", self.ratio
 
+    def fitted(self, told: Container[str]) -> Recipe:
+        found: dict[str, Any] = {}
+        if "data" in told and self.data != "builtin" and self.target in ASKED:
+            found["target"] = "reconstruction"  # of text there are no questions
+        if "init_" in told and self.init_ is not None:
+            sizes = read_init(gate_sizes, self.init_)._asdict()
+            found |= {name: sizes[name] for name in ("dim", "sinks", "form", "inputs")}
+        untold = {name: value for name, value in found.items() if name not in told}
+        return dataclasses.replace(super().fitted(told), **untold)
+
     def check(self) -> None:
         super().check()
-        if self.target in ("answer", "both") and self.data != "builtin":
+        if self.target in ASKED and self.data != "builtin":
             raise UserError(
                 f"--target {self.target}: --data {self.data} has no questions, which the built-in tasks have (--data "
                 "builtin)"
@@ -177,7 +190,9 @@ class KVzipGates(Recipe):
                 f"--method {self.method} runs in one process, and this run has {jax.process_count()}: its features are "
                 "not shared between hosts"
             )
-        return functools.partial(self._open, *self._contexts())
+        contexts, held_out = self._contexts()
+        check_positions(sum(len(context.tokens) for context in contexts), self.rows)
+        return functools.partial(self._open, contexts, held_out)
 
     def _contexts(self) -> tuple[list[Context], list[TokenRow]]:
         """Those that are trained on, and held-out sequences for the report."""
@@ -270,7 +285,7 @@ class KVzipGates(Recipe):
         }
         whole = gather(params, *AXES)
         if jax.process_index() == 0:
-            save_gates(folder, whole, self.own_options() | origin | trained)
+            save_gates(folder, whole, self.own_options() | origin | trained | {"opening": self._opening()})
 
     def draw(self, folder: Path, validation: Validation) -> None:
         found = validation.by_sequence
@@ -281,8 +296,13 @@ class KVzipGates(Recipe):
     def use_options(self) -> Sequence[str]:
         return "--set", f"ratio={self.ratio:g}"
 
+    def _opening(self) -> list[int]:
+        """Token ids of what contexts are read behind, which stays in the cache of every prompt that begins so."""
+        return prefix(load_tokenizer(self.model), self.instruction).tolist()
+
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        return make_policy("fast_kvzip", gates=params, inputs=self.inputs, model=model, ratio=self.ratio)
+        told = {"gates": params, "inputs": self.inputs, "opening": self._opening()}
+        return make_policy("fast_kvzip", model=model, ratio=self.ratio, **told)
 
     def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
         ratios = dict.fromkeys((self.ratio, *RATIOS))

@@ -13,19 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
-from kvjax.policies.eviction.fast_kvzip import load_gates
+from kvjax.models import load_tokenizer
+from kvjax.models.chat import encode
+from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.struct import leaves_by_path
 from kvjax.train.config import SAVED, parse
-from kvjax.train.loop import export_checkpoint, train
+from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
-from tests.tiny_models import tiny_model
+from tests.tasks.model_tokenizers import smol_tokenizer
+from tests.tiny_models import tiny_model, tiny_sink_gates
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(builtin_model("test_model"))
@@ -225,6 +229,7 @@ def test_what_a_run_leaves(whole, capsys):
     for name, x in leaves_by_path(whole.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
     assert described["target"] == "reconstruction"
+    assert described["opening"] == [load_tokenizer(MODEL).bos_token_id]
     assert described["validation"] == pytest.approx(whole.validation.numbers | {"positions": 3})
     text = str(whole.validation)
     assert text.startswith("held out (3 positions): ")
@@ -237,6 +242,18 @@ def test_what_a_run_leaves(whole, capsys):
     assert "targets" in capsys.readouterr().err
 
 
+def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
+    """Neither the chat template's system prompt nor the instruction, in the prompts that have them."""
+    tokenizer, recipe = smol_tokenizer(), KVzipGates()
+    monkeypatch.setattr("kvjax.train.recipes.fast_kvzip.load_tokenizer", lambda model: tokenizer)
+    model = tiny_model()
+    policies = recipe.sweep(tiny_sink_gates(model), model, [])
+    for text in ("", f"{recipe.instruction}\n\n"):
+        before = encode(tokenizer, text, "beginning")
+        row = np.array([*before, *tokenizer("One city is Paris.")["input_ids"]])
+        assert [x.eviction.prefix_of(row) for x in policies.values()] == [len(before)] * 4
+
+
 def test_gates_can_begin_with_others(whole, tmp_path):
     recipe = dataclasses.replace(
         parse([*ARGS, "--out", str(tmp_path / "run"), "--init", str(whole.folder / "gates")])
@@ -245,9 +262,38 @@ def test_gates_can_begin_with_others(whole, tmp_path):
         gates = recipe.begin(jax.jit(recipe.init)(whole.model))
     for name, x in leaves_by_path(whole.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
-    wrong = dataclasses.replace(recipe, dim=8)
-    with pytest.raises(UserError, match=r"^--init .*gates: these gates have dim 16, the run's 8$"):
-        train(wrong)
+
+
+def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
+    """Unless they are told beside them, in a file or on the command line; what disagrees is refused."""
+    with jax.set_mesh(make_mesh()):
+        gates = SinkGate(2, 4, 1, 16, dim=8, sinks=3, form="paper", rngs=nnx.Rngs(0))
+    save_gates(tmp_path / "gates", gates, {"inputs": "k"})
+    init, out = ["--init", str(tmp_path / "gates")], ["--out", str(tmp_path / "run")]
+    (tmp_path / "own.yaml").write_text(
+        f"method: fast_kvzip\nmodel: {MODEL}\ninit: {tmp_path / 'gates'}\nsinks: 5\n"
+    )
+    (tmp_path / "other.yaml").write_text(f"method: fast_kvzip\nmodel: {MODEL}\ndim: 4\n")
+    for args, wanted in (
+        ([*ARGS, *init], (8, 3, "paper", "k")),
+        ([*ARGS, *init, "--dim", "4", "--inputs", "hidden"], (4, 3, "paper", "hidden")),
+        (["--config", str(tmp_path / "own.yaml")], (8, 5, "paper", "k")),
+        (["--config", str(tmp_path / "other.yaml"), *init], (8, 3, "paper", "k")),
+        (["--config", str(tmp_path / "other.yaml")], (4, 16, "sink", "hidden")),
+    ):
+        found = parse([*args, *out])
+        assert (found.dim, found.sinks, found.form, found.inputs) == wanted
+    with pytest.raises(UserError, match=r"^--init .*gates: these gates have dim 8, the run's 4$"):
+        check(parse([*ARGS, *init, "--dim", "4", "--out", str(tmp_path / "run")]))
+
+
+def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
+    """Also with the built-in model, whose own tasks have questions."""
+    builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
+    assert parse(builtin).target == "answer"
+    assert parse([*builtin, "--data", "texts"]).target == "reconstruction"
+    assert parse([*builtin, "--data", "texts", "--target", "next_token"]).target == "next_token"
+    assert parse([*builtin, "--data", "builtin"]).target == "answer"
 
 
 def test_a_folder_with_the_targets_of_another_run_is_refused_and_free_for_others(whole, tmp_path):
@@ -285,14 +331,22 @@ def test_wrong_options_are_said_in_one_line(wrong, said, tmp_path):
         parse([*ARGS, *wrong, "--out", str(tmp_path / "run")])
 
 
-def test_too_few_positions_are_said_in_one_line(tmp_path):
-    args = [*ARGS, "--mesh", "1", "--out", str(tmp_path / "run")]
-    with pytest.raises(UserError, match=r"an update takes 1000 positions, and there are \d+ to train on"):
-        train(parse([*args, "--batch", "1000", "--targets", "memory"]))
-    assert not (tmp_path / "run" / SAVED).exists()
+def refused_before_anything_is_read(args, folder, monkeypatch, said):
+    def read(*_, **__):
+        raise AssertionError("the model is read")
+
+    monkeypatch.setattr("kvjax.train.loop.load_model", read)
+    with pytest.raises(UserError, match=said):
+        train(parse([*ARGS, "--mesh", "1", "--out", str(folder), *args]))
+    assert not (folder / SAVED).exists()
 
 
-def test_several_processes_are_refused_in_one_line(monkeypatch):
+def test_too_few_positions_are_said_in_one_line(tmp_path, monkeypatch):
+    said = r"^an update takes 1000 positions, and there are 199 to train on"
+    refused_before_anything_is_read(["--batch", "1000"], tmp_path / "run", monkeypatch, said)
+
+
+def test_several_processes_are_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match="--method fast_kvzip runs in one process, and this run has 2"):
-        KVzipGates().collect()
+    said = "^--method fast_kvzip runs in one process, and this run has 2"
+    refused_before_anything_is_read([], tmp_path / "run", monkeypatch, said)

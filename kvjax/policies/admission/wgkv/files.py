@@ -1,6 +1,7 @@
 """Write gates as `kvjax.exported.folder` has them, weights and a description, and as WG-KV's authors publish them: a
 file of torch.save's."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,9 +9,10 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.errors import UserError, shown
-from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.folder import save_exported
+from kvjax.exported.gates import Found, open_gates
 from kvjax.exported.module import arrays_of, filled
-from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
+from kvjax.exported.torch_file import TorchFile, shape_of
 from kvjax.policies.admission.wgkv.gate import WriteGate
 
 PUBLISHED = {"tau": 0.1, "window": 256}
@@ -52,10 +54,8 @@ def save_gates(folder: str | Path, gates: WriteGate, description: dict[str, Any]
 
 def gate_sizes(path: str | Path) -> Sizes:
     """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
-    if is_torch_file(path):
-        with TorchFile(path) as opened:
-            return _published(opened)[0]
-    return _described(path, describe(path))
+    with open_gates(path, _described, _published) as (found, _):
+        return found.sizes
 
 
 def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str, Any]]:
@@ -64,13 +64,9 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[WriteGate, dict[str
 
     Raises UserError naming the file that is wrong, and for gates that are not for `model`.
     """
-    config = getattr(model, "config", None)
-    if is_torch_file(path):
-        return _load_published(path, config)
-    description = describe(path)
-    sizes = _described(path, description)
-    check_made_for(sizes[:3], config)
-    return filled(sizes.make, load_arrays(path), exported_files(path)[0]), description
+    with open_gates(path, _described, _published) as (found, file):
+        check_made_for(found.sizes[:3], getattr(model, "config", None))
+        return filled(found.sizes.make, found.arrays(), file), found.description
 
 
 def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
@@ -90,13 +86,11 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
         raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
 
 
-def _load_published(file: str | Path, model: Any) -> tuple[WriteGate, dict[str, Any]]:
-    with TorchFile(file) as opened:
-        sizes, layers = _published(opened)
-        check_made_for(sizes[:3], model)
-        norm_pre, norm_post, w1, b1, w2, b2 = opened.stack(layers, _shapes(sizes)).values()
+def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """An authors' file's, by the names of ours."""
+    norm_pre, norm_post, w1, b1, w2, b2 = opened.stack(layers, _shapes(sizes)).values()
     heads, width = w2.shape[:2], w2.shape[2]
-    arrays = {
+    return {
         "norm_pre": norm_pre,
         "norm_post": norm_post,
         "w1": w1.reshape(*heads, width, -1).swapaxes(2, 3),
@@ -104,10 +98,17 @@ def _load_published(file: str | Path, model: Any) -> tuple[WriteGate, dict[str, 
         "w2": w2.reshape(*heads, width),
         "b2": b2,
     }
-    return filled(sizes.make, arrays, file), {"method": "wgkv"} | sizes._asdict() | PUBLISHED
 
 
-def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
+def _published(opened: TorchFile) -> Found[Sizes]:
+    """What an authors' file has, of the sizes that its first layer has."""
+    sizes, layers = _layers(opened)
+    opened.check(layers, _shapes(sizes))
+    description = {"method": "wgkv"} | sizes._asdict() | PUBLISHED
+    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
+
+
+def _layers(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     """The sizes that the first layer has, and what there is of each layer."""
     found: dict[int, dict[str, Any]] = {}
     for name, value in opened.content.items() if isinstance(opened.content, dict) else ():
@@ -119,9 +120,7 @@ def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
     shapes = [shape_of(layers[0], name) for name in ("pre_key_norm.weight", "conv2.weight")] if layers else []
     match shapes:
         case [(int(head_dim),), (int(kv_heads), int(width), 1)] if min(head_dim, kv_heads, width) > 0:
-            sizes = Sizes(len(layers), kv_heads, head_dim, width / head_dim)
-            opened.check(layers, _shapes(sizes))
-            return sizes, layers
+            return Sizes(len(layers), kv_heads, head_dim, width / head_dim), layers
     raise UserError(
         f"{opened.file}: these are no WG-KV gates: layer 0 has no pre_key_norm and conv2 of any size"
     )

@@ -1,6 +1,7 @@
 """Gates as `kvjax.exported.folder` has them, weights and a description, and as Fast KVzip's authors publish them: a
 file of torch.save's."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,9 +10,10 @@ from flax import nnx
 
 from kvjax.builtin import BUILTIN
 from kvjax.errors import UserError
-from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.folder import save_exported
+from kvjax.exported.gates import Found, open_gates
 from kvjax.exported.module import arrays_of, filled
-from kvjax.exported.torch_file import TorchFile, is_torch_file, shape_of
+from kvjax.exported.torch_file import TorchFile, shape_of
 from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
 METHOD = "fast_kvzip"
@@ -59,11 +61,8 @@ def save_gates(folder: str | Path, gates: SinkGate, description: dict[str, Any])
 
 def gate_sizes(path: str | Path) -> Sizes:
     """The sizes of the gates in a folder or a file, whose weights are not read. Raises UserError as `load_gates`."""
-    if is_torch_file(path):
-        with TorchFile(path) as opened:
-            return _published(opened)[0]
-    path = _named(path)
-    return _described(path, describe(path))
+    with open_gates(_named(path), _described, _published) as (found, _):
+        return found.sizes
 
 
 def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str, Any]]:
@@ -72,14 +71,9 @@ def load_gates(path: str | Path, model: Any = None) -> tuple[SinkGate, dict[str,
 
     Raises UserError naming the file that is wrong, and for gates that are not for `model`.
     """
-    config = getattr(model, "config", None)
-    if is_torch_file(path):
-        return _load_published(path, config)
-    path = _named(path)
-    description = describe(path)
-    sizes = _described(path, description)
-    check_made_for(sizes, config)
-    return filled(sizes.make, load_arrays(path), exported_files(path)[0]), description
+    with open_gates(_named(path), _described, _published) as (found, file):
+        check_made_for(found.sizes, getattr(model, "config", None))
+        return filled(found.sizes.make, found.arrays(), file), found.description
 
 
 def check_made_for(sizes: Sizes, model: Any) -> None:
@@ -114,13 +108,11 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
         ) from None
 
 
-def _load_published(file: str | Path, model: Any) -> tuple[SinkGate, dict[str, Any]]:
-    with TorchFile(file) as opened:
-        sizes, layers = _published(opened)
-        check_made_for(sizes, model)
-        w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.stack(layers, _shapes(sizes)).values()
+def _arrays(opened: TorchFile, sizes: Sizes, layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """An authors' file's, by the names of ours."""
+    w_q, bias_q, w_k, norm_q, norm_k, k_base, b = opened.stack(layers, _shapes(sizes)).values()
     count, k, g, d, c = sizes[:5]
-    arrays = {
+    return {
         "w_q": w_q.reshape(count, k, g, c, d),
         "bias_q": bias_q.reshape(count, k, g, c),
         "w_k": w_k.reshape(count, k, c, d),
@@ -129,11 +121,10 @@ def _load_published(file: str | Path, model: Any) -> tuple[SinkGate, dict[str, A
         "k_base": k_base[:, :, 0],
         "b": b[:, :, 0],
     }
-    return filled(sizes.make, arrays, file), {"method": METHOD} | sizes._asdict()
 
 
-def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
-    """The sizes that the first layer has, held against those in the file's name, and what there is of each layer."""
+def _published(opened: TorchFile) -> Found[Sizes]:
+    """What an authors' file has, of the sizes that its first layer has, held against those in its name."""
     layers = opened.content.get("module") if isinstance(opened.content, dict) else None
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         raise UserError(
@@ -150,7 +141,8 @@ def _published(opened: TorchFile) -> tuple[Sizes, list[dict[str, Any]]]:
         if said and int(said[1]) != has:
             raise UserError(f"{opened.file}: its name says {word}{said[1]}, its arrays are of {word}{has}")
     opened.check(layers, _shapes(sizes))
-    return sizes, layers
+    description = {"method": METHOD} | sizes._asdict()
+    return Found(sizes, description, functools.partial(_arrays, opened, sizes, layers))
 
 
 def _shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
