@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: messages rendered by it, and what it puts around a text."""
+"""A tokenizer's chat template: messages rendered by it, and what it puts around a text and before it."""
 
 from typing import Any
 
@@ -32,3 +32,13 @@ def around(tokenizer: Any, messages: list[dict[str, Any]] | None = None, **optio
         raise UserError("the tokenizer's chat template does not show the user's text exactly once")
     before, _, after = whole.partition(PLACE)
     return before, after
+
+
+def opening(tokenizer: Any) -> tuple[int, ...]:
+    """The token ids that come before a user's text: the template's own, or without one those that the tokenizer begins
+    any text with."""
+    if getattr(tokenizer, "chat_template", None):
+        before, _ = around(tokenizer)
+        return tuple(tokenizer(before, add_special_tokens=False, verbose=False)["input_ids"])
+    whole, bare = (tokenizer("a", add_special_tokens=own)["input_ids"] for own in (True, False))
+    return tuple(whole[: whole.index(bare[0])])

@@ -9,6 +9,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, Quota
 from kvjax.mesh import BATCH, put
+from kvjax.policies.plan import Range
 from kvjax.policies.policy import Policy
 
 
@@ -51,24 +52,29 @@ def quota(
 def range_quota(
     policy: Policy,
     cache: Cache,
-    tokens: Sequence[int],
-    read: Sequence[int] | None = None,
-    before: Sequence[int] | None = None,
+    rows: Sequence[Int[np.ndarray, " _"]],
+    read: int | None = None,
+    before: int = 0,
 ) -> Quota:
-    """What stays of the ranges that a plan with `Needs.ahead` looks at, of prompts of so many tokens.
+    """What stays of the ranges that a plan with `Needs.ahead` looks at, of prompts of these token ids.
 
     The places of a range are a whole number of all that compete, int(ratio · entries), and not of each head.
 
     Args:
-        read: how many were read of each; None: all.
-        before: how many of them before the last compaction; None: there was none.
+        read: how many were read of each, if it has so many; None: all.
+        before: how many of them before the last compaction.
     """
-    plan = policy.plan
+    plan, eviction = policy.plan, policy.eviction
     assert plan is not None
-    read, before = tokens if read is None else read, [0] * len(tokens) if before is None else before
+    assert eviction is not None
     layers, _, heads = cache.layers.length.shape
     sizes = entry_bytes(cache)
-    ranges = [plan.range(*x, sizes) for x in zip(tokens, before, read, strict=True)]
+
+    def looked_at(row: Int[np.ndarray, " _"]) -> Range:
+        end = row.size if read is None else min(row.size, read)
+        return plan.range(row.size, min(row.size, before), end, sizes, eviction.prefix_of(row))
+
+    ranges = [looked_at(row) for row in rows]
     counts = np.stack([_places(x.tokens, x.ratio, layers, heads, plan.shares.over) for x in ranges], 1)
     newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
     none = np.zeros(len(ranges), np.int32)

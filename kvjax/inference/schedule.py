@@ -98,7 +98,7 @@ def at_prompt_end(
     dropped = [0] * len(rows)
     assert policy.plan is not None
     if policy.plan.in_ranges:
-        return compact_to(model, policy, cache, range_quota(policy, cache, [row.size for row in rows]))
+        return compact_to(model, policy, cache, range_quota(policy, cache, rows))
     observers = _guided(policy.plan, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
@@ -175,9 +175,7 @@ def _after_chunk(
     assert plan is not None
     stop = start + plan.moment.chunk
     if plan.in_ranges:
-        read, earlier = ([min(row.size, x) for row in rows] for x in (stop, start))
-        stays = range_quota(policy, cache, [row.size for row in rows], read, earlier)
-        return compact_to(model, policy, cache, stays)
+        return compact_to(model, policy, cache, range_quota(policy, cache, rows, stop, start))
 
     def looking(row, behind):
         if start < row.size <= stop or (plan.moment.guidance and row.size > stop):

@@ -152,7 +152,8 @@ class Ahead(NamedTuple):
     share: float = 0.0
     """… it is this share of theirs."""
     prefix: int = 0
-    """A prompt's first tokens, which stay beside the budget and count for none of its tokens."""
+    """The most of a prompt's first tokens that stay beside the budget and count for none of its tokens; how many of one
+    prompt do, `Eviction.prefix_of` says."""
 
 
 class Needs(NamedTuple):
@@ -239,6 +240,11 @@ class Eviction(Role, abc.ABC):
     def reread(self, step: Step, passage: Passage) -> Numbers:
         """The planes' numbers of the entries in a passage, once a pass's tokens (`step`) have looked at them."""
         return {}
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        """How many of a prompt's first tokens stay beside the budget where a compaction passes over its newest
+        (`Needs.ahead`), of its token ids; on the host."""
+        return 0
 
     @property
     def rereads(self) -> bool:

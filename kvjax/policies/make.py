@@ -81,7 +81,8 @@ def make_policy(
             a name with its arguments (`"snapkv:observed=32,pool=7"`, `"adakv:eviction=(snapkv:pool=7),over=model"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are held against each that it is used with.
-        tokenizer: the model's, from `kvjax.load`, for methods that have it read texts (kvzip).
+        tokenizer: the model's, from `kvjax.load`, for methods that have it read texts (kvzip) or keep what its chat
+            template puts before them (fast_kvzip).
         force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;

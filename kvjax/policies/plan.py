@@ -96,11 +96,11 @@ class Plan:
             return "first"
         return "out" if self.in_ranges else "in"
 
-    def range(self, tokens: int, before: int, read: int, entry_bytes: int) -> Range:
+    def range(self, tokens: int, before: int, read: int, entry_bytes: int, prefix: int = 0) -> Range:
         """What a compaction looks at of a prompt of `tokens` tokens of which `read` were read, `before` of them before
-        the last compaction (Fast KVzip's code, `prefill`)."""
+        the last compaction (Fast KVzip's code, `prefill`); the first `prefix` of them stay beside the budget."""
         assert self.ahead is not None
-        of_prompt = max(tokens - self.ahead.prefix, 0)
+        of_prompt = max(tokens - prefix, 0)
         kept = min(self.budget.of(of_prompt, entry_bytes), of_prompt)
         ahead = self.ahead.tokens
         if of_prompt < self.ahead.short:
@@ -109,7 +109,7 @@ class Plan:
             ahead, ratio = math.floor(kept * (1 + 1e-12)), 0.0
         else:
             ratio = (kept - ahead) / (of_prompt - ahead) if of_prompt > ahead else 1.0
-        start = max(self.ahead.prefix, before - ahead)
+        start = max(prefix, before - ahead)
         return Range(max(read - ahead - start, 0), ratio, min(ahead, max(read - start, 0)))
 
     @property

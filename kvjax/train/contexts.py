@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.chat_template import opening
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN, digest
@@ -155,7 +156,7 @@ def text_contexts(
             f"--data {source}: all its documents of {choice.shortest} to {choice.longest - 1} tokens are trained on: "
             "validation needs another, so lower --single or --joined"
         )
-    before = _prefix(tokenizer, instruction)
+    before = prefix(tokenizer, instruction)
     return [Context(before, _tokens(tokenizer, text)) for text in texts], held
 
 
@@ -188,14 +189,13 @@ def _tokens(tokenizer: Any, text: str) -> TokenRow:
     return np.asarray(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
 
 
-def _prefix(tokenizer: Any, instruction: str) -> TokenRow:
+def prefix(tokenizer: Any, instruction: str) -> TokenRow:
     """What always stands before a context: the chat template's own with the instruction, or what the tokenizer begins
     every text with."""
-    if getattr(tokenizer, "chat_template", None):
-        return np.asarray(encode(tokenizer, f"{instruction}\n\n", "beginning"), np.int32)
-    whole, bare = np.asarray(encode(tokenizer, "a"), np.int32), _tokens(tokenizer, "a")
-    return whole[: max(0, len(whole) - len(bare))]
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    ids = encode(tokenizer, f"{instruction}\n\n", "beginning") if has_template else opening(tokenizer)
+    return np.asarray(ids, np.int32)
 
 
 def _whole(tokenizer: Any, instruction: str, text: str) -> TokenRow:
-    return np.concatenate([_prefix(tokenizer, instruction), _tokens(tokenizer, text)]).astype(np.int32)
+    return np.concatenate([prefix(tokenizer, instruction), _tokens(tokenizer, text)]).astype(np.int32)

@@ -11,9 +11,11 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
+from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.policies.eviction import fast_kvzip
+from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
 
 
@@ -44,7 +46,7 @@ def gates(model, tmp_path_factory):
 def gates_of(model, gates, tmp_path_factory):
     """The folder of gates that a contender takes."""
     folder = tmp_path_factory.mktemp("fast_kvzip")
-    fast_kvzip.save_gates(folder, tiny_sink_gates(model), {})
+    fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
     return lambda name: str(folder) if name == "fast_kvzip" else gates
 
 
@@ -75,6 +77,18 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
         assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
     else:
         assert contender(name).one_size or contender(name).calibrated or contender(name).own_tau
+
+
+def test_the_prefix_is_the_chat_templates_or_what_gates_were_trained_behind_unless_one_is_named(
+    model, gates_of
+):
+    sizing = Sizing(model, 0.5, 128, 120, 32, 4, gates_of("fast_kvzip"), tokenizer=byte_tokenizer)
+    opening = encode(byte_tokenizer(), "", "beginning")
+    for name, prefix in {"fast_kvzip": len(opening), "fast_kvzip:prefix=3": 3}.items():
+        eviction = budget_policy(name, sizing).eviction
+        assert eviction.prefix_of(np.array([*opening, 7])) == prefix
+    without = dataclasses.replace(sizing, tokenizer=lambda: None)
+    assert budget_policy("fast_kvzip", without).eviction.prefix_of(np.arange(1, 9)) == 5
 
 
 def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):

@@ -92,8 +92,8 @@ def test_the_ranges_of_a_worked_example():
 
 
 def test_ranges_lie_behind_the_prefix_which_counts_for_nothing():
-    plan = Plan(Ratio(0.5), Shares(over="model"), AtPrompt(), ahead=Ahead(10, 0, 0.0, prefix=7))
-    assert plan.range(107, 0, 107, 1) == Range(90, pytest.approx(40 / 90), 10)
+    plan = Plan(Ratio(0.5), Shares(over="model"), AtPrompt(), ahead=Ahead(10))
+    assert plan.range(107, 0, 107, 1, prefix=7) == Range(90, pytest.approx(40 / 90), 10)
 
 
 @pytest.mark.parametrize(

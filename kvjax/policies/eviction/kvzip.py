@@ -1,15 +1,16 @@
 """KVzip (Kim et al., 2025, arXiv:2505.23416): what the model looks at while it repeats the context is what it needs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.chat_template import around
-from kvjax.errors import UserError, shown, whole_number
+from kvjax.chat_template import around, opening
+from kvjax.errors import UserError, whole_number
 from kvjax.policies.budget import Shares
+from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, State
 from kvjax.step import Passage, Step, Stored
 from kvjax.struct import assign, host, struct
@@ -56,15 +57,12 @@ class KVzip(Eviction):
         for name, least in (("prefix", 0), ("repeated", 1), ("sink", 0)):
             if (number := getattr(self, name)) is not None or name == "repeated":
                 assign(self, **{name: whole_number(self.name, name, number, least)})
-        if self.tokenizer is not None and not (
-            callable(self.tokenizer) and hasattr(self.tokenizer, "decode")
-        ):
-            raise UserError(
-                f"{self.name}: tokenizer must come from kvjax.load_tokenizer, got {shown(self.tokenizer)}"
-            )
-        written = {} if self.tokenizer is None else _texts(self.tokenizer)
+        written: dict[str, tuple[int, ...]] = {}
+        if self.tokenizer is not None:
+            check_tokenizer(self.name, self.tokenizer)
+            written = _texts(self.tokenizer)
         for name in TEXTS:
-            assign(self, **{name: _token_ids(name, getattr(self, name)) or written.get(name, ())})
+            assign(self, **{name: token_ids(self.name, name, getattr(self, name)) or written.get(name, ())})
         assign(self, tokenizer=None)
         if not (self.instruction and self.resumption):
             raise UserError(
@@ -93,7 +91,8 @@ class KVzip(Eviction):
         return {"score": "float32"}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        found, begin = [], min(self._prefix(row), row.size)
+        prefix = in_common(row, self.opening) if self.prefix is None else self.prefix
+        found, begin = [], min(prefix, row.size)
         for start in range(begin, row.size, self.repeated):
             part, lead = row[start : start + self.repeated], row[start - min(LEAD, self.repeated) : start]
             asks = self.instruction if start == begin else (*self.resumption, *lead)
@@ -101,12 +100,6 @@ class KVzip(Eviction):
             first = begin if self.sink is None else min(self.sink, start)
             found.append(Pass(tokens, start, start + part.size, first))
         return found
-
-    def _prefix(self, row: Int[np.ndarray, " _"]) -> int:
-        if self.prefix is not None:
-            return self.prefix
-        same = (one == other for one, other in zip(row.tolist(), self.opening, strict=False))
-        return [*same, False].index(False)
 
     def reread(self, step: Step, passage: Passage) -> Numbers:
         entries, tokens = passage.k.shape[2], step.q.shape[2]
@@ -124,25 +117,11 @@ class KVzip(Eviction):
         return stored.planes["score"]
 
 
-def _token_ids(name: str, given: Any) -> tuple[int, ...]:
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise UserError(f"kvzip: {name} must be a list of token ids, got {shown(given)}")
-    return tuple(whole_number("kvzip", f"a token id of {name}", token, 0) for token in given)
-
-
 def _texts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
     """The published texts, and the chat template's, as token ids. Without a template a line break ends what asks, as in
-    kvpress, and the opening is what the tokenizer puts before any text."""
-
-    def ids(text: str, **options: Any) -> tuple[int, ...]:
-        return tuple(tokenizer(text, verbose=False, **options)["input_ids"])
-
-    bare = {"add_special_tokens": False}
-    if getattr(tokenizer, "chat_template", None):
-        before, after = around(tokenizer, enable_thinking=False)
-        opening = ids(before, **bare)
-    else:
-        whole, after = ids("a"), "\n"
-        opening = whole[: whole.index(ids("a", **bare)[0])]
+    kvpress."""
+    after = around(tokenizer, enable_thinking=False)[1] if getattr(tokenizer, "chat_template", None) else "\n"
     texts = {"instruction": INSTRUCTION, "resumption": RESUMPTION, "tail": after}
-    return {name: ids(text, **bare) for name, text in texts.items()} | {"opening": opening}
+    bare = {"add_special_tokens": False, "verbose": False}
+    ids = {name: tuple(tokenizer(text, **bare)["input_ids"]) for name, text in texts.items()}
+    return ids | {"opening": opening(tokenizer)}

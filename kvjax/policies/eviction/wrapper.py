@@ -95,6 +95,9 @@ class Wrapper(Eviction):
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
         return self.eviction.passes(row)
 
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        return self.eviction.prefix_of(row)
+
     def reread(self, step: Step, passage: Passage) -> Numbers:
         return self.eviction.reread(step, passage)
 

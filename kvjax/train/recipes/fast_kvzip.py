@@ -22,7 +22,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
-from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, text_contexts
+from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
 from kvjax.train.features import HeldOut, Memory, Shards, batches
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
@@ -267,7 +267,7 @@ class KVzipGates(Recipe):
         }
         whole = gather(params, *AXES)
         if jax.process_index() == 0:
-            save_gates(folder, whole, self.own_options() | origin | trained)
+            save_gates(folder, whole, self.own_options() | origin | trained | {"opening": self._opening()})
 
     def draw(self, folder: Path, validation: Validation) -> None:
         found = validation.by_sequence
@@ -278,8 +278,13 @@ class KVzipGates(Recipe):
     def use_options(self) -> Sequence[str]:
         return "--set", f"ratio={self.ratio:g}"
 
+    def _opening(self) -> list[int]:
+        """Token ids of what contexts are read behind, which stays in the cache of every prompt that begins so."""
+        return prefix(load_tokenizer(self.model), self.instruction).tolist()
+
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        return make_policy("fast_kvzip", gates=params, inputs=self.inputs, model=model, ratio=self.ratio)
+        told = {"gates": params, "inputs": self.inputs, "opening": self._opening()}
+        return make_policy("fast_kvzip", model=model, ratio=self.ratio, **told)
 
     def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
         ratios = dict.fromkeys((self.ratio, *RATIOS))

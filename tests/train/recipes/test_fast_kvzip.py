@@ -17,6 +17,8 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
+from kvjax.models import load_tokenizer
+from kvjax.models.chat import encode
 from kvjax.policies.eviction.fast_kvzip import load_gates
 from kvjax.struct import leaves_by_path
 from kvjax.train.config import SAVED, parse
@@ -25,7 +27,8 @@ from kvjax.train.recipes.fast_kvzip import KVzipGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
-from tests.tiny_models import tiny_model
+from tests.tasks.model_tokenizers import smol_tokenizer
+from tests.tiny_models import tiny_model, tiny_sink_gates
 
 ROOT = Path(__file__).parents[3]
 MODEL = str(builtin_model("test_model"))
@@ -225,6 +228,7 @@ def test_what_a_run_leaves(whole, capsys):
     for name, x in leaves_by_path(whole.params).items():
         np.testing.assert_array_equal(x, leaves_by_path(gates)[name])
     assert described["target"] == "reconstruction"
+    assert described["opening"] == [load_tokenizer(MODEL).bos_token_id]
     assert described["validation"] == pytest.approx(whole.validation.numbers | {"positions": 3})
     text = str(whole.validation)
     assert text.startswith("held out (3 positions): ")
@@ -235,6 +239,18 @@ def test_what_a_run_leaves(whole, capsys):
     assert step == 4
     assert again.validation.sequences == 3
     assert "targets" in capsys.readouterr().err
+
+
+def test_what_contexts_are_read_behind_is_no_gates_to_evict(monkeypatch):
+    """Neither the chat template's system prompt nor the instruction, in the prompts that have them."""
+    tokenizer, recipe = smol_tokenizer(), KVzipGates()
+    monkeypatch.setattr("kvjax.train.recipes.fast_kvzip.load_tokenizer", lambda model: tokenizer)
+    model = tiny_model()
+    policies = recipe.sweep(tiny_sink_gates(model), model, [])
+    for text in ("", f"{recipe.instruction}\n\n"):
+        before = encode(tokenizer, text, "beginning")
+        row = np.array([*before, *tokenizer("One city is Paris.")["input_ids"]])
+        assert [x.eviction.prefix_of(row) for x in policies.values()] == [len(before)] * 4
 
 
 def test_gates_can_begin_with_others(whole, tmp_path):

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.chat_template import opening
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
+from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
 from kvjax.policies.interfaces import Ahead, Eviction, Needs, Numbers
 from kvjax.policies.moment import EveryChunk, Moment
 from kvjax.step import Readout, Shape, Step, Stored
@@ -44,9 +47,14 @@ class FastKVzip(Eviction):
     """Of prompts below so many tokens …"""
     share: float = host(default=0.02)
     """… the window is this share of theirs."""
-    prefix: int = host(default=FIRST)
-    """A prompt's first tokens (what a chat template puts before a text), which stay beside the budget. While decoding
-    `first` says how many do."""
+    prefix: int | None = host(default=None)
+    """A prompt's first tokens, which stay beside the budget (while decoding `first` says how many do); None: those in
+    common with `opening`, and the first 4 in any case."""
+    opening: tuple[int, ...] = host(default=(), repr=False)
+    """Token ids that come before a user's text, a system prompt among them; none: the tokenizer's, or those that the
+    gates were trained behind."""
+    tokenizer: Any = host(default=None, repr=False)
+    """The model's, whose chat template says what the opening is. It is not kept."""
     buffer: int = static(default=LAST)
     """Tokens of an answer that wait for their scores; 1: none waits."""
     inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})
@@ -72,18 +80,34 @@ class FastKVzip(Eviction):
             window=whole_number(self.name, "window", self.window, 0),
             short=whole_number(self.name, "short", self.short, 0),
             share=real_number(self.name, "share", self.share, 0.0, 1.0),
-            prefix=whole_number(self.name, "prefix", self.prefix, 0),
+            prefix=None if self.prefix is None else whole_number(self.name, "prefix", self.prefix, 0),
+            opening=self._opening(description.get("opening", ())),
+            tokenizer=None,
             buffer=whole_number(self.name, "buffer", self.buffer),
             made_for=MadeFor.described(description),
         )
+
+    def _opening(self, trained: Any) -> tuple[int, ...]:
+        """What the prompts' is, given the one that the gates were trained behind."""
+        told, trained = (token_ids(self.name, "opening", ids) for ids in (self.opening, trained))
+        own: tuple[int, ...] = ()
+        if self.tokenizer is not None:
+            check_tokenizer(self.name, self.tokenizer)
+            own = opening(self.tokenizer)
+        # an instruction may stand behind the template's own
+        return told or (trained if trained[: len(own)] == own else own)
 
     def check(self, model: Any) -> None:
         check_made_for(Sizes.of(self.gates, self.inputs), model)
 
     @property
     def needs(self) -> Needs:
-        ahead = Ahead(self.window, self.short, self.share, self.prefix)
+        prefix = max(FIRST, len(self.opening)) if self.prefix is None else self.prefix
+        ahead = Ahead(self.window, self.short, self.share, prefix)
         return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead)
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        return max(FIRST, in_common(row, self.opening)) if self.prefix is None else self.prefix
 
     @property
     def shares(self) -> Shares:

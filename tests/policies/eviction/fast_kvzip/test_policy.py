@@ -10,10 +10,12 @@ from kvjax.errors import UserError
 from kvjax.inference import sampling, schedule
 from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
+from kvjax.models.chat import encode
 from kvjax.policies import make_policy
-from kvjax.policies.eviction.fast_kvzip import FastKVzip
+from kvjax.policies.eviction.fast_kvzip import FastKVzip, save_gates
 from tests.policies.captured import entries, pages_are_whole
 from tests.policies.eviction.fast_kvzip import masked
+from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer
 from tests.tiny_models import tiny_model, tiny_sink_gates
 
 PAGE = 4
@@ -46,11 +48,13 @@ def holds(cache, row, kept, keys):
         np.testing.assert_allclose(entries(cache, layer, row, head), wanted, atol=1e-4)
 
 
+OPENING = (*ROWS[0][:7].tolist(), 60)
+"""Of which the first row has 7 tokens, and the others none."""
 READ = [
     {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
     {"ratio": 0.3, "chunk": 16, "window": 6, "prefix": 3},
     {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # of which the window alone is more
-    {"ratio": 0.6, "chunk": 7, "window": 12, "prefix": 1},  # more than a chunk
+    {"ratio": 0.6, "chunk": 7, "window": 12, "opening": OPENING},  # more than a chunk
     {"ratio": 0.4, "chunk": 64, "window": 0, "prefix": 0},
 ]
 
@@ -60,12 +64,42 @@ def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
     """Kept sets, and the logits of a dense computation under the same masks; of a batch of prompts."""
     policy = make_policy("fast_kvzip", model=model, gates=gates, short=0, **told)
     cache, logits = read(model, policy, ROWS)
+    first = {name: told[name] for name in told if name != "opening"}
     for row, tokens in enumerate(ROWS):
-        kept, keys, wanted = masked.read(model, gates, tokens, **told)
+        kept, keys, wanted = masked.read(model, gates, tokens, **{"prefix": 4 if row else 7} | first)
         assert kept.sum() < kept.size
         pages_are_whole(cache)
         holds(cache, row, kept, keys)
         np.testing.assert_allclose(logits[row], wanted, atol=1e-4)
+
+
+TEXT = "The first city is Paris. " * 3
+INSTRUCTION = "Read this.\n"
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, smol_tokenizer], ids=["bytes", "with a system prompt"])
+def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_path, make):
+    """However long, and with the instruction that gates were trained behind where a prompt has it, but nothing of
+    anybody's text beyond the first 4 tokens."""
+    tokenizer = make()
+    plain, asked = (np.array(encode(tokenizer, x, "beginning")) for x in (TEXT, INSTRUCTION + TEXT))
+    beginning = encode(tokenizer, "", "beginning")
+    trained = encode(tokenizer, INSTRUCTION, "beginning")
+    bare = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    assert 4 < len(beginning) < len(trained) < len(asked)
+
+    def prefixes(method):
+        return [method.prefix_of(row) for row in (plain, asked, bare)]
+
+    save_gates(tmp_path, gates, {"opening": trained})
+    for told in ({}, {"tokenizer": tokenizer}):
+        assert prefixes(FastKVzip(tmp_path, **told)) == [len(beginning), len(trained), 4]
+    assert prefixes(FastKVzip(gates, tokenizer=tokenizer)) == [len(beginning), len(beginning), 4]
+    assert prefixes(FastKVzip(gates)) == [4, 4, 4]
+    assert prefixes(FastKVzip(tmp_path, prefix=2, tokenizer=tokenizer)) == [2, 2, 2]
+    save_gates(tmp_path, gates, {"opening": [9, 9, 9, 9, 9, 9]})
+    assert prefixes(FastKVzip(tmp_path, tokenizer=tokenizer)) == [len(beginning), len(beginning), 4]
+    assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.ahead.prefix == len(beginning)
 
 
 def test_a_mesh_keeps_the_same(gates):
@@ -141,6 +175,8 @@ REFUSED = [
     ({"ratio": 1.5}, "ratio must be .*at most 1"),
     ({"ratio": 0.5, "window": -1}, "fast_kvzip: window must be a whole number of at least 0, got -1"),
     ({"ratio": 0.5, "share": 2}, "fast_kvzip: share must be"),
+    ({"ratio": 0.5, "opening": "x"}, "fast_kvzip: opening must be a list of token ids, got 'x'"),
+    ({"ratio": 0.5, "tokenizer": "x"}, "fast_kvzip: tokenizer must come from kvjax.load_tokenizer, got 'x'"),
     ({"ratio": 0.5, "buffer": 0}, "fast_kvzip: buffer must be a whole number of at least 1, got 0"),
     ({"ratio": 0.5, "inputs": "value"}, "fast_kvzip: inputs is one of hidden, k, k_pre, got 'value'"),
     ({"ratio": 0.5, "when": "position"}, "when='position' needs a budget in entries or size"),

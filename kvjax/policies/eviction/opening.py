@@ -1,0 +1,28 @@
+"""What prompts begin with that is nobody's text (a chat template, a system prompt), as methods are told it."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.errors import UserError, shown, whole_number
+
+
+def in_common(row: Int[np.ndarray, " _"], opening: Sequence[int]) -> int:
+    """How many tokens a prompt begins with as `opening` does."""
+    same = (one == other for one, other in zip(row.tolist(), opening, strict=False))
+    return [*same, False].index(False)
+
+
+def token_ids(method: str, field: str, given: Any) -> tuple[int, ...]:
+    """The value of a field of token ids. Raises UserError if it is none."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UserError(f"{method}: {field} must be a list of token ids, got {shown(given)}")
+    return tuple(whole_number(method, f"a token id of {field}", token, 0) for token in given)
+
+
+def check_tokenizer(method: str, given: Any) -> None:
+    """Raises UserError for what is given as a tokenizer and is none."""
+    if not (callable(given) and hasattr(given, "decode")):
+        raise UserError(f"{method}: tokenizer must come from kvjax.load_tokenizer, got {shown(given)}")
