@@ -103,8 +103,8 @@ class FastKVzip(Eviction):
     @property
     def needs(self) -> Needs:
         prefix = max(FIRST, len(self.opening)) if self.prefix is None else self.prefix
-        ahead = Ahead(self.window, self.short, self.share, prefix)
-        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead)
+        ahead = Ahead(self.window, self.short, self.share)
+        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead, prefix=prefix)
 
     def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
         return max(FIRST, in_common(row, self.opening)) if self.prefix is None else self.prefix
