@@ -228,6 +228,11 @@ class Eviction(Role, abc.ABC):
         """How many of the newest tokens' numbers may be known only when a compaction asks for them (`late`)."""
         return 0
 
+    @property
+    def of_prompts(self) -> Eviction:
+        """Its form where nothing is compacted while decoding, and no token's numbers have to wait."""
+        return self
+
     def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
         """The planes' numbers of the last `pending` tokens, the newest last; anything for those before the first."""
         return {}
