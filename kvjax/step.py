@@ -82,8 +82,10 @@ class Stored:
     """As it was written."""
     place: Int[Array, "b k s"]
     """An entry's place in its row, from its first one on; negative where there is none."""
+    scored: Bool[Array, "b k s"]
+    """The entries that are scored together: all that there are, or those of a chunk."""
     eligible: Bool[Array, "b k s"]
-    """The entries among which some will go."""
+    """Those of them among which some will go: not the newest that go anyway, or that the next compaction looks at."""
     forced: Bool[Array, "b k s"]
     """Entries that stay whatever their score."""
     count: Int[Array, "b k_or_1"]

@@ -56,6 +56,16 @@ def addresses(
     return jnp.take_along_axis(layer.page_table, column, 2), place % page_size
 
 
+def eligible_entries(
+    length: Int[Array, "*l b k"], since: Int[Array, "*l b k"], entries: int, quota: Quota
+) -> Bool[Array, "*l b k s"]:
+    """Which of the last `entries` entries of each row some will go of: those from place `since` on, but for the newest
+    that go anyway or are not looked at yet."""
+    place = places(length, entries)
+    passed_over = (quota.dropped + quota.ahead)[:, None, None]
+    return (place >= 0) & (place >= since[..., None]) & (length[..., None] - place > passed_over)
+
+
 def forced_entries(
     length: Int[Array, "*l b k"], eligible: Bool[Array, "*l b k s"], quota: Quota
 ) -> Bool[Array, "*l b k s"]:
@@ -71,12 +81,9 @@ def choose(
 ) -> Bool[Array, "l b k s"]:
     """Which entries stay, the last of each row at the right end. over, ties: as of `Shares`."""
     place = places(length, scores.shape[-1])
-    exists, dropped = place >= 0, quota.dropped[:, None, None]
-    age = length[..., None] - place
-    old = place < quota.since[..., None]
-    young = (age > dropped) & (age <= dropped + quota.ahead[:, None, None])
-    settled = exists & (old | young)
-    eligible = exists & ~settled & (age > dropped)
+    exists, newest = place >= 0, length[..., None] - place <= quota.dropped[:, None, None]
+    eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
+    settled = exists & ~eligible & ~newest
     forced = forced_entries(length, eligible, quota)
     eligible &= forced | ~(scores < quota.floor)
     scores = jnp.where(forced, jnp.inf, scores)

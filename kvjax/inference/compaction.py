@@ -102,11 +102,11 @@ def scores(
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at), 2, -1)
         planes = {name: x[at] for name, x in pages.planes.items()}
-        eligible = (place >= 0) & (place >= since[..., None])
+        eligible = compaction.eligible_entries(layer.length, since, entries, quota)
         forced = compaction.forced_entries(layer.length, eligible, quota)
         stored = Stored(
-            k=k, v=v, place=place, eligible=eligible, forced=forced, count=count, seen=seen, output=weight,
-            frequencies=frequencies, rope_scale=rope_scale,
+            k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
+            forced=forced, count=count, seen=seen, output=weight, frequencies=frequencies, rope_scale=rope_scale,
             layer=index, head=head, causal=window == 1, planes=planes,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)

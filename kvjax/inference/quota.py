@@ -21,6 +21,7 @@ def quota(
     due: Sequence[bool] | None = None,
     since: Int[Array, "l b k"] | None = None,
     dropped: Sequence[int] | None = None,
+    prefix: Sequence[int] = (),
 ) -> Quota:
     """What stays, by the policy's plan, of contexts (or of chunks of them) of so many tokens, a number a sequence.
 
@@ -29,18 +30,20 @@ def quota(
         since: lengths of the rows before the chunk; None: everything is eligible.
         dropped: how many more tokens behind these were only read to look at them; None: none. They are among the newest
             that the method keeps.
+        prefix: how many of the first always stay of each prompt; (): none.
     """
     plan = policy.plan
     assert plan is not None
     layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
-    allowed = plan.allowance(tokens, entry_bytes(cache))
+    prefix = prefix or [0] * len(tokens)
+    allowed = plan.of_prompts(policy.name, tokens, prefix, entry_bytes(cache))
     newest = [max(0, plan.newest(share) - gone) for share, gone in zip(allowed, dropped, strict=True)]
     if plan.moment.in_chunks:
         counts = plan.chunk_counts(tokens, allowed, newest, layers)
     else:
-        counts = plan.counts(tokens, allowed, slots, layers)
+        counts = plan.counts(tokens, allowed, slots, layers, prefix)
     counts = np.maximum(counts - np.minimum(slots, tokens), 0)
     # a budget below what always stays: the newest
     least = counts.min(0)

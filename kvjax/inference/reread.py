@@ -44,9 +44,9 @@ def reread(
         return cache
     passes, least = [eviction.passes(row) for row in rows], 0
     if cache.shared:
-        # the passes of the longest prompt that programs are to serve
+        # the passes of the longest prompt that programs are to serve, of ids that no prompt's beginning has
         most = cache.layers.page_table.shape[-1] * cache.page_size
-        least = _longest(eviction.passes(np.zeros(most, np.int32)))
+        least = _longest(eviction.passes(np.full(most, -1, np.int32)))
     with use_mesh(model):
         policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         for index in range(max(map(len, passes), default=0)):
@@ -59,7 +59,7 @@ def reread(
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = _pass(
                 model, policy.reading, policy.traced.eviction, cache, fed, valid, _spans(some, fed.shape[0]),
-                first=bucket(max(one.first for one in there)), implementation=implementation,
+                first=bucket(eviction.needs.prefix), implementation=implementation,
             )  # fmt: skip
     return cache
 

@@ -97,6 +97,7 @@ def at_prompt_end(
     `feed` for them."""
     dropped = [0] * len(rows)
     assert policy.plan is not None
+    assert policy.eviction is not None
     if policy.plan.in_ranges:
         return compact_to(model, policy, cache, range_quota(policy, cache, rows))
     observers = _guided(policy.plan, len(rows)) if observers is None else observers
@@ -104,8 +105,9 @@ def at_prompt_end(
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run, calls)
     cache = reread(model, policy, cache, rows, calls, implementation)
-    tokens = [row.size for row in rows]
-    return compact_to(model, policy, cache, quota(policy, cache, tokens, dropped=dropped))
+    prefix = [policy.eviction.prefix_of(row) for row in rows]
+    stays = quota(policy, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
+    return compact_to(model, policy, cache, stays)
 
 
 def _guided(plan: Plan, sequences: int) -> TokenRows:

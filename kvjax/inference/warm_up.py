@@ -7,7 +7,9 @@ from kvjax.errors import named_arguments, whole_number
 from kvjax.inference.forward import SIZES
 from kvjax.inference.sampling import BLOCK, CHUNK, OTHERS, prefill, sample
 from kvjax.models.decoder import Decoder
+from kvjax.policies.budget import Ratio
 from kvjax.policies.policy import Policy
+from kvjax.struct import changed
 
 QUESTIONS = 16, 64
 """Tokens of the questions that are asked: a longer one is read by one more program."""
@@ -39,6 +41,9 @@ def warm_up(
     max_tokens = whole_number("warm_up", "max_tokens", max_tokens)
     batch, chunk = whole_number("warm_up", "batch", batch), whole_number("warm_up", "chunk", chunk)
     block = whole_number("warm_up", "block", block)
+    if policy is not None and policy.eviction is not None and policy.eviction.rereads:
+        # the shorter prompts may have fewer places than their beginning takes
+        policy = changed(policy, budget=Ratio(1.0))
     options = {"policy": policy, "page_size": page_size, "chunk": chunk}
 
     def prompts(tokens: int) -> list[np.ndarray]:

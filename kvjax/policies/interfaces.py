@@ -151,9 +151,6 @@ class Ahead(NamedTuple):
     """Of prompts below so many tokens …"""
     share: float = 0.0
     """… it is this share of theirs."""
-    prefix: int = 0
-    """The most of a prompt's first tokens that stay beside the budget and count for none of its tokens; how many of one
-    prompt do, `Eviction.prefix_of` says."""
 
 
 class Needs(NamedTuple):
@@ -169,6 +166,9 @@ class Needs(NamedTuple):
     """How many of the last tokens are looked back at."""
     ahead: Ahead | None = None
     """What a compaction of a prompt passes over, in place of `last` and `first`; None: nothing."""
+    prefix: int = 0
+    """The most of a prompt's first tokens that always stay; how many of one prompt do, `Eviction.prefix_of` says. They
+    take places of the budget too, but with `ahead`, where they stay beside it and count for none of its tokens."""
 
 
 class Pass(NamedTuple):
@@ -182,7 +182,7 @@ class Pass(NamedTuple):
     stop: int
     """The one behind its last."""
     first: int = 0
-    """How many of the prompt's first tokens are looked at beside it, at most `start`."""
+    """How many of the prompt's first tokens are looked at beside it, at most `start` and `Needs.prefix`."""
 
 
 class Eviction(Role, abc.ABC):
@@ -234,6 +234,11 @@ class Eviction(Role, abc.ABC):
         """How many of the newest tokens' numbers may be known only when a compaction asks for them (`late`)."""
         return 0
 
+    @property
+    def of_prompts(self) -> Eviction:
+        """Its form where nothing is compacted while decoding, and no token's numbers have to wait."""
+        return self
+
     def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
         """The planes' numbers of the last `pending` tokens, the newest last; anything for those before the first."""
         return {}
@@ -248,8 +253,7 @@ class Eviction(Role, abc.ABC):
         return {}
 
     def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        """How many of a prompt's first tokens stay beside the budget where a compaction passes over its newest
-        (`Needs.ahead`), of its token ids; on the host."""
+        """How many of a prompt's first tokens always stay (`Needs.prefix`), of its token ids; on the host."""
         return 0
 
     @property

@@ -52,6 +52,8 @@ class Plan:
     """How many of the last tokens are looked back at."""
     ahead: Ahead | None = None
     """What compactions of a prompt pass over, whose budget is then shared out range by range; None: nothing."""
+    prefix: int = 0
+    """The most of a prompt's first tokens that always stay."""
 
     def __post_init__(self):
         when, chunk = self.moment.when, self.moment.chunk
@@ -121,21 +123,40 @@ class Plan:
         """How many of the newest of `kept` entries always stay."""
         return max(self.last, int(self.recent * kept))
 
-    def stay(self, kept: int | float, ring: int = 0) -> int:
-        """How many of `kept` entries always stay, the last `ring` of them in the ring."""
-        return max(self.newest(kept), ring) + self.first
+    def stay(self, kept: int | float, ring: int = 0, prefix: int = 0) -> int:
+        """How many of `kept` entries always stay, the last `ring` of them in the ring and `prefix` as a prompt's
+        first."""
+        return max(self.newest(kept), ring) + max(self.first, prefix)
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
         needed = max(self.observed, self.last + self.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
+    def of_prompts(
+        self, policy: str, tokens: Sequence[int], prefix: Sequence[int], entry_bytes: int
+    ) -> list[float]:
+        """The same for prompts of which the first `prefix` tokens always stay in its places. A prompt that is nothing
+        else is kept whole by a budget that grows. Raises UserError for a budget below what always stays of one."""
+        kept = self.allowance(tokens, entry_bytes)
+        for index, (count, first) in enumerate(zip(tokens, prefix, strict=True)):
+            if self.budget.proportional and count <= first:
+                kept[index] = float(count)
+            stay = self.stay(kept[index], prefix=first)
+            if first and whole(kept[index]) < min(stay, count):
+                raise UserError(
+                    f"{policy}: of a prompt of {count} tokens the budget is {whole(kept[index])} entries per kv head, "
+                    f"below the {stay} that always stay, its prefix of {first} among them"
+                )
+        return kept
+
     def counts(
-        self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int
+        self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int, prefix: Sequence[int]
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
-        `ring` are in the ring. `kept`: from `allowance`."""
-        return self.shares.counts(kept, tokens, layers, [self.stay(share, ring) for share in kept])
+        `ring` are in the ring. `kept`, `prefix`: of `of_prompts`."""
+        stay = [self.stay(share, ring, first) for share, first in zip(kept, prefix, strict=True)]
+        return self.shares.counts(kept, tokens, layers, stay)
 
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int
@@ -171,7 +192,7 @@ class Plan:
         if not self.moment.in_chunks:
             return float(tokens)
         if self.ahead is not None:
-            kept = self.budget.of(tokens, entry_bytes) + self.ahead.prefix
+            kept = self.budget.of(tokens, entry_bytes) + self.prefix
         elif self.by_chunk:
             # a chunk keeps whole entries, in each layer
             kept = math.ceil(tokens / chunk) * (whole(self.budget.of(chunk, entry_bytes)) + 1)

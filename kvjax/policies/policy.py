@@ -261,15 +261,22 @@ class Policy:
     def traced(self) -> "Policy":
         """What compiled programs see: no name, and nothing for the host, so that one program serves all that run
         alike."""
-        eviction = None if self.eviction is None else self.eviction.traced
+        eviction = None if self._evicting is None else self._evicting.traced
         return changed(
             self, name="", admission=self.admission.traced, eviction=eviction, budget=None, when=None
         )
 
     @property
+    def _evicting(self) -> Eviction | None:
+        """The eviction, without what only compactions while decoding need where there are none."""
+        if self.eviction is None or self.when is None or self.when.while_decoding:
+            return self.eviction
+        return self.eviction.of_prompts
+
+    @property
     def uncompacted(self) -> "Policy":
         """The same without a compaction: what reads a cache that is compacted apart."""
-        return changed(self, budget=None, when=None)
+        return changed(self, eviction=self._evicting, budget=None, when=None)
 
     @property
     def continuing(self) -> "Policy":

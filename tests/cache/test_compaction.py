@@ -60,3 +60,18 @@ def test_rows_keep_their_order_and_no_page_is_lost_or_shared(window, rounds):
                 lists.kept[b][k] = [token for token, stays in zip(row, mask, strict=True) if stays]
         assert_bounds_are_those_of_the_keys(cache)
         holds_exactly(cache, lists, window)
+
+
+def test_what_competes_is_neither_old_nor_among_the_newest_that_are_passed_over():
+    """Of rows of every length, entry by entry."""
+    dropped, ahead, length, since = np.mgrid[:3, :3, :8, :8].reshape(4, 9, 64).astype(np.int32)
+    none = jnp.zeros((1, 9, 1), jnp.int32)
+    quota = caches.Quota(
+        due=jnp.ones(9, bool), count=none, pinned=none, since=jnp.array(since)[None], last=none[0, :, 0],
+        first=none[0, :, 0], floor=jnp.float32(0), dropped=jnp.array(dropped[:, 0]), ahead=jnp.array(ahead[:, 0]),
+    )  # fmt: skip
+    found = compaction.eligible_entries(jnp.array(length), jnp.array(since), 9, quota)
+    for row in np.ndindex(9, 64):
+        n, stop = length[row], length[row] - dropped[row] - ahead[row]
+        wanted = [since[row] <= place < stop for place in range(n)]
+        assert found[row].tolist() == [False] * (9 - n) + wanted

@@ -34,11 +34,11 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-KVZIP = {"instruction": [5, 6], "resumption": [6, 7], "tail": [8], "prefix": 4, "repeated": 100}
+KVZIP = {"instruction": [5, 6], "resumption": [6, 7], "tail": [8], "opening": range(17), "repeated": 100}
 FAMILIES = {
     "full": [{}],
     "snapkv": [{"ratio": 0.5, "observed": 8}, {"ratio": 0.2, "observed": 8}, {"entries": 40, "observed": 8}],
-    "kvzip": [KVZIP | {"ratio": 0.5}, KVZIP | {"ratio": 0.2, "tail": [9, 9]}],
+    "kvzip": [KVZIP | {"ratio": 0.5}, KVZIP | {"ratio": 0.45, "tail": [9, 9]}],
     "random": [{"window": 8, "ratio": 0.2}, {"window": 8, "ratio": 0.25, "seed": 1}],
 }
 

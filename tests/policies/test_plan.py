@@ -119,6 +119,6 @@ def test_a_stated_budget_is_shared_out_by_ranges_too():
 
 def test_ranges_bound_what_is_held_by_budget_and_chunk():
     plan = Plan(
-        Ratio(0.3), Shares(over="head"), EveryChunk(16_000), ahead=Ahead(4096, 16_000, 0.02, prefix=30)
+        Ratio(0.3), Shares(over="head"), EveryChunk(16_000), ahead=Ahead(4096, 16_000, 0.02), prefix=30
     )
     assert plan.most(100_000, 1) == 0.3 * 100_000 + 30 + 16_000

@@ -48,6 +48,7 @@ class CriticalKV(Wrapper):
         score = self.eviction.score(state, stored)
         ranked = jnp.where(stored.forced, jnp.inf, score)
         places = jnp.maximum(1, (stored.count * self.first_stage).astype(jnp.int32))
+        places = jnp.minimum(places, stored.count)
         pinned = top(ranked[None], stored.eligible[None], places[None], "head")[0]
         return jnp.where(pinned, jnp.inf, (score + self.epsilon) * _output_norm(stored))
 

@@ -91,7 +91,7 @@ class ExpectedAttention(Eviction):
         covariance = jnp.einsum("bij,bnjk,blk->bnil", turn, covariance, turn)
         k = stored.k.astype(jnp.float32)
         grouped = lambda x: rearrange(x, "b (k g) ... -> g b k ...", k=heads)  # noqa: E731
-        scored = stored.eligible & (stored.place >= self.sink)
+        scored = stored.scored & (stored.place >= self.sink)
 
         def weights(moments):
             mean, covariance = moments

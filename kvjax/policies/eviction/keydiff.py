@@ -17,7 +17,7 @@ class KeyDiff(Eviction):
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         k = stored.k.astype(jnp.float32)
         length = jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1e-12)
-        direction = jnp.where(stored.eligible[..., None], k / length, 0)
+        direction = jnp.where(stored.scored[..., None], k / length, 0)
         # the mean's own length does not matter to a cosine
         anchor = direction.sum(2, keepdims=True)
         anchor /= jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)

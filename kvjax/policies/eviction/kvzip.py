@@ -80,7 +80,15 @@ class KVzip(Eviction):
 
     @property
     def needs(self) -> Needs:
-        return Needs(first=self.sink or 0)
+        prefix = len(self.opening) if self.prefix is None else self.prefix
+        return Needs(first=self.sink or 0, prefix=prefix if self.sink is None else self.sink)
+
+    def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
+        return self._beginning(row) if self.sink is None else self.sink
+
+    def _beginning(self, row: Int[np.ndarray, " _"]) -> int:
+        """How many of a prompt's first tokens are not asked for."""
+        return in_common(row, self.opening) if self.prefix is None else self.prefix
 
     @property
     def shares(self) -> Shares:
@@ -91,8 +99,7 @@ class KVzip(Eviction):
         return {"score": "float32"}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
-        prefix = in_common(row, self.opening) if self.prefix is None else self.prefix
-        found, begin = [], min(prefix, row.size)
+        found, begin = [], min(self._beginning(row), row.size)
         for start in range(begin, row.size, self.repeated):
             part, lead = row[start : start + self.repeated], row[start - min(LEAD, self.repeated) : start]
             asks = self.instruction if start == begin else (*self.resumption, *lead)

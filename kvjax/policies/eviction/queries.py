@@ -51,10 +51,10 @@ def _in_order(queries: Queries, stored: Stored) -> Queries:
 
 
 def attention(queries: Queries, stored: Stored) -> Float[Array, "b k s"]:
-    """The attention that each eligible entry gets of these queries, over those entries alone: the sum over the queries,
+    """The attention that each scored entry gets of these queries, over those entries alone: the sum over the queries,
     the mean over the query heads of its group."""
     q, offset = _in_order(queries, stored), 0 if stored.causal else None
-    return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.eligible)
+    return attention_mass(q, stored.k, over="sum", group="mean", offset=offset, valid=stored.scored)
 
 
 def total(
@@ -73,7 +73,7 @@ def total(
     def some(sum_, inputs):
         q, newest = inputs
         logits = jnp.einsum("wbkgh,bksh->bkgws", q, stored.k, preferred_element_type=jnp.float32)
-        visible = stored.eligible[:, :, None, None]
+        visible = stored.scored[:, :, None, None]
         if stored.causal:
             visible &= index <= newest[:, None]
         logits = jnp.where(visible, logits * q.shape[-1] ** -0.5, -jnp.inf)

@@ -58,7 +58,7 @@ class RKV(queries.LastQueries):
         return super().needs._replace(first=self.sink)
 
     def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
-        seen = stored.eligible
+        seen = stored.scored
         if stored.causal:
             seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.observed
 
@@ -72,7 +72,7 @@ class RKV(queries.LastQueries):
 
     @jax.default_matmul_precision("highest")
     def _redundancy(self, stored: Stored) -> Float[Array, "b k s"]:
-        exists, entries = stored.eligible, stored.k.shape[2]
+        exists, entries = stored.scored, stored.k.shape[2]
         k = jnp.where(exists[..., None], stored.k.astype(jnp.float32), 0)
         k /= jnp.linalg.norm(k, axis=-1, keepdims=True) + 1e-8
         index = jnp.arange(entries)

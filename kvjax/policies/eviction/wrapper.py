@@ -43,6 +43,10 @@ class Wrapper(Eviction):
         return changed(self, eviction=self.eviction.without_values)
 
     @property
+    def of_prompts(self) -> Eviction:
+        return changed(self, eviction=self.eviction.of_prompts)
+
+    @property
     def needs(self) -> Needs:
         return self.eviction.needs
 

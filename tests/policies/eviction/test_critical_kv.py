@@ -1,11 +1,17 @@
-"""CriticalKV over SnapKV against its two stages in float64, from a real prefill."""
+"""CriticalKV against its two stages in float64, from a real prefill: over SnapKV, and over Fast KVzip's gates."""
+
+import dataclasses
 
 import numpy as np
+import pytest
 
-from kvjax.policies import SnapKV, make_policy
+from kvjax.inference.sampling import prefill
+from kvjax.policies import FastKVzip, SnapKV, make_policy
 from tests.policies import published
-from tests.policies.captured import OBSERVED
+from tests.policies.captured import OBSERVED, PAGE, entries
+from tests.policies.eviction.fast_kvzip import masked
 from tests.policies.eviction.kept_sets import RATIO, assert_published
+from tests.tiny_models import tiny_sink_gates
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
@@ -16,3 +22,35 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
         return published.critical(c, published.snapkv(c, OBSERVED), newest, kept)
 
     assert_published(policy, score, model, prompts, captured, last=OBSERVED)
+
+
+@pytest.mark.parametrize("ratio", [0.4, 0.1])
+def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captured, ratio):
+    """Of a prompt's range, each head's first stage and then, of all layers and heads, what is above the last place; the
+    window and the prefix stay beside them. Of a budget that the window alone exceeds no stage has a place."""
+    gates, prompt, window, prefix = tiny_sink_gates(model), prompts[0], 8, 3
+    eviction = FastKVzip(gates, window=window, prefix=prefix, short=0)
+    policy = make_policy("critical_kv", eviction=eviction, model=model, ratio=ratio)
+    cache = prefill(model, [prompt], policy=policy, page_size=PAGE)
+
+    tokens = len(prompt) - prefix
+    newest = min(window, int(ratio * tokens))
+    free = slice(prefix, len(prompt) - newest)
+    share = (ratio * tokens - newest) / (tokens - newest) if newest == window else 0
+    scores = masked.forward(model, gates, prompt, masked.causal((3, 4), len(prompt)))[1][..., free]
+    total = int(scores.size * share)
+    # of places that do not come out even the first heads have one more
+    counts = (total // 12 + (np.arange(12) < total % 12)).reshape(3, 4)
+    worth = np.empty(scores.shape)
+    for layer, head in np.ndindex(3, 4):
+        c = captured[0][layer]
+        c = dataclasses.replace(c, v=c.v[:, free])
+        none = np.zeros(scores.shape[-1], bool)
+        worth[layer, head] = published.critical(c, scores[layer], none, counts[layer, head])[head]
+    last = np.sort(worth, axis=None)[::-1][total - 1] if total else np.inf
+    stays = np.ones((3, 4, len(prompt)), bool)
+    stays[..., free] = (worth > last) | (worth == np.inf)
+    assert stays.sum() == 12 * (len(prompt) - scores.shape[-1]) + max(total - 1, 0)
+    for layer, head in np.ndindex(3, 4):
+        keys = captured[0][layer].k[head][stays[layer, head]]
+        np.testing.assert_allclose(entries(cache, layer, 0, head), keys, atol=1e-4)

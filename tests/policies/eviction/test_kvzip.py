@@ -113,6 +113,36 @@ def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, 
             np.testing.assert_array_equal(entries(cache, layer, b, head), keys)
 
 
+@pytest.mark.parametrize(
+    ("told", "kept", "stay"),
+    [
+        ({"prefix": 7}, 6, "7 that always stay, its prefix of 7"),
+        ({"prefix": 30, "ratio": None, "entries": 29}, 29, "30 that always stay, its prefix of 30"),
+        ({"sink": 7}, 6, "7 that always stay, its prefix of 7"),
+        ({"prefix": 5, "last": 2}, 6, "7 that always stay, its prefix of 5"),
+    ],
+)
+def test_a_budget_below_the_prefix_is_refused_before_anything_runs(
+    model, prompts, told, kept, stay, monkeypatch
+):
+    """Both are named; the prefix can neither be evicted nor fill the layers that come first."""
+    monkeypatch.setattr("kvjax.inference.schedule.read", lambda *_: pytest.fail("it was read"))
+    policy = keep(model, **({"ratio": 0.1} | told))
+    said = f"kvzip: of a prompt of 60 tokens the budget is {kept} entries per kv head, below the {stay} among them"
+    with pytest.raises(UserError, match=f"^{said}$"):
+        prefill(model, prompts, policy=policy)
+
+
+def test_a_budget_of_the_prefix_alone_leaves_it_and_a_prompt_that_is_no_more_is_kept(model, prompts):
+    """In every layer and head."""
+    rows = [prompts[0], prompts[1][:4]]
+    cache = prefill(model, rows, policy=keep(model, 0.1, prefix=6), page_size=PAGE)
+    np.testing.assert_array_equal(cache.layers.length, np.broadcast_to([[6], [4]], (3, 2, 4)))
+    everything = prefill(model, rows, page_size=PAGE)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_array_equal(entries(cache, *row), entries(everything, *row)[: (6, 4)[row[1]]])
+
+
 def test_a_head_may_be_left_its_own_best(model, prompts, whole):
     """AdaKV's safeguard, whoever competes: `pinned` alone does not change who does."""
     policy = keep(model, 0.3, pinned=0.9)

@@ -19,7 +19,7 @@ from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_id
 from kvjax.policies.interfaces import Ahead, Eviction, Needs, Numbers
 from kvjax.policies.moment import EveryChunk, Moment
 from kvjax.step import Readout, Shape, Step, Stored
-from kvjax.struct import assign, host, remembered, static, struct
+from kvjax.struct import assign, changed, host, remembered, static, struct
 
 CHUNK = 16_000
 """Tokens of a prompt between two compactions."""
@@ -114,8 +114,8 @@ class FastKVzip(Eviction):
     @property
     def needs(self) -> Needs:
         prefix = max(FIRST, len(self.opening)) if self.prefix is None else self.prefix
-        ahead = Ahead(self.window, self.short, self.share, prefix)
-        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead)
+        ahead = Ahead(self.window, self.short, self.share)
+        return Needs(last=max(LAST, self.pending), first=FIRST, ahead=ahead, prefix=prefix)
 
     def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
         return max(FIRST, in_common(row, self.opening)) if self.prefix is None else self.prefix
@@ -139,6 +139,10 @@ class FastKVzip(Eviction):
     @property
     def pending(self) -> int:
         return self.buffer if self.buffer > 1 else 0
+
+    @property
+    def of_prompts(self) -> Eviction:
+        return changed(self, buffer=1)
 
     def init(self, shape: Shape) -> Waiting:
         if not self.pending:

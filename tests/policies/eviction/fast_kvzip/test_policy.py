@@ -8,6 +8,7 @@ from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import sampling, schedule
+from kvjax.inference.forward import last_logits, padded
 from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.chat import encode
@@ -99,7 +100,7 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
     assert prefixes(FastKVzip(tmp_path, prefix=2, tokenizer=tokenizer)) == [2, 2, 2]
     save_gates(tmp_path, gates, {"opening": [9, 9, 9, 9, 9, 9]})
     assert prefixes(FastKVzip(tmp_path, tokenizer=tokenizer)) == [len(beginning), len(beginning), 4]
-    assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.ahead.prefix == len(beginning)
+    assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.prefix == len(beginning)
 
 
 def test_a_mesh_keeps_the_same(gates):
@@ -133,6 +134,55 @@ def test_a_ratio_of_one_is_the_full_cache(model, gates):
     whole, wanted = read(model, make_policy("full", model=model), ROWS, chunk=10)
     np.testing.assert_array_equal(np.asarray(cache.layers.length), np.asarray(whole.layers.length))
     np.testing.assert_array_equal(logits, wanted)
+
+
+def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
+    """Elsewhere no cache has room for them, and a token that is read alone has its score at once."""
+    policies = [
+        make_policy(name, model=model, eviction=FastKVzip(gates), entries=200, when=when)
+        for name in ("adakv", "critical_kv")
+        for when in ("chunk", "prompt", "position")
+    ]
+    waiting = [policy.traced.eviction.pending for policy in policies]
+    assert waiting == [0, 0, 128] * 2
+    policy, (row,) = make_policy("fast_kvzip", model=model, gates=gates, ratio=1.0), ROWS[2:]
+    whole = read(model, policy, [row])[0]
+    with use_mesh(model):
+        policy, cache = begin(model, policy, [row], 0, PAGE, None, None)
+        assert not jax.tree.leaves(cache.layers.state.eviction)
+        for token in row:
+            one, valid = padded([np.array([token])], 1)
+            cache, _ = last_logits(model, policy.reading, cache, one, valid)
+    used = whole.layers.page_table[..., : -(-len(row) // PAGE)]
+    own = cache.layers.page_table[..., : -(-len(row) // PAGE)]
+    found, scores = (
+        np.asarray(x.pages.planes["score"])[at].reshape(3, 4, -1)[..., : len(row)]
+        for x, at in ((cache, own), (whole, used))
+    )
+    assert (scores > 0).all()
+    np.testing.assert_allclose(found, scores, atol=1e-5)
+
+
+def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates):
+    """Nothing is compacted once the first prompt was read, so no later token needs a score."""
+    told, new = READ[4], 6
+    policy = make_policy("fast_kvzip", model=model, gates=gates, short=0, **told)
+    held = sampling.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
+    tokens, said = ROWS[0], {}
+    for question in ([3, 1, 4], [1, 5]):
+        options = {"policy": policy, "max_new_tokens": new, "eos": ()}
+        blocks = list(sampling.stream(model, [question], cache=held, **options))
+        answer, held = np.concatenate([part for (part,), _ in blocks]), blocks[-1][1]
+        tokens = np.concatenate([tokens, question, answer[:-1]])
+        said[len(tokens)] = answer
+    kept = masked.read(model, gates, ROWS[0], **told)[0]
+    stays = np.pad(kept, ((0, 0), (0, 0), (0, len(tokens) - len(ROWS[0]))), constant_values=True)
+    visible = masked.causal(stays.shape[:2], len(tokens))
+    visible[:, :, len(ROWS[0]) :] &= stays[:, :, None]
+    logits = masked.forward(model, gates, tokens, visible)[2]
+    for end, answer in said.items():
+        np.testing.assert_array_equal(logits[end - new : end].argmax(-1), answer)
+    np.testing.assert_array_equal(held.layers.length[:, 0], stays.sum(-1))
 
 
 @pytest.mark.parametrize(("buffer", "last"), [(1, 6), (8, 8), (11, 12)])
