@@ -31,6 +31,7 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     OWN: (),
     "target: KVzip's reconstruction": ("--target", "reconstruction"),
     "target: next tokens": ("--target", "next_token"),
+    "target: questions alone": ("--target", "answer"),
     "input: keys after RoPE": ("--inputs", "k"),
     "input: keys before RoPE": ("--inputs", "k_pre"),
     "gate: the paper's b ≥ 0": ("--form", "paper"),
