@@ -83,3 +83,30 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
     assert rival["equal_answers"] == own["equal_answers"] == 3
     assert min(rival["prefill_tokens_per_s"], own["prefill_tokens_per_s"]) > 0
     assert all(row["decode_tokens_per_s"] is None or row["decode_tokens_per_s"] > 0 for row in (rival, own))
+
+
+def test_prefill_says_what_kvzips_second_pass_costs(tmp_path):
+    small = ["--tokens", "256", "--chunk", "64", "--prompts", "1", "--repeats", "1"]
+    done = run("prefill.py", *small, "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert list(rows) == ["full", "kvzip", "fast_kvzip"]
+    assert rows["full"]["peak"] == rows["full"]["kept"] == 1.0
+    # what is read again stands beside the whole prompt; chunks never do
+    assert rows["kvzip"]["peak"] > 2.0
+    assert rows["fast_kvzip"]["peak"] < 0.7
+    for name in ("kvzip", "fast_kvzip"):
+        assert rows[name]["kept"] == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.thorough
+def test_long_answers_leave_what_gates_keep(tmp_path):
+    small = ["--prompt-tokens", "256", "--new-tokens", "200", "--entries", "160", "--samples", "64"]
+    named = ["--policies", "full", "fast_kvzip", "streaming_llm", "--json", "rows.json"]
+    done = run("long_answers.py", *small, *named, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert rows["fast_kvzip"]["most"] <= 160 + 128 + 1
+    assert rows["full"]["right"] >= rows["fast_kvzip"]["right"] > 0.8
+    # three fifths of the prompt are behind its window
+    assert 0.2 < rows["streaming_llm"]["right"] < 0.7

@@ -128,7 +128,8 @@ class EvaluateConfig:
             raise UserError(
                 f"--page-size must be at most the shortest --context, {min(self.context)}, got {self.page_size}"
             )
-        gated = [name for name in self.policies if name.startswith("wgkv")]
+        named = () if self.policies == POLICIES else self.policies
+        gated = [name for name in named if name.startswith("wgkv")]
         if gated and not self.gates and self.model != BUILTIN:
             raise UserError(f"--policies {gated[0]} needs --gates, a folder that training exported")
         if self.dtype not in (None, *DTYPES):

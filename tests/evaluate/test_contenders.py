@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.evaluate.config import POLICIES
+from kvjax.evaluate.config import POLICIES, parse
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
+from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
 from kvjax.policies.admission.wgkv import save_gates
@@ -127,11 +128,24 @@ def test_those_compared_by_default_exist_and_are_the_papers():
         "keydiff",
         "r_kv",
         "quest",
+        "kvzip",
     }
     by_chunk = {"snapkv", "adakv", "pyramidkv", "expected_attention", "keydiff", "h2o"}
     patched = {"snapkv_patched", "pyramidkv_patched"}
-    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
+    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest", "fast_kvzip"}
     assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
+
+
+def test_of_those_compared_by_default_only_those_with_gates_are():
+    def left_out(*args):
+        config = parse(["--out", "out", *args])
+        return set(config.policies) - set(with_gates(config).policies)
+
+    gated = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
+    assert left_out() == set()
+    assert left_out("--model", "a/model") == {*gated, "fast_kvzip"}
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == gated
 
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])

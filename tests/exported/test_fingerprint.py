@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.builtin import builtin_gates, builtin_model
+from kvjax.builtin import GATES, builtin_gates, builtin_model
 from kvjax.errors import Doubt, UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
 from kvjax.exported.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
@@ -147,8 +147,15 @@ def test_a_version_of_the_model_is_a_warning(own, gates):
 
 def test_the_gates_that_come_with_kvjax_are_for_the_model_that_comes_with_it():
     model = load_model("builtin")
-    assert MadeFor.described(describe(builtin_gates())) == MadeFor("builtin", fingerprint(model))
+    for name, method in GATES.items():
+        assert describe(builtin_gates(name))["method"] == method
+        assert MadeFor.described(describe(name)) == MadeFor("builtin", fingerprint(model))
     make_policy("wgkv", model=model, gates="builtin")
+    own, named = (
+        make_policy("fast_kvzip", model=model, gates=x, ratio=0.3) for x in ("builtin", "builtin:fast_kvzip")
+    )
+    assert own.eviction.made_for == named.eviction.made_for == MadeFor("builtin", fingerprint(model))
+    np.testing.assert_array_equal(own.eviction.gates.b, named.eviction.gates.b)
 
 
 def test_commands_refuse_and_force(tmp_path, capsys):
