@@ -44,9 +44,7 @@ def reread(
         return cache
     passes, least = [eviction.passes(row) for row in rows], 0
     if cache.shared:
-        # the passes of the longest prompt that programs are to serve, of ids that no prompt's beginning has
-        most = cache.layers.page_table.shape[-1] * cache.page_size
-        least = _longest(eviction.passes(np.full(most, -1, np.int32)))
+        least = longest_of(eviction, cache.layers.page_table.shape[-1] * cache.page_size)
     with use_mesh(model):
         policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         for index in range(max(map(len, passes), default=0)):
@@ -57,11 +55,17 @@ def reread(
                 calls.passing[-1] = True
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
-            cache = _pass(
-                model, policy.reading, policy.traced.eviction, cache, fed, valid, _spans(some, fed.shape[0]),
+            cache = one_pass(
+                model, policy.reading, policy.traced.eviction, cache, fed, valid, spans(some, fed.shape[0]),
                 first=bucket(eviction.needs.prefix), implementation=implementation,
             )  # fmt: skip
     return cache
+
+
+def longest_of(eviction: Eviction, tokens: int) -> int:
+    """The most tokens of a pass, or its part, that a prompt of at most so many has."""
+    # of ids that no prompt's beginning has
+    return _longest(eviction.passes(np.full(tokens, -1, np.int32)))
 
 
 def _longest(passes: Sequence[Pass]) -> int:
@@ -70,7 +74,7 @@ def _longest(passes: Sequence[Pass]) -> int:
 
 
 @struct
-class _Spans:
+class Spans:
     """Of a pass the part of each sequence that it looks at."""
 
     start: Int[Array, " b"]
@@ -78,24 +82,24 @@ class _Spans:
     first: Int[Array, " b"]
 
 
-def _spans(passes: Sequence[Pass | None], batch: int) -> _Spans:
+def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
     """Empty where there is no pass, and for the rows that pad a batch."""
     table = np.zeros((3, batch), np.int32)
     for row, one in enumerate(passes):
         if one is not None:
             table[:, row] = one.start, one.stop, one.first
-    return _Spans(*(put(x, BATCH) for x in table))
+    return Spans(*(put(x, BATCH) for x in table))
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames=("first", "implementation"))
-def _pass(
+def one_pass(
     model: Decoder,
     reading: Policy,
     eviction: Eviction,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
-    spans: _Spans,
+    spans: Spans,
     *,
     first: int,
     implementation: str | None,
@@ -132,7 +136,7 @@ def _looked_at(
     pages: Pages,
     layer: LayerCache,
     valid: Int[Array, " b"],
-    spans: _Spans,
+    spans: Spans,
     first: int,
 ) -> Planes:
     """The planes once a pass's tokens have looked at one layer's entries."""

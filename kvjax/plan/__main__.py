@@ -78,13 +78,14 @@ def train(args: list[str]) -> None:
 
 
 def serve(args: list[str]) -> None:
-    """The call that reads a chunk of the prompts, and a block of decoded tokens, then what both would fit with."""
-    from kvjax.plan.serving import POOL, STAGES, TABLES, ServeConfig, check_policy
+    """The call that reads a chunk of the prompts, the passes of a policy that reads them again, and a block of decoded
+    tokens, then what all of them would fit with."""
+    from kvjax.plan.serving import POOL, STAGES, TABLES, ServeConfig, stages_of
 
     told = parse_command(ServeConfig, args)
     told.check()
     model, mesh = find_shape(told.model), told.mesh
-    check_policy(told, model.config)
+    stages = stages_of(told, model.config)
     topology = _checked(told.topology, mesh)
     check_longest(model.config, told.context)
     most, shards = model.config.longest, mesh.batch_shards
@@ -92,16 +93,15 @@ def serve(args: list[str]) -> None:
     batch = -(-told.batch // shards) * shards
     _heading(told.model, told.dtype or model.dtype, topology, mesh)
     each = 1 + (2 * TRIES + len(others) if told.search else 0)
-    programs = Programs(topology, Count(len(STAGES) * each))
-    jobs = [Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch) for stage in STAGES]
+    programs = Programs(topology, Count(len(stages) * each))
+    jobs = [Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch) for stage in stages]
     made = []
     for job in jobs:
-        what = "a token" if job.stage == "decode" else "a chunk"
-        _say(f"{job.stage}, {told.policy}: {batch} × {told.context} tokens, a step is {what}")
+        _say(f"{job.stage}, {told.policy}: {batch} × {told.context} tokens, a step is {STAGES[job.stage]}")
         made.append(programs.shown(job))
     if told.search:
         found, growing = programs.worst(made), (POOL, TABLES, TEMPORARIES, "batch")
-        _say("prefill and decode:")
+        _say("all of these:" if len(stages) > 2 else "prefill and decode:")
         contexts = programs.largest(jobs, "length", found, growing, most)
         _say(figures.bracket(contexts, f"longest context, {batch} of them", most=most))
         batches = programs.largest(jobs, "batch", found, growing, LARGEST_BATCH * shards, shards)

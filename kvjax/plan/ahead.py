@@ -22,7 +22,7 @@ class Job:
     """One program on one mesh."""
 
     stage: str
-    """train, prefill or decode."""
+    """train, or one of `kvjax.plan.serving.STAGES`."""
     topology: str
     """As `Topology.parse` takes it."""
     arguments: tuple[str, ...]
@@ -109,7 +109,7 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     model = find_shape(told.model, told.context + told.new)
     check_mesh(shape, model.config)
     serving = Serving(told, model.config, told.dtype or model.dtype, mesh)
-    return serving.prefill() if job.stage == "prefill" else serving.decode()
+    return getattr(serving, job.stage)()
 
 
 def main() -> None:

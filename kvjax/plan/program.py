@@ -34,6 +34,8 @@ class Program:
     """The argument whose memory is taken over."""
     static: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Arguments that are compiled in."""
+    named: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments by name, as `arguments`."""
     steps: int = 1
     """Of which the program takes so many in a loop: figures are of one."""
 
@@ -81,7 +83,7 @@ def figures(program: Program, platform: str, limit: int | None = None) -> Figure
         parts[name] = parts.get(name, 0) + held(tree)
     if limit is not None and sum(parts.values()) > limit:
         return Figures(parts, 0.0, 0, {}, {}, 0.0, "its arguments alone are too much")
-    traced = function.trace(*program.arguments, **program.static)
+    traced = function.trace(*program.arguments, **program.named, **program.static)
     try:
         compiled = traced.lower(lowering_platforms=(platform,)).compile()
     except jax.errors.JaxRuntimeError as error:

@@ -11,16 +11,20 @@ import tyro
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from kvjax.cache import table_tokens
 from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.exported.orbax import abstract
-from kvjax.inference.forward import last_logits, pieces
+from kvjax.inference.forward import bucket, last_logits, pieces
+from kvjax.inference.reread import longest_of, one_pass, spans
 from kvjax.inference.room import laid_out, layout_for
 from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
-from kvjax.mesh import BATCH, P, batch_shards
+from kvjax.inference.schedule import recurring
+from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.plan.program import Program
+from kvjax.plan.stand_ins import Make, completed
 from kvjax.plan.training import WEIGHTS, check_mesh, model_of
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
@@ -28,7 +32,8 @@ from kvjax.policies.assignments import assignments
 
 POOL = "KV pool"
 TABLES = "page tables and states"
-STAGES = "prefill", "decode"
+STAGES = {"prefill": "a chunk", "passes": "a part that is read again", "decode": "a token"}
+"""Programs, and what a step of each is."""
 MOST = 1 << 30
 """What a size may be: programs count in int32."""
 
@@ -45,7 +50,8 @@ class ServeConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
-    """What to keep, as in kvjax.generate; wgkv has gates of its usual size."""
+    """What to keep, as in kvjax.generate; wgkv and fast_kvzip have gates of their usual sizes, and kvzip
+    texts of theirs."""
     eviction: str | None = None
     """As in kvjax.generate."""
     selection: str | None = None
@@ -119,13 +125,15 @@ class Serving:
         """Shapes of the weights."""
         return model_of(self.mesh, self.config, self.dtype)
 
-    def policy(self, gates: WriteGate | None = None) -> Policy:
-        """As the host knows it; of wgkv with gates of shapes."""
+    def policy(self, make: Make = jax.eval_shape) -> Policy:
+        """As the host knows it, with gates of shapes; `make` makes them."""
         given = self.told.arguments()
         if self.told.policy == "wgkv":
             heads = self.config.num_layers, self.config.num_kv_heads
             share = 1.0 if self.told.ratio is None else self.told.ratio
-            given |= {"rate": np.full(heads, share), "gates": gates or jax.eval_shape(self._gates)}
+            given |= {"rate": np.full(heads, share), "gates": make(self._gates)}
+        else:
+            given = completed(self.told.policy, given, self.config, make)
         return make_policy(self.told.policy, **given)
 
     def _gates(self) -> WriteGate:
@@ -138,7 +146,7 @@ class Serving:
         """Shapes of what compiled programs see of the policy; `which` makes it of the one for the model."""
 
         def make() -> Policy:
-            policy = self.policy(self._gates() if self.told.policy == "wgkv" else None)
+            policy = self.policy(lambda gates: gates())
             return which(policy.placed(self.config.num_layers, self.config.num_kv_heads))
 
         return abstract(make, self.mesh)
@@ -149,13 +157,16 @@ class Serving:
         shards = batch_shards()
         return -(-self.told.batch // shards) * shards
 
-    def cache(self, policy: Policy, traced: Policy, tokens: int) -> Any:
-        """Shapes of a new cache for sequences of `tokens` tokens, with a pool for what the host's `policy` expects."""
+    def cache(self, policy: Policy, traced: Policy, tokens: int, tables: int = 0) -> Any:
+        """Shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy` expects. tables:
+        tokens that one row may have, if these are more."""
         config = self.config
         layout = layout_for(
             policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             tokens=tokens, dtype=self.model.embed.dtype, page_size=self.told.page_size,
         )  # fmt: skip
+        if policy.most_stored is None:
+            layout = dataclasses.replace(layout, tokens=max(layout.tokens, table_tokens(max(1, tables))))
         group = config.num_heads // config.num_kv_heads
         return abstract(lambda traced: laid_out(traced, layout, group), self.mesh, traced)
 
@@ -171,35 +182,68 @@ class Serving:
         plan, context = policy.plan, self.told.context
         if plan is None:
             return context
-        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1)
+        beside = plan.prefix if plan.in_ranges else 0
+        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + beside)
         return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
 
     def prefill(self) -> Program:
         """The call that reads the largest chunk of the prompts."""
-        policy = self.policy()
+        policy, cache = self.policy(), self._whole()
         plan, told = policy.plan, self.told
         chunk = min(told.chunk, told.context)
-        behind = 0 if plan is None else plan.read_behind
         if plan is not None and plan.moment.in_chunks:
             chunk = min(chunk, plan.moment.chunk)
-        room = 0 if plan is not None else told.new
-        cache = self.cache(policy, self.placed(lambda placed: placed.traced), told.context + behind + room)
         tokens = self._array(
             jnp.int32, (self.rows, max(size for _, size in pieces(chunk, told.chunk))), BATCH, None
         )
         valid = self._array(jnp.int32, (self.rows,), BATCH)
         traced = self.placed(lambda placed: placed.reading)
         arguments = self.model, traced, cache, tokens, valid
-        return Program(last_logits, arguments, _parts(arguments), donated=2)
+        return Program(last_logits, arguments, _parts(*arguments), donated=2)
+
+    def _whole(self) -> Any:
+        """Shapes of the cache that prompts are read into."""
+        policy, told = self.policy(), self.told
+        behind = 0 if policy.plan is None else policy.plan.read_behind
+        tokens = told.context + behind + self._room(policy)
+        return self.cache(policy, self.placed(lambda placed: placed.traced), tokens)
+
+    def _room(self, policy: Policy) -> int:
+        """Tokens of an answer that a cache has places for beside the prompt, or what is left of it. Where answers are
+        compacted they are made when they are needed."""
+        return 0 if policy.plan is not None and policy.plan.moment.while_decoding else self.told.new
+
+    def passes(self) -> Program:
+        """One pass of every prompt: what asks for a part of it, and the part once more."""
+        eviction = self.policy().eviction
+        assert eviction is not None
+        size = bucket(longest_of(eviction, self.told.context))
+        tokens = self._array(jnp.int32, (self.rows, size), BATCH, None)
+        valid = self._array(jnp.int32, (self.rows,), BATCH)
+        parts = abstract(lambda: spans([], self.rows), self.mesh)
+        reading = self.placed(lambda placed: placed.reading)
+        traced = self.placed(lambda placed: placed.traced).eviction
+        cache = self._whole()
+        return Program(
+            one_pass,
+            (self.model, reading, traced, cache, tokens, valid, parts),
+            _parts(self.model, (reading, traced), cache, tokens, valid, parts),
+            donated=3,
+            static={"first": bucket(eviction.needs.prefix), "implementation": None},
+        )
 
     def decode(self) -> Program:
         """A block of decoded tokens. Figures are of one."""
         policy, told = self.policy(), self.told
-        plan = policy.plan
-        held = policy.continuing
-        tokens = told.context + told.new if plan is None else self.kept(policy) + told.new
+        tokens = self.kept(policy) + self._room(policy)
+        # what a compaction left beside the entries is still there, and one row may have been left all of its own
+        cache = self.cache(
+            policy.uncompacted,
+            self.placed(lambda placed: placed.traced),
+            tokens,
+            tables=told.context + told.new,
+        )
         traced = self.placed(lambda placed: placed.continuing.traced)
-        cache = self.cache(held, traced, tokens)
         number = self._array(jnp.int32, ())
         valid, running = (
             self._array(jnp.int32, (self.rows,), BATCH),
@@ -209,15 +253,22 @@ class Serving:
         key = abstract(lambda: jax.random.key(0), self.mesh)
         arguments = self.model, traced, cache, valid, running, draw, key, number
         count = min(BLOCK, max(1, told.new - 1))
-        static = {"count": count, "greedy": True}
-        return Program(decode_block, arguments, _parts(arguments), donated=2, static=static, steps=count)
+        again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
+        return Program(
+            decode_block,
+            arguments,
+            _parts(*arguments, again),
+            donated=2,
+            static={"count": count, "greedy": True},
+            named={"recurring": again},
+            steps=count,
+        )
 
     def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(*spec)))
 
 
-def _parts(arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    model, policy, cache, *rest = arguments
+def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> list[tuple[str, Any]]:
     return [
         (WEIGHTS, model),
         ("policy", policy),
@@ -227,8 +278,9 @@ def _parts(arguments: tuple[Any, ...]) -> list[tuple[str, Any]]:
     ]
 
 
-def check_policy(told: ServeConfig, config: ModelConfig) -> None:
-    """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
+def stages_of(told: ServeConfig, config: ModelConfig) -> list[str]:
+    """Those of `STAGES` that there are. Raises UserError for a policy and a mesh that do not go with the model, before
+    anything compiles."""
     check_mesh(told.mesh, config)
     given = told.arguments()
     if told.policy == "wgkv":
@@ -236,8 +288,9 @@ def check_policy(told: ServeConfig, config: ModelConfig) -> None:
             raise UserError(
                 f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…"
             )
-        return
-    policy = make_policy(told.policy, **given)
-    for method in (policy.admission, policy.eviction, policy.selection):
-        if method is not None:
-            method.check(config)
+        return ["prefill", "decode"]
+    with use_mesh():
+        policy = make_policy(told.policy, **completed(told.policy, given, config, jax.eval_shape))
+    policy.check(config)
+    again = policy.eviction is not None and policy.eviction.rereads
+    return [stage for stage in STAGES if again or stage != "passes"]

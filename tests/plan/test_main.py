@@ -32,6 +32,20 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
         ([*SERVE, "--policy", "wgkv", "--entries", "4"], "of wgkv state --ratio"),
         ([*SERVE, "--policy", "wgkv", "--ratio", "2"], "--ratio must be a finite number"),
         ([*SERVE, "--policy", "nope"], "unknown policy 'nope'"),
+        ([*SERVE, "--policy", "kvzip"], "kvzip needs a budget: one of ratio, entries"),
+        (
+            [*SERVE, "--policy", "kvzip", "--ratio", "0.3", "--set", "when=chunk"],
+            "when must be 'prompt', got 'chunk'",
+        ),
+        (
+            [*SERVE, "--policy", "fast_kvzip", "--entries", "4096", "--set", "when=overflow"],
+            "when='overflow' takes",
+        ),
+        ([*SERVE, "--policy", "fast_kvzip", "--ratio", "0.3", "--set", "gates=nowhere"], "nowhere holds no gates"),
+        (
+            [*SERVE, "--policy", "adakv", "--eviction", "fast_kvzip:dim=3", "--ratio", "0.3"],
+            "no argument 'dim'",
+        ),
         ([*SERVE, "--context", "0"], "--context must be a whole number of at least 1"),
         ([*SERVE, "--context", "2000000000"], "--context must be a whole number of at most"),
         ([*SERVE, "--page-size", "0"], "--page-size must be a whole number of at least 1"),
@@ -121,6 +135,19 @@ def test_serving_fits_where_both_of_its_programs_do(folder, monkeypatch, capsys)
         ("prefill", 512, "8"), ("decode", 512, "8"), ("prefill", 416, "8"), ("decode", 416, "8"),
     ]  # fmt: skip
     assert all((job.limit is None) == (job.mesh == "8") for job in jobs)
+
+
+@pytest.mark.parametrize("named", [("--policy", "kvzip"), ("--policy", "critical_kv", "--eviction", "kvzip")])
+def test_what_is_read_again_is_a_program_of_its_own(folder, monkeypatch, capsys, named):
+    jobs = []
+    one = Figures({"weights": 2**30}, 1e12, 2**30, {}, {"flops": 1.0}, 1.0)
+    monkeypatch.setattr(command, "compiled", lambda job: jobs.append(job) or one)
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    command.main(
+        [*SERVE, "--model", str(folder), "--context", "512", *named, "--ratio", "0.3", "--no-search"]
+    )
+    assert [job.stage for job in jobs] == ["prefill", "passes", "decode"]
+    assert "8 × 512 tokens, a step is a part that is read again" in capsys.readouterr().out
 
 
 def test_longer_than_the_model_is_for_is_said(folder, monkeypatch):

@@ -3,20 +3,24 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from kvjax import cache as caches
 from kvjax.command.launch import MeshShape
+from kvjax.inference.sampling import sample
 from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.plan.program import TEMPORARIES, figures, too_much
-from kvjax.plan.serving import POOL, ServeConfig, Serving
+from kvjax.plan.serving import POOL, STAGES, ServeConfig, Serving, stages_of
 from kvjax.plan.training import WEIGHTS, update
+from kvjax.policies import make_policy
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
+from tests.tiny_models import filled, tiny_sink_gates
 
 RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,), sequences=10)
 
@@ -70,6 +74,56 @@ def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     page = 16 * 2 * shape.head_dim * 2 + 4
     least = rows * np.ceil(share * 1040 / 16)
     assert least * page <= own - 4 <= caches.pool_size(int(least) + 3 * rows, page) * page
+
+
+class Called(Exception):
+    """A run came to a program, with these arguments."""
+
+
+def sizes(tree):
+    """Of a device's parts of arrays, with all that is compiled in."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape for x in leaves]
+    return structure, parts, [x.dtype for x in leaves]
+
+
+ANSWERS = {"when": "position", "every": 16, "last": 16, "buffer": 16, "entries": 32}
+TEXTS = dict.fromkeys(("instruction", "resumption", "tail"), (0,) * 16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "program", "name", "told"),
+    [
+        ("passes", "reread.one_pass", "kvzip", {"ratio": 0.5, "repeated": 24}),
+        ("decode", "sampling.decode_block", "fast_kvzip", ANSWERS),
+    ],
+)
+def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, name, told, monkeypatch):
+    """Gates, texts, and the compaction of the decoding loop; a pool of another size."""
+
+    def call(*arguments, **named):
+        raise Called(arguments, named)
+
+    monkeypatch.setattr(f"kvjax.inference.{program}", call)
+    options = tuple(f"{key}={value}" for key, value in told.items())
+    config = ServeConfig(topology="", policy=name, context=64, batch=4, new=17, set=(options,))
+    assert stages_of(config, shape) == [x for x in STAGES if x == stage or x != "passes"]
+    with jax.set_mesh(mesh):
+        model = filled(shape, jnp.bfloat16)
+        own = TEXTS if name == "kvzip" else {"gates": tiny_sink_gates(model)}
+        policy = make_policy(name, model=model, **told, **own)
+        with pytest.raises(Called) as came:
+            sample(model, [np.arange(64)] * 4, policy=policy, max_new_tokens=17, eos=())
+        planned = getattr(Serving(config, shape, "bfloat16", mesh), stage)()
+    (arguments, named), cache = came.value.args, planned.donated
+    for given, ours in zip(arguments, planned.arguments, strict=True):
+        if given is arguments[cache]:
+            assert sizes((given.layers, given.seen)) == sizes((ours.layers, ours.seen))
+            assert given.pages.planes.keys() == ours.pages.planes.keys() == {"score"}
+        else:
+            assert sizes(given) == sizes(ours)
+    assert planned.static.items() <= named.items()
+    assert sizes(named.get("recurring")) == sizes(planned.named.get("recurring"))
 
 
 def test_what_is_held_already_may_be_too_much(mesh, shape):
