@@ -43,7 +43,8 @@ def captured_prompts() -> list[list[Captured]]:
     return [captured_layers(unnormed(), prompt) for prompt in two_prompts()]
 
 
-def captured_layers(model, prompt) -> list[Captured]:
+@jax.jit
+def _captured(model, tokens):
     def attend(step, _, xs):
         q, k, v = gather((step.q, step.k, step.v), *AXES)
         group = q.shape[1] // k.shape[1]
@@ -53,10 +54,13 @@ def captured_layers(model, prompt) -> list[Captured]:
         )
         return jnp.swapaxes(o, 1, 2), None, (q, step.q_pre, k, v)
 
+    position = jnp.arange(tokens.shape[1])[None]
+    return scan_layers(model, model.embed_tokens(tokens), position, attend)[2]
+
+
+def captured_layers(model, prompt) -> list[Captured]:
     with use_mesh(model):
-        tokens = jnp.asarray(prompt, jnp.int32)[None]
-        position = jnp.arange(tokens.shape[1])[None]
-        found = scan_layers(model, model.embed_tokens(tokens), position, attend)[2]
+        found = _captured(model, jnp.asarray(prompt, jnp.int32)[None])
     arrays = [np.asarray(x, np.float64)[:, 0] for x in found]
     output = np.asarray(model.layers.o[...], np.float64)
     frequencies = inverse_frequencies(model.config.rope, model.config.head_dim).astype(np.float64)

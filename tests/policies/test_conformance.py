@@ -63,6 +63,8 @@ LENGTHS = 40, 23, 9
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
+CHUNKS = {"chunk": 16, "page_size": 8}
+"""As the batch is read that others are compared with: in three chunks, one of which is empty for the second sequence."""
 each = pytest.mark.parametrize("name", [*POLICIES, *BESIDES])
 run = jax.jit(forward, static_argnames="write")
 
@@ -98,12 +100,12 @@ def model():
 
 @pytest.fixture(scope="module")
 def alike(model):
-    """Whether something else than a batch in one call gives the same of a policy."""
+    """Whether something else than a batch in chunks gives the same of a policy."""
     known = {}
 
     def same(name, other, rows=slice(None)):
         if name not in known:
-            known[name] = outcome(name, model, ROWS)
+            known[name] = outcome(name, model, ROWS, **CHUNKS)
         (entries, logits), (own_entries, own_logits) = known[name], other
         np.testing.assert_array_equal(own_entries, entries[:, rows])
         np.testing.assert_allclose(own_logits, logits[rows], atol=1e-4)
@@ -119,22 +121,21 @@ def test_every_policy_is_here():
 def test_a_token_sees_exactly_what_is_stored(model, name):
     """Attention over pages and rings against a dense one over all entries that there are, and no others."""
     policy = changed(build(name, model), selection=None)
-    cache, token = prefill(model, ROWS, policy=policy, **USUAL), jnp.array([5, 6, 7])
+    cache, token = prefill(model, ROWS, policy=policy, **USUAL | CHUNKS), jnp.array([5, 6, 7])
     with use_mesh(model):
-        fed = token[:, None], jnp.ones(3, jnp.int32)
+        # as wide as the question, whose program this is
+        fed = jnp.tile(token[:, None], 3), jnp.ones(3, jnp.int32)
         _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
         found = np.asarray(model.logits(hidden))[:, 0]
     np.testing.assert_allclose(found, logits_over_what_is_stored(model, cache, token), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "row", [1, pytest.param(0, marks=pytest.mark.thorough), pytest.param(2, marks=pytest.mark.thorough)]
+)
 @each
-def test_a_prompt_may_be_read_in_chunks_and_stored_in_other_pages(model, alike, name):
-    alike(name, outcome(name, model, ROWS, chunk=16, page_size=8))
-
-
-@pytest.mark.parametrize("row", [pytest.param(1, marks=pytest.mark.thorough), 2])
-@each
-def test_a_batch_is_its_sequences(model, alike, name, row):
+def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row):
+    """And stored in other pages."""
     alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
@@ -161,10 +162,10 @@ def test_a_capacity_that_is_too_small_is_named(model, name):
     """The rings alone fit; what must be stored of 40 tokens does not, and does in the one that is named."""
     policy, rows = build(name, model), [np.tile(ROWS[0], 3)]
     with pytest.raises(CapacityError, match=f"policy {re.escape(policy.name)} needs") as error:
-        outcome(name, model, rows, capacity=8 if policy.window > 1 else 4)
+        prefill(model, rows, policy=policy, **USUAL, capacity=8 if policy.window > 1 else 4)
     enough = re.search(r"a capacity of (\d+) entries per kv head", str(error.value))
     assert enough is not None
-    outcome(name, model, rows, capacity=int(enough[1]))
+    prefill(model, rows, policy=policy, **USUAL, capacity=int(enough[1]))
 
 
 @each

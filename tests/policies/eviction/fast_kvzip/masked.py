@@ -26,12 +26,20 @@ def _forward(model, gates, tokens, visible):
     return *found, model.logits(model.norm(x))[0]
 
 
+MOST = 72
+"""Tokens of the longest sequence: all are padded to as many, and share a program."""
+
+
 def forward(model, gates, tokens, visible):
     """The keys and gates' scores [l k t …] of one sequence, and its logits [t v], where query q of a layer and kv head
     sees the keys of `visible` [l k q j]."""
+    count = len(tokens)
+    seen = causal(visible.shape[:2], MOST)
+    seen[..., :count, :count] = visible
     with use_mesh(model):
-        found = _forward(model, gates, jnp.asarray(tokens, jnp.int32), jnp.asarray(visible))
-        return tuple(map(np.asarray, found))
+        found = _forward(model, gates, np.pad(tokens, (0, MOST - count)).astype(np.int32), seen)
+        keys, scores, logits = map(np.asarray, found)
+        return keys[:, :, :count], scores[..., :count], logits[:count]
 
 
 def causal(shape, count):

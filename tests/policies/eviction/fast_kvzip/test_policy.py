@@ -53,9 +53,9 @@ OPENING = (*ROWS[0][:7].tolist(), 60)
 """Of which the first row has 7 tokens, and the others none."""
 READ = [
     {"ratio": 0.5, "chunk": 10, "window": 4, "prefix": 0},
-    {"ratio": 0.3, "chunk": 16, "window": 6, "prefix": 3},
+    {"ratio": 0.3, "chunk": 10, "window": 6, "prefix": 3},
     {"ratio": 0.1, "chunk": 10, "window": 8, "prefix": 3},  # of which the window alone is more
-    {"ratio": 0.6, "chunk": 7, "window": 12, "opening": OPENING},  # more than a chunk
+    {"ratio": 0.6, "chunk": 10, "window": 12, "opening": OPENING},  # more than a chunk
     {"ratio": 0.4, "chunk": 64, "window": 0, "prefix": 0},
 ]
 
@@ -185,19 +185,21 @@ def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates)
     np.testing.assert_array_equal(held.layers.length[:, 0], stays.sum(-1))
 
 
+LONG = {"max_new_tokens": 30, "page_size": PAGE, "eos": ()}
+
+
 @pytest.mark.parametrize(("buffer", "last"), [(1, 6), (8, 8), (11, 12)])
 def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
     told = {"entries": 14, "every": 8, "first": 2, "last": last}
     policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", buffer=buffer, **told)
-    new, rows = 30, ROWS[:2]
-    for _, cache in sampling.stream(
-        model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, block=4, eos=()
-    ):
+    rows, answers = ROWS[:2], [[], []]
+    for new, cache in sampling.stream(model, rows, policy=policy, **LONG, block=4):
         pages_are_whole(cache)
+        for answer, tokens in zip(answers, new, strict=True):
+            answer.extend(tokens)
         held = jax.tree.map(np.asarray, cache)
-    found = sampling.sample(model, rows, policy=policy, max_new_tokens=new, page_size=PAGE, eos=())
-    for row, (prompt, answer) in enumerate(zip(rows, found.tokens, strict=True)):
+    for row, (prompt, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens = np.concatenate([prompt, answer[:-1]])
         kept, keys, logits = masked.decode(model, gates, tokens, len(prompt), **told)
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), answer)
@@ -212,11 +214,9 @@ def test_the_decoding_loop_waits_for_no_host(model, gates):
     told = {"entries": 14, "every": 8, "first": 2, "last": 8, "buffer": 8}
     policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", **told)
     sizes = []
-    for block in (3, 30):
-        found = sampling.sample(
-            model, ROWS[:1], policy=policy, max_new_tokens=30, page_size=PAGE, block=block, eos=()
-        )
-        sizes.append((found.tokens[0].tolist(), found.stats.entries.tolist()))
+    for block in (4, 30):
+        found = sampling.sample(model, ROWS[:2], policy=policy, **LONG, block=block)
+        sizes.append(([tokens.tolist() for tokens in found.tokens], found.stats.entries.tolist()))
     assert sizes[0] == sizes[1]
 
 
