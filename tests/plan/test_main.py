@@ -41,7 +41,10 @@ SERVE = "serve", "--topology", "v5e:2x4", "--mesh", "8"
             [*SERVE, "--policy", "fast_kvzip", "--entries", "4096", "--set", "when=overflow"],
             "when='overflow' takes",
         ),
-        ([*SERVE, "--policy", "fast_kvzip", "--ratio", "0.3", "--set", "gates=nowhere"], "nowhere holds no gates"),
+        (
+            [*SERVE, "--policy", "fast_kvzip", "--ratio", "0.3", "--set", "gates=nowhere"],
+            "nowhere holds no gates",
+        ),
         (
             [*SERVE, "--policy", "adakv", "--eviction", "fast_kvzip:dim=3", "--ratio", "0.3"],
             "no argument 'dim'",
