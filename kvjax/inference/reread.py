@@ -78,8 +78,11 @@ class Spans:
     """Of a pass the part of each sequence that it looks at."""
 
     start: Int[Array, " b"]
+    """Its first token."""
     stop: Int[Array, " b"]
+    """The one behind its last."""
     first: Int[Array, " b"]
+    """How many of the prompt's first tokens are looked at beside it."""
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:

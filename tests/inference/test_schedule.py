@@ -1,13 +1,17 @@
 """Evictions while an answer is decoded: when they come, what stays, and how large the cache ever is."""
 
+import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference import sampling
+from kvjax.inference import sampling, schedule
 from kvjax.inference.record import Calls
+from kvjax.inference.room import begin
+from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.policies import Random, make_policy
 from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole, unnormed
 
@@ -143,3 +147,36 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
     policy = make_policy("full", model=model, window=40, eviction="tova", entries=50, when="every", every=4)
     _, held = held_by(model, [np.arange(20)], policy, capacity=None, max_new_tokens=4)
     assert held[0].tolist() == [20, 21, 22]
+
+
+def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, prompts):
+    """A sequence below the budget, whose table is shorter than what is observed, comes to a multiple: nothing goes."""
+    policy = make_policy("snapkv", model=model, observed=80, entries=90, when="position", every=16)
+    row = prompts[0][:10]
+    found = sampling.sample(model, [row], policy=policy, max_new_tokens=20, eos=(), page_size=PAGE)
+    (answer,) = found.tokens
+    said = sampling.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
+    np.testing.assert_array_equal(said.argmax(-1), answer)
+    assert (found.stats.entries == 29).all()
+
+
+def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
+    """The sequences that run and have a multiple of the tokens; none once the pool owes pages."""
+    monkeypatch.setattr(
+        "kvjax.inference.decode.compacted",
+        lambda _, __, cache, quota, **___: dataclasses.replace(
+            cache, seen=jnp.where(quota.due, -1, cache.seen)
+        ),
+    )
+    policy = make_policy("snapkv", model=model, observed=6, entries=ENTRIES, when="position", every=8)
+    with use_mesh(model):
+        policy, cache = begin(model, policy, [prompts[0]] * 4, 0, PAGE, None, None)
+        again = schedule.recurring(policy, cache)
+        cache = dataclasses.replace(cache, seen=put(np.array([16, 16, 15, 24], np.int32), BATCH))
+        pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0 - 1)
+        running = put(np.array([True, False, True, True]), BATCH)
+        seen = [
+            again(model, policy, dataclasses.replace(cache, pages=x), running).seen.tolist()
+            for x in (cache.pages, pages)
+        ]
+    assert seen == [[-1, 16, 15, -1], [16, 16, 15, 24]]

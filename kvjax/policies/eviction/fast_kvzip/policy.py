@@ -58,7 +58,7 @@ class FastKVzip(Eviction):
     tokenizer: Any = host(default=None, repr=False)
     """The model's, whose chat template says what the opening is. It is not kept."""
     buffer: int = static(default=LAST)
-    """Tokens of an answer that wait for their scores; 1: none waits."""
+    """Tokens of an answer that wait for their scores where answers are compacted; 1: none waits."""
     inputs: Any = dataclasses.field(default=None, repr=False, metadata={"static": True})
     """What the gates look at, one of `gate.INPUTS`; by default the folder's, else the hidden states."""
     made_for: MadeFor | None = remembered()
