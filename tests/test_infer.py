@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvjax.builtin import builtin_model
+
 PROGRAMS = Path(__file__).parent.parent / "infer"
 
 
@@ -43,6 +45,30 @@ def test_needle_draws_what_it_prints(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "128 tokens: " in done.stdout
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_gating_counts_what_gates_add_at_a_large_model(tmp_path):
+    """Llama-3.1-8B and 4,096 entries a kv head, by hand; and each path is timed."""
+    few = ["--entries", "133", "--prompts", "1", "--new-tokens", "129", "--repeats", "1"]
+    model = ["--model", str(builtin_model("test_model")), "--json", "figures.json"]
+    done = run("gating.py", *model, *few, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "figures.json").read_text())
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    entries = 4096 * 128
+    step = {
+        "flops": 2 * (32 * (layer + 2 * 32 * entries) + 4096 * 128256),
+        "bytes": 2 * (32 * (layer + 2 * 8 * entries) + 4096 * 128256),
+    }
+    # 16 numbers of each of 32 queries and 8 keys, once a token and read once every 128
+    gate = {"flops": 2 * 32 * 4096 * 640, "bytes": 2 * 32 * 4096 * 640 / 128}
+    assert written["counted"] == {
+        f"{of}_{what}": own for of, two in (("step", step), ("gate", gate)) for what, own in two.items()
+    }
+    assert gate["flops"] / step["flops"] <= 0.01
+    assert "gates add 0.98% of a step's operations and 0.008% of its bytes" in done.stdout
+    assert list(written["ms"]) == ["constant scores", "gates, 128 at once", "gates, one by one"]
+    assert min(written["ms"].values()) > 0
 
 
 @pytest.mark.thorough

@@ -57,11 +57,11 @@ class EvaluateConfig:
     question_aware: bool = False
     """Read each question with its context and compress both; by default contexts are compressed before any question."""
     gates: tuple[str, ...] = ()
-    """Folders with trained gates, or `builtin`, those that come with the built-in model, its default. wgkv_fixed_tau
-    compares all of WG-KV's at their own τ, its budget being λ; wgkv searches the τ for each budget, with the two whose
-    own size is nearest to it, and takes those that answer more of calibration contexts; wgkv+NAME takes at their own τ
-    the most selective that let in as much as the budget; head_pattern tries the rates of the first. fast_kvzip takes
-    the first of its own."""
+    """Folders with trained gates, .pt files of the methods' authors, or `builtin`, those that come with the built-in
+    model, its default. wgkv_fixed_tau compares all of WG-KV's at their own τ, its budget being λ; wgkv searches the τ
+    for each budget, with the two whose own size is nearest to it, and takes those that answer more of calibration
+    contexts; wgkv+NAME takes at their own τ the most selective that let in as much as the budget; head_pattern tries
+    the rates of the first. fast_kvzip takes the first of its own."""
     pattern: tuple[Path, ...] = ()
     """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
     measured for each task, and kept in --out as such folders."""

@@ -12,8 +12,8 @@ from jaxtyping import Float
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
+from kvjax.evaluate.gates import described
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
-from kvjax.exported.folder import describe
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern
@@ -119,10 +119,10 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
         weights = read_pattern(folder)[0]
         orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
-        described = describe(sizing.gates)
-        window = int(described.get("window", window))
-        if "rate" in described:
-            orders["the gates' rates"] = head_table("--gates", "rate", described["rate"], *sizing.shape)
+        said = described(sizing.gates)
+        window = int(said.get("window", window))
+        if "rate" in said:
+            orders["the gates' rates"] = head_table("--gates", "rate", said["rate"], *sizing.shape)
     return orders, window
 
 

@@ -7,15 +7,20 @@ be moved least to keep a budget, searched for on calibration contexts.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.exported.folder import describe
+from kvjax.exported.torch_file import TorchFile, is_torch_file
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy
 from kvjax.policies.admission.wgkv import WGKV
+from kvjax.policies.admission.wgkv import files as wgkv
+from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
 
 LOWEST, HIGHEST = -60.0, 16.0
 """Logits between which τ is searched for; a float32 below 1 is at most that of 16.6."""
@@ -27,9 +32,21 @@ NEAREST = 2
 """Gates of several that are brought to a size."""
 
 
+def described(gates: str | Path) -> dict[str, Any]:
+    """What a folder's config.json says of its gates; of a file of the authors', by whose layout the method is known,
+    what is in the file. Raises UserError for what are no gates."""
+    if not is_torch_file(gates):
+        return describe(gates)
+    with TorchFile(gates) as opened:
+        layered = isinstance(opened.content, dict) and "module" in opened.content
+    if layered:
+        return {"method": fast_kvzip.METHOD} | fast_kvzip.gate_sizes(gates)._asdict()
+    return {"method": "wgkv"} | wgkv.gate_sizes(gates)._asdict() | wgkv.PUBLISHED
+
+
 def of_method(folders: Sequence[str], method: str) -> tuple[str, ...]:
-    """Those of the folders whose config.json says that they are of a method."""
-    return tuple(folder for folder in folders if describe(folder).get("method") == method)
+    """Those of the folders (or files) whose gates are of a method."""
+    return tuple(folder for folder in folders if described(folder).get("method") == method)
 
 
 def by_lambda(folders: Sequence[str]) -> dict[float, str]:
@@ -41,10 +58,10 @@ def by_lambda(folders: Sequence[str]) -> dict[float, str]:
         raise UserError(f"{FIXED_TAU} needs --gates, a folder that training exported, or several")
     found: dict[float, str] = {}
     for folder in folders:
-        described = describe(folder)
-        if not isinstance(described.get("lambda"), int | float):
-            raise UserError(f"--gates {folder}: config.json does not say with which lambda they were trained")
-        name = float(described["lambda"])
+        said = described(folder).get("lambda")
+        if not isinstance(said, int | float):
+            raise UserError(f"--gates {folder}: nothing there says with which lambda they were trained")
+        name = float(said)
         if name in found:
             raise UserError(
                 f"--gates {found[name]} and {folder} have both λ {name:g}, by which {FIXED_TAU} tells gates apart"
@@ -61,8 +78,8 @@ def most_selective(folders: Sequence[str], ratio: float, tokens: int) -> str:
     """
 
     def size(folder: str) -> float:
-        described = describe(folder)
-        window, rate = int(described["window"]), float(np.mean(described.get("rate", 1.0)))
+        said = described(folder)
+        window, rate = int(said["window"]), float(np.mean(said.get("rate", 1.0)))
         return (window + rate * max(0, tokens - window)) / max(window, tokens)
 
     sizes = {folder: size(folder) for folder in folders}

@@ -13,14 +13,21 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.config import POLICIES, EvaluateConfig
 from kvjax.evaluate.contenders import GATED, Sizing, budget_policy, contender, known_orders
-from kvjax.evaluate.gates import TauSearch, by_lambda, most_selective, nearest, of_method, own_tau
+from kvjax.evaluate.gates import (
+    TauSearch,
+    by_lambda,
+    described,
+    most_selective,
+    nearest,
+    of_method,
+    own_tau,
+)
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import describe
 from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
@@ -80,7 +87,7 @@ class Evaluation:
 
     def __post_init__(self):
         for gates in self.config.gates:
-            if describe(gates).get("method") == "wgkv":
+            if described(gates).get("method") == "wgkv":
                 load_gates(gates, self.model)
         if not self.config.force:
             self._check_files()
@@ -90,7 +97,7 @@ class Evaluation:
 
     def _check_files(self) -> None:
         """Refuse gates and patterns of another model."""
-        said = {f"--gates {gates}": MadeFor.described(describe(gates)) for gates in self.config.gates}
+        said = {f"--gates {gates}": MadeFor.described(described(gates)) for gates in self.config.gates}
         said |= {f"--pattern {folder}": pattern_made_for(folder) for folder in self.config.pattern}
         for what, made_for in said.items():
             if made_for is not None:
@@ -259,7 +266,7 @@ def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
     found = of_method(config.gates, entry.gates or entry.method)
     if not found and entry.needs_gates:
         raise UserError(
-            f"--policies {policy} needs --gates of {entry.gates}, a folder that training exported"
+            f"--policies {policy} needs --gates of {entry.gates}, a folder that training exported or the authors' file"
         )
     return found if entry.gates is not None else found or config.gates
 

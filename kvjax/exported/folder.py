@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from kvjax.builtin import GATES, builtin_gates
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.torch_file import is_torch_file
 from kvjax.files import write_tensors, write_text
 from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path
@@ -47,9 +48,10 @@ def describe(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{file}: this describes no gates, or the file is damaged ({error!r})") from None
 
 
-def digest(folder: str | Path) -> str:
-    """A name for the folder's contents: other weights or another description give another one."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in exported_files(folder))).hexdigest()[:16]
+def digest(path: str | Path) -> str:
+    """A name for what a folder holds, or a file of the authors': other weights or another description give another."""
+    files = [Path(path)] if is_torch_file(path) else exported_files(path)
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def load_arrays(folder: str | Path) -> dict[str, np.ndarray]:

@@ -20,6 +20,9 @@ from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import save_gates
 from tests.evaluate import whole_run
+from tests.exported.torch_files import write_torch
+from tests.policies.admission.wgkv.published import published_arrays
+from tests.policies.eviction.fast_kvzip.published import write_published
 from tests.tiny_models import tiny_gates, tiny_model
 
 SMALL = [*whole_run.SMALL, "--budgets", "0.3", "0.8", "--tasks", "needle"]
@@ -148,7 +151,7 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
     described = json.loads((tmp_path / "copy" / "config.json").read_text())
     del described["lambda"]
     (tmp_path / "copy" / "config.json").write_text(json.dumps(described))
-    with pytest.raises(UserError, match="does not say with which lambda"):
+    with pytest.raises(UserError, match="nothing there says with which lambda"):
         by_lambda([str(tmp_path / "copy")])
     with pytest.raises(UserError, match="wgkv_fixed_tau needs --gates"):
         by_lambda([])
@@ -204,6 +207,29 @@ def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
     found = cells(tmp_path / "run")
     for budget, name in ((0.3, "small"), (0.8, "large")):
         assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]
+
+
+def test_files_of_the_authors_are_gates_too(tmp_path):
+    """Each of its own method; what they do not say, no policy that needs it gets."""
+    sizes = {"layers": 2, "kv_heads": 4}
+    ours, _ = write_published(tmp_path / "fast.pt", **sizes, group=1, width=64)
+    theirs = tmp_path / "write.pt"
+    write_torch(theirs, published_arrays(**sizes, head_dim=16, width=32))
+    asked = [*SMALL, "--gates", str(ours), str(theirs), "--samples", "4", "--out", str(tmp_path / "run")]
+    main([*asked, "--policies", "fast_kvzip", "--budgets", "0.3"])
+    (cell,) = cells(tmp_path / "run").values()
+    assert cell["kv_ratio"] == pytest.approx(0.3, abs=0.05)
+    with pytest.raises(
+        UserError, match="a budget of .* entries of each kv head does not hold its window of 256"
+    ):
+        main([*asked, "--policies", "wgkv", "--budgets", "0.3"])
+    with pytest.raises(UserError, match="write.pt: nothing there says with which lambda they were trained"):
+        main([*asked, "--policies", "wgkv_fixed_tau"])
+    write_torch(theirs, {"another": [1]})
+    with pytest.raises(UserError, match="holds results with --gates .* name another folder"):
+        main([*asked, "--policies", "fast_kvzip"])
+    with pytest.raises(UserError, match="write.pt: these are no WG-KV gates, which have no 'another'"):
+        main([*asked, "--policies", "fast_kvzip", "--out", str(tmp_path / "other")])
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENG
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
-"""As the batch is read that others are compared with: in three chunks, one of which the second sequence has not."""
+"""As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
 each = pytest.mark.parametrize("name", [*POLICIES, *BESIDES])
 run = jax.jit(forward, static_argnames="write")
 

@@ -194,13 +194,14 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     for name, mine in own.items():
         np.testing.assert_array_equal(read[name], mine)
     tokens = np.random.default_rng(0).integers(4, 60, 40)
-    with jax.set_mesh(make_mesh()):
+    with jax.set_mesh(whole.mesh):
         model = load_model(exported / "model" if recipe.takes_model else recipe.model, dtype="float32")
         policy = make_policy(method, gates=exported, model=model, **USED.get(method, {}))
-        read = sample(model, [tokens], policy=policy, max_new_tokens=8)
-    with jax.set_mesh(whole.mesh):
         own = recipe.deploy(whole.params, whole.model)
-        kept = sample(whole.model, [tokens, tokens], policy=own, max_new_tokens=8)
+        read, kept = (
+            sample(whose, [tokens, tokens], policy=rule, max_new_tokens=8)
+            for whose, rule in ((model, policy), (whole.model, own))
+        )
     np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])
     assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)
 
