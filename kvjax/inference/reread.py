@@ -14,6 +14,7 @@ from kvjax.cache import Cache, LayerCache, Pages
 from kvjax.cache.compaction import addresses
 from kvjax.cache.planes import placed
 from kvjax.inference.attention import cached_attention
+from kvjax.inference.checks import check_length
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.inference.record import Calls
 from kvjax.mesh import BATCH, gather, put, use_mesh
@@ -43,6 +44,9 @@ def reread(
     if eviction is None or not eviction.rereads:
         return cache
     passes, least = [eviction.passes(row) for row in rows], 0
+    behind = [max((one.tokens.size for one in own), default=0) for own in passes]
+    most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
+    check_length(model, [row], most, what="that are read behind them to look at them")
     if cache.shared:
         # the passes of the longest prompt that programs are to serve
         most = cache.layers.page_table.shape[-1] * cache.page_size
@@ -57,7 +61,7 @@ def reread(
                 calls.passing[-1] = True
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
-            cache = _pass(
+            cache = one_pass(
                 model, policy.reading, policy.traced.eviction, cache, fed, valid, _spans(some, fed.shape[0]),
                 first=bucket(max(one.first for one in there)), implementation=implementation,
             )  # fmt: skip
@@ -70,7 +74,7 @@ def _longest(passes: Sequence[Pass]) -> int:
 
 
 @struct
-class _Spans:
+class Spans:
     """Of a pass the part of each sequence that it looks at."""
 
     start: Int[Array, " b"]
@@ -78,24 +82,24 @@ class _Spans:
     first: Int[Array, " b"]
 
 
-def _spans(passes: Sequence[Pass | None], batch: int) -> _Spans:
+def _spans(passes: Sequence[Pass | None], batch: int) -> Spans:
     """Empty where there is no pass, and for the rows that pad a batch."""
     table = np.zeros((3, batch), np.int32)
     for row, one in enumerate(passes):
         if one is not None:
             table[:, row] = one.start, one.stop, one.first
-    return _Spans(*(put(x, BATCH) for x in table))
+    return Spans(*(put(x, BATCH) for x in table))
 
 
 @functools.partial(jax.jit, donate_argnums=3, static_argnames=("first", "implementation"))
-def _pass(
+def one_pass(
     model: Decoder,
     reading: Policy,
     eviction: Eviction,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
-    spans: _Spans,
+    spans: Spans,
     *,
     first: int,
     implementation: str | None,
@@ -132,7 +136,7 @@ def _looked_at(
     pages: Pages,
     layer: LayerCache,
     valid: Int[Array, " b"],
-    spans: _Spans,
+    spans: Spans,
     first: int,
 ) -> Planes:
     """The planes once a pass's tokens have looked at one layer's entries."""
