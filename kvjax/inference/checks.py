@@ -88,9 +88,15 @@ _SAID: set[ModelConfig] = set()
 """Models whose length was said to be exceeded."""
 
 
-def check_length(model: Decoder, rows: Sequence[np.ndarray], new: int, cache: Cache | None = None) -> None:
-    """Warn, once of a model, if the longest prompt (behind what a cache has read) with its `new` tokens is longer than
-    the model is for: it runs, and what it says then is worth little."""
+def check_length(
+    model: Decoder,
+    rows: Sequence[np.ndarray],
+    new: int,
+    cache: Cache | None = None,
+    what: str = "new ones",
+) -> None:
+    """Warn, once of a model, if the longest prompt (behind what a cache has read) with its `new` tokens, `what` they
+    are, is longer than the model is for: it runs, and what it says then is worth little."""
     shape = model.config
     read = np.array([row.size for row in rows])
     if cache is not None:
@@ -98,7 +104,7 @@ def check_length(model: Decoder, rows: Sequence[np.ndarray], new: int, cache: Ca
     most = int(read.max())
     if most + new > shape.longest and shape not in _SAID:
         _SAID.add(shape)
-        more = f" and up to {new:,} new ones" if new else ""
+        more = f" and up to {new:,} {what}" if new else ""
         warnings.warn(
             f"{most:,} tokens{more} are more than the {shape.longest:,} (max_position_embeddings) that the model is "
             "for: what it says may mean nothing",

@@ -14,6 +14,7 @@ from kvjax.cache import Cache, LayerCache, Pages
 from kvjax.cache.compaction import addresses
 from kvjax.cache.planes import placed
 from kvjax.inference.attention import cached_attention
+from kvjax.inference.checks import check_length
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.inference.record import Calls
 from kvjax.mesh import BATCH, gather, put, use_mesh
@@ -43,6 +44,9 @@ def reread(
     if eviction is None or not eviction.rereads:
         return cache
     passes, least = [eviction.passes(row) for row in rows], 0
+    behind = [max((one.tokens.size for one in own), default=0) for own in passes]
+    most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
+    check_length(model, [row], most, what="that are read behind them to look at them")
     if cache.shared:
         least = longest_of(eviction, cache.layers.page_table.shape[-1] * cache.page_size)
     with use_mesh(model):

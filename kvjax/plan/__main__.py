@@ -45,7 +45,9 @@ def main(args: list[str] | None = None) -> None:
 
 
 def train(args: list[str]) -> None:
-    """The updates of a run: of each phase the longest sequence, then what would fit."""
+    """What a run reads before its updates, if it does; its updates: of each phase the longest sequence, then what would
+    fit."""
+    from kvjax.plan.targets import STAGES
     from kvjax.plan.training import check_run
     from kvjax.train.config import parse
 
@@ -62,7 +64,14 @@ def train(args: list[str]) -> None:
     most, others = model.config.longest, list(meshes(model.config, mesh.count, mesh))
     _heading(recipe.model, recipe.dtype or model.dtype, topology, mesh)
     phases = recipe.phases()
-    programs = Programs(topology, Count(len(phases) * (1 + (TRIES + len(others) if search else 0))))
+    first, each = tuple(STAGES) if recipe.repeats else (), 1 + (TRIES + len(others) if search else 0)
+    programs = Programs(topology, Count(len(first) + len(phases) * each))
+    if first:
+        check_longest(model.config, recipe.most_tokens)
+    for stage in first:
+        job = Job(stage, told, arguments, str(mesh), recipe.most_tokens)
+        _say(f"{stage}, {recipe.method}: contexts of {job.length} tokens, a step is {STAGES[stage]}")
+        programs.shown(job)
     for index, phase in enumerate(phases):
         job = Job("train", told, arguments, str(mesh), max(phase.lengths), index)
         check_longest(model.config, job.length)

@@ -22,15 +22,15 @@ class Job:
     """One program on one mesh."""
 
     stage: str
-    """train, or one of `kvjax.plan.serving.STAGES`."""
+    """train, read or repeat (of `kvjax.plan.targets`), or one of `kvjax.plan.serving.STAGES`."""
     topology: str
     """As `Topology.parse` takes it."""
     arguments: tuple[str, ...]
-    """Of `kvjax.train` for train, else of `kvjax.plan serve`."""
+    """Of `kvjax.train` for train, read and repeat, else of `kvjax.plan serve`."""
     mesh: str
     """As `MeshShape.parse` takes it."""
     length: int
-    """Tokens of a training sequence, or of a prompt."""
+    """Tokens of a training sequence, a context or a prompt."""
     phase: int = 0
     """Of a training run."""
     batch: int = 1
@@ -39,7 +39,7 @@ class Job:
     """Bytes of a device: what has more in arguments alone is not compiled."""
 
     def __str__(self) -> str:
-        rows = "" if self.stage == "train" else f"{self.batch} × "
+        rows = f"{self.batch} × " if self.stage in ("prefill", "decode") else ""
         return f"{self.stage}, {rows}{self.length} tokens, --mesh {self.mesh} on {self.topology}"
 
 
@@ -92,14 +92,18 @@ def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
     from kvjax.plan.shapes import find_shape
     from kvjax.plan.training import check_mesh
 
-    if job.stage == "train":
+    if job.stage in ("train", "read", "repeat"):
+        from kvjax.plan.targets import targets
         from kvjax.plan.training import update
         from kvjax.train.config import parse
 
         recipe = dataclasses.replace(parse(job.arguments), mesh=shape)
         model = find_shape(recipe.model, job.length)
         check_mesh(shape, model.config)
-        return update(recipe, model.config, recipe.dtype or model.dtype, mesh, job.length, job.phase)
+        dtype = recipe.dtype or model.dtype
+        if job.stage != "train":
+            return targets(recipe.repeats, model.config, dtype, mesh, job.length, job.stage)
+        return update(recipe, model.config, dtype, mesh, job.length, job.phase)
 
     from kvjax.command.launch import parse_command
     from kvjax.plan.serving import ServeConfig, Serving

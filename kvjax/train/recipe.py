@@ -148,6 +148,12 @@ class Recipe(abc.ABC):
         """Of the longest sequence that the model is run on."""
         return max(self.lengths)
 
+    @property
+    def repeats(self) -> str:
+        """What is captured of contexts (a field of `Step`) that are read and repeated, as KVzip does, before the first
+        update; nothing: there are none."""
+        return ""
+
     def update_of(self, length: int) -> str:
         """An update in words, of sequences of `length` tokens if it is of sequences."""
         return f"{self.rows} × {length} tokens" if self.unit == "sequences" else f"{self.rows} {self.unit}"

@@ -43,7 +43,7 @@ def reconstruction(
         longest, start = max(row.size for row in rows), 0
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]
-            cache, captured = _read(model, policy.reading, cache, *padded(part, size), which=which)
+            cache, captured = read_piece(model, policy.reading, cache, *padded(part, size), which=which)
             # behind the piece there is padding
             captured = np.asarray(captured)[..., :count, :]
             fill_input(contexts, into, captured, which, start=start)
@@ -56,7 +56,7 @@ def reconstruction(
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="which")
-def _read(
+def read_piece(
     model: Decoder,
     policy: Policy,
     cache: Cache,

@@ -102,6 +102,28 @@ def test_training_that_does_not_fit_gets_a_length_and_a_mesh(folder, monkeypatch
     assert all(job.arguments == jobs[0].arguments and "--topology" not in job.arguments for job in jobs)
 
 
+def test_what_is_read_before_the_first_update_is_compiled_first(folder, monkeypatch, capsys):
+    """By Fast KVzip's recipe, of its longest contexts; other targets are not planned."""
+    jobs = []
+
+    def compiled(job):
+        jobs.append((job.stage, job.length))
+        return Figures({"weights": 2**30}, 1e12, 2**30, {}, {"flops": 1.0}, 1.0)
+
+    monkeypatch.setattr(command, "compiled", compiled)
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    asked = [*TRAIN[:5], "--no-search", "--method", "fast_kvzip", "--data", "texts", "--model", str(folder)]
+    asked += ["--shortest", "100", "--longest", "900", "--joined", "4000"]
+    command.main(asked)
+    assert jobs[:2] == [("read", 4000), ("repeat", 4000)]
+    said, progress = capsys.readouterr()
+    assert "repeat, fast_kvzip: contexts of 4000 tokens, a step is a pass over each" in said
+    assert progress.startswith("compile 1 of at most 3 (")
+    jobs.clear()
+    command.main([*asked, "--target", "next_token"])
+    assert [stage for stage, _ in jobs] == ["train"]
+
+
 def test_the_bound_is_that_of_the_slower_of_both():
     slow = Figures({}, 197e12, 819, {}, {}, 0.0)
     assert "1 s or more (products; v5e: 197 TFLOP/s, 819 GB/s)" in figures.step(slow, CHIPS["v5e"])

@@ -159,6 +159,10 @@ class KVzipGates(Recipe):
             return super().most_tokens
         return max(self.longest if self.single else 0, self.joined if self.joins else 0)
 
+    @property
+    def repeats(self) -> str:
+        return self.inputs if self.target == "reconstruction" else ""
+
     def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
         width = model.width if self.inputs == "hidden" else model.head_dim

@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
+from kvjax.inference import reread as rereading
 from kvjax.inference.record import Calls
 from kvjax.inference.reread import reread
 from kvjax.inference.sampling import prefill
@@ -174,6 +175,19 @@ def test_other_parts_do_not_matter():
     (changed,) = plane(reread(model, policy, dataclasses.replace(before, pages=pages), [row]), [51])
     same = (scores == changed).all((0, 1))
     np.testing.assert_array_equal(same, np.abs(np.arange(51) - PREFIX - 15.5 - 8) > 8)
+
+
+def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole, monkeypatch):
+    """60 tokens and 29 more: before any pass, once."""
+    passed = []
+    monkeypatch.setattr(rereading, "one_pass", lambda *args, **_: passed.append(1) or args[3])
+    fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
+    reread(fitting, keep(fitting, 1.0), whole, prompts)
+    said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
+    with pytest.warns(Doubt, match=said):
+        reread(short, keep(short, 1.0), whole, prompts)
+    reread(short, keep(short, 1.0), whole, prompts)
+    assert len(passed) == 3 * 4
 
 
 def test_passes_leave_nothing_but_scores(model, prompts):
