@@ -161,7 +161,7 @@ class KVzipGates(Recipe):
 
     @property
     def repeats(self) -> str:
-        return self.inputs if self.target == "reconstruction" else ""
+        return self.inputs if self.target in ("reconstruction", "both") else ""
 
     def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
