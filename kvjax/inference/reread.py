@@ -78,8 +78,11 @@ class Spans:
     """Of a pass the part of each sequence that it looks at."""
 
     start: Int[Array, " b"]
+    """Its first token's position."""
     stop: Int[Array, " b"]
+    """That behind its last token."""
     first: Int[Array, " b"]
+    """How many of the prompt's first entries are looked at beside it."""
 
 
 def _spans(passes: Sequence[Pass | None], batch: int) -> Spans:
