@@ -82,11 +82,11 @@ class Spans:
     """Of a pass the part of each sequence that it looks at."""
 
     start: Int[Array, " b"]
-    """Its first token."""
+    """Its first token's position."""
     stop: Int[Array, " b"]
-    """The one behind its last."""
+    """That behind its last token."""
     first: Int[Array, " b"]
-    """How many of the prompt's first tokens are looked at beside it."""
+    """How many of the prompt's first entries are looked at beside it."""
 
 
 def spans(passes: Sequence[Pass | None], batch: int) -> Spans:

@@ -48,16 +48,19 @@ def targets(which: str, config: ModelConfig, dtype: str, mesh: Mesh, length: int
         spec = P(BATCH, *[None] * (len(shape) - 1))
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=NamedSharding(mesh, spec))
 
-    fed = array(rows, PIECE if stage == "read" else bucket(method.repeated + ASKING)), array(rows)
+    tokens = PIECE if stage == "read" else bucket(method.repeated + ASKING)
+    spans = abstract(lambda: Spans(*[jnp.zeros(rows, jnp.int32, out_sharding=P(BATCH))] * 3), mesh)
+    batch = array(rows, tokens), array(rows), *(() if stage == "read" else (spans,))
+    methods = (reading,) if stage == "read" else (reading, eviction)
     parts = [
         (WEIGHTS, model),
+        ("policy", methods),
         (POOL, cache.pages),
         (TABLES, (cache.layers, cache.seen)),
-        ("batch", fed),
-        ("policy", (reading, eviction)),
+        ("batch", batch),
     ]
+    arguments = model, *methods, cache, *batch
     if stage == "read":
-        return Program(read_piece, (model, reading, cache, *fed), parts, donated=2, static={"which": which})
-    spans = abstract(lambda: Spans(*[jnp.zeros(rows, jnp.int32, out_sharding=P(BATCH))] * 3), mesh)
+        return Program(read_piece, arguments, parts, donated=2, static={"which": which})
     static = {"first": bucket(ASKING), "implementation": None}
-    return Program(one_pass, (model, reading, eviction, cache, *fed, spans), parts, donated=3, static=static)
+    return Program(one_pass, arguments, parts, donated=3, static=static)

@@ -38,20 +38,6 @@ def test_training_on_four_chips(folder, shape):
 
 
 @libtpu
-def test_a_pass_over_a_context_on_four_chips(folder, shape):
-    """What a run of Fast KVzip's recipe repeats of contexts of 1,000 tokens, two of them, before its first update."""
-    arguments = "--model", str(folder), "--method", "fast_kvzip", "--data", "texts"
-    found = compiled(Job("repeat", "v5e:2x2", arguments, "2x2", 1000))
-    c, padded = shape, 3072
-    layer = 2 * c.width * c.head_dim * (c.num_heads + c.num_kv_heads) + 3 * c.width * c.mlp_width
-    # a device has one sequence, and half of each product
-    assert found.flops == 2 * layer * c.num_layers * padded / 2
-    entry = c.num_layers * c.num_kv_heads // 2 * (2 * c.head_dim * 2 + 4)
-    assert 1064 * entry < found.parts["KV pool"] < 2 * 1064 * entry
-    assert not found.refused
-
-
-@libtpu
 def test_what_the_process_finds_wrong_is_one_line(folder):
     with pytest.raises(UserError, match="^--topology v5e:3x7: the compiler knows no such slice"):
         compiled(Job("decode", "v5e:3x7", ("--topology", "v5e:3x7", "--model", str(folder)), "21", 64))

@@ -15,6 +15,7 @@ from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.plan.program import TEMPORARIES, figures, too_much
 from kvjax.plan.serving import POOL, STAGES, ServeConfig, Serving, stages_of
+from kvjax.plan.targets import targets
 from kvjax.plan.training import WEIGHTS, update
 from kvjax.policies import make_policy
 from kvjax.train.recipes.wgkv import WriteGates
@@ -39,6 +40,18 @@ def mesh():
 def trained(mesh, shape):
     with jax.set_mesh(mesh):
         return figures(update(RUN, shape, "float32", mesh, 64), "cpu")
+
+
+def test_a_pass_over_a_context_is_of_one_sequence_and_its_share_of_the_heads(mesh, shape, trained):
+    """Of contexts of 1,000 tokens behind a prefix of 64, repeated by 2,064, which are padded to 3,072."""
+    with jax.set_mesh(mesh):
+        found = figures(targets("hidden", shape, "float32", mesh, 1000, "repeat"), "cpu")
+    assert found.parts[WEIGHTS] == trained.parts[WEIGHTS]
+    # tokens, how many there are, and where the part and the prefix are
+    assert found.parts["batch"] == 4 * (3072 + 1 + 3)
+    # keys, values and a score, of half the kv heads
+    entry = shape.num_layers * shape.num_kv_heads // 2 * 4 * (2 * shape.head_dim + 1)
+    assert 1064 * entry < found.parts[POOL] < 2 * 1064 * entry
 
 
 def test_the_parts_of_training_are_those_of_the_run(mesh, shape, trained):
