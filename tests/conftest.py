@@ -30,8 +30,8 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["kvjax", "pallas_kernels"], "beartype.beartype")
 
-# Tracing leaves many objects behind that live on: to search them all for cycles as often as Python would is a tenth
-# of the time.
+# Tracing leaves many objects behind that live on: to search them all for cycles as often as Python would is a
+# twentieth of the time.
 gc.set_threshold(700, 10, 200)
 
 MAPS = Path("/proc/self/maps")

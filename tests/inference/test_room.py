@@ -72,7 +72,15 @@ def test_freed_pages_are_used_again(model, prompts):
     assert [len(x) for x in out.tokens] == [8, 8]
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # several heads on each of several devices, beside one device alone at the end
+        {"fsdp": 2, "tensor": 2},
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ({}, {"fsdp": 2, "tensor": 4})),
+    ],
+    ids=str,
+)
 def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape):
     """A table by head and a number for all, read by `init`: in a prompt, in its chunks and where a cache goes on."""
     question, window = np.arange(9), 6
