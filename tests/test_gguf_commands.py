@@ -11,7 +11,7 @@ from kvjax import generate
 from kvjax.errors import UserError
 from kvjax.evaluate import __main__ as evaluate
 from kvjax.evaluate.config import parse as parse_evaluate
-from kvjax.evaluate.run import Evaluation, pairs
+from kvjax.evaluate.run import Evaluation, pairs, with_gates
 from kvjax.evaluate.workloads import workloads
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
@@ -120,7 +120,7 @@ def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     trained = RunOutput(loaded, gates, make_mesh(), tmp_path, validation)
     text = train.summary(config, trained, config.deploy(gates, loaded))
     compare = printed(text, "compare them: python -m kvjax.evaluate ")
-    told = parse_evaluate(compare)
+    told = with_gates(parse_evaluate(compare))
     compared = workloads(dataclasses.replace(told, samples=1, batch=1))
     assert [workload.task for workload in compared] == ["needle", "niah_single_1", "vt"]
     Evaluation(told, loaded, compared)

@@ -290,10 +290,10 @@ def test_gates_that_a_run_begins_with_say_their_form_and_sizes(tmp_path):
 def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
     """Also with the built-in model, whose own tasks have questions."""
     builtin = ["--method", "fast_kvzip", "--out", str(tmp_path / "run")]
-    assert parse(builtin).target == "answer"
+    assert parse(builtin).target == "both"
     assert parse([*builtin, "--data", "texts"]).target == "reconstruction"
     assert parse([*builtin, "--data", "texts", "--target", "next_token"]).target == "next_token"
-    assert parse([*builtin, "--data", "builtin"]).target == "answer"
+    assert parse([*builtin, "--data", "builtin"]).target == "both"
 
 
 def test_a_folder_with_the_targets_of_another_run_is_refused_and_free_for_others(whole, tmp_path):
