@@ -115,15 +115,10 @@ def gather(into: Scores, row: str | None, found: Sequence[Mapping[str, Any]]) ->
         place.setdefault((cell["task"], cell["budget"]), []).append(100 * cell["score"])
 
 
-def spread(values: Sequence[float], digits: int = 0) -> str:
+def spread(values: Sequence[float]) -> str:
     """The mean, and between which values the seeds are."""
-    mean, low, high = statistics.mean(values), min(values), max(values)
-    shown = f"{mean:.{digits}f}"
-    return (
-        shown
-        if f"{low:.{digits}f}" == f"{high:.{digits}f}"
-        else f"{shown} ({low:.{digits}f}–{high:.{digits}f})"
-    )
+    mean, low, high = (f"{x:.0f}" for x in (statistics.mean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low}–{high})"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
