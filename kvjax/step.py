@@ -104,6 +104,8 @@ class Stored:
     """As in `Step`."""
     planes: dict[str, Shaped[Array, "b k s"]]
     """The method's own numbers of the entries."""
+    trail: Any
+    """What the method remembers of the last tokens (`Eviction.trail`), the oldest first."""
     causal: bool = static()
     """Whether the observed queries' own entries are the row's last (there is no ring). Otherwise they are still in the
     ring, and every stored entry is older than they are."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.policies.interfaces import Eviction, Numbers, Planes, State
+from kvjax.policies.interfaces import Eviction, Numbers, Planes, State, Trail
 from kvjax.step import Readout, Shape, Step, Stored
 from kvjax.struct import struct
 
@@ -35,6 +35,12 @@ class JointEviction(Eviction):
             own if method is None else method.observe(own, step, seen, valid)
             for method, own in zip(self.methods, state, strict=True)
         )
+
+    def trail(self, shape: Shape) -> tuple[Trail, ...]:
+        return tuple(() if method is None else method.trail(shape) for method in self.methods)
+
+    def trace(self, step: Step) -> tuple[Trail, ...]:
+        return tuple(() if method is None else method.trace(step) for method in self.methods)
 
     def numbers(self, state: tuple[State, ...], step: Step, readout: Readout) -> Numbers:
         return {

@@ -187,7 +187,8 @@ def measure_together(
 def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
     layers, pages = reading.cache.layers, reading.cache.pages
-    states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
+    own = {"eviction": layers.state.eviction[index], "trail": layers.state.trail[index]}
+    states = dataclasses.replace(layers.state, **own)
     layers = dataclasses.replace(layers, state=states, numbers=planes_of(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
@@ -206,7 +207,7 @@ def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers from a cache (donated): without all that only a compaction needs, so that evictions that have done
     their work share one program."""
     later = changed(policy, eviction=None, budget=None, when=None)
-    states = dataclasses.replace(cache.layers.state, eviction=())
+    states = dataclasses.replace(cache.layers.state, eviction=(), trail=())
     lasting = {*later.planes, *caches.CAPACITY_PLANES, BIAS}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}

@@ -207,7 +207,7 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
     needed = later.state_shapes(shape, layers)
     held = cache.layers.state
-    held = held if later.eviction is not None else dataclasses.replace(held, eviction=())
+    held = held if later.eviction is not None else dataclasses.replace(held, eviction=(), trail=())
     sizes = [jax.tree.map(np.shape, state) for state in (held, needed)]
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(

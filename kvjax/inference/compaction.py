@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
 from kvjax.cache.planes import appended
+from kvjax.cache.trail import in_order
 from kvjax.inference.forward import bucket
 from kvjax.mesh import P, gather
 from kvjax.models.decoder import Decoder
-from kvjax.policies.interfaces import Eviction
+from kvjax.policies.interfaces import Eviction, Trail
 from kvjax.policies.policy import Policy
 from kvjax.step import Stored
 
@@ -56,7 +57,7 @@ def with_late_numbers(
 
     def one(planes, xs):
         method, layer = xs
-        late, count = method.late(layer.state.eviction, seen), jnp.minimum(seen, method.pending)[:, None]
+        late, count = method.late(_trail(layer, seen)), jnp.minimum(seen, method.pending)[:, None]
         # in order from the first of those that there are
         first = (method.pending - count)[..., None] + jnp.arange(method.pending)
         first = jnp.minimum(first, method.pending - 1)
@@ -75,6 +76,11 @@ def with_late_numbers(
 
     planes, _ = lax.scan(one, pages.planes, (eviction, layers))
     return dataclasses.replace(pages, planes=planes)
+
+
+def _trail(layer: LayerCache, seen: Int[Array, " b"]) -> Trail:
+    """What the eviction remembers of the last tokens, oldest first."""
+    return jax.tree.map(lambda ring: in_order(ring, seen), layer.state.trail)
 
 
 def scores(
@@ -107,7 +113,7 @@ def scores(
         stored = Stored(
             k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
             forced=forced, count=count, seen=seen, output=weight, frequencies=frequencies, rope_scale=rope_scale,
-            layer=index, head=head, causal=window == 1, planes=planes,
+            layer=index, head=head, causal=window == 1, planes=planes, trail=_trail(layer, seen),
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.trail import written
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.record import Calls
 from kvjax.inference.room import free_pages, more_pages, pool_pages, with_more_pages
@@ -61,9 +62,24 @@ def forward(
         token=tokens,
         **scanned,
     )
+    if "state" in captured:
+        captured["state"] = _with_trail(cache, captured["state"], valid)
     if write:
+        layers = dataclasses.replace(layers, state=_with_trail(cache, layers.state, valid))
         cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
     return cache, model.norm(x), captured
+
+
+def _with_trail(cache: Cache, states: States, valid: Int[Array, " b"]) -> States:
+    """The methods' memories of all layers after a call on this cache, whose trail has what is to be written to it."""
+
+    def local(trail, new, seen, valid):
+        return jax.tree.map(lambda ring, x: written(ring, x, seen, valid), trail, new)
+
+    before = cache.layers.state.trail
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, before)
+    after = jax.shard_map(local, out_specs=specs)(before, states.trail, cache.seen, valid)
+    return dataclasses.replace(states, trail=after)
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
@@ -112,7 +128,7 @@ def memories(
 ) -> States:
     """The eviction's memory after it looked at tokens that leave no other trace."""
     found = forward(model, policy, cache, tokens, valid, write=False, capture=("state",))[2]["state"]
-    return dataclasses.replace(cache.layers.state, eviction=found.eviction)
+    return dataclasses.replace(cache.layers.state, eviction=found.eviction, trail=found.trail)
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384

@@ -32,6 +32,9 @@ Number = Any
 """A method's own array: NumPy's until it is placed, then JAX's."""
 State = Any
 """A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
+Trail = Any
+"""What is remembered of tokens, each apart: a pytree of arrays [b … w d] in the model's dtype, an axis of heads or none
+before the tokens'. An axis whose size grows with `Shape.kv_heads` is split with them."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
 """Of a call's tokens, by plane."""
 Planes = dict[str, Shaped[Array, "p page"]]
@@ -229,6 +232,14 @@ class Eviction(Role, abc.ABC):
         """Look at a call's tokens: the first `valid` of each sequence, which had `seen` tokens before."""
         return state
 
+    def trail(self, shape: Shape) -> Trail:
+        """Room for what it remembers of each of the last w tokens (`trace`), of one layer before the first: zeros."""
+        return ()
+
+    def trace(self, step: Step) -> Trail:
+        """What of a call's tokens goes into the trail."""
+        return ()
+
     @property
     def pending(self) -> int:
         """How many of the newest tokens' numbers may be known only when a compaction asks for them (`late`)."""
@@ -239,8 +250,9 @@ class Eviction(Role, abc.ABC):
         """Its form where nothing is compacted while decoding, and no token's numbers have to wait."""
         return self
 
-    def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
-        """The planes' numbers of the last `pending` tokens, the newest last; anything for those before the first."""
+    def late(self, trail: Trail) -> Numbers:
+        """The planes' numbers of the last `pending` tokens, the newest last, of the trail, oldest token first; anything
+        for those before the first."""
         return {}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
@@ -270,8 +282,8 @@ class Eviction(Role, abc.ABC):
     def looks(self) -> bool:
         """Whether it looks at tokens as they come, or at what is stored alone."""
         own = type(self)
-        changed = own.observe, own.bias, own.numbers, own.update
-        return changed != (Eviction.observe, Eviction.bias, Eviction.numbers, Eviction.update)
+        looking = "observe", "trace", "bias", "numbers", "update"
+        return any(getattr(own, name) is not getattr(Eviction, name) for name in looking)
 
 
 class Selection(Method, abc.ABC):

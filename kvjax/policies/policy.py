@@ -13,7 +13,17 @@ from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import put, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import BUDGETS, Budget, Threshold
-from kvjax.policies.interfaces import BIAS, Admission, Eviction, Method, Numbers, Planes, Selection, State
+from kvjax.policies.interfaces import (
+    BIAS,
+    Admission,
+    Eviction,
+    Method,
+    Numbers,
+    Planes,
+    Selection,
+    State,
+    Trail,
+)
 from kvjax.policies.moment import Moment
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
@@ -37,6 +47,8 @@ class States:
     """Of the admission."""
     eviction: State
     """Of the eviction; (): there is none, or it is done."""
+    trail: Trail = ()
+    """What the eviction remembers of the last tokens (`kvjax.cache.trail`)."""
 
 
 EVERYTHING = Full()
@@ -296,8 +308,9 @@ class Policy:
 
     def init(self, shape: Shape) -> States:
         """The methods' memories of one layer before the first token, on one device."""
-        evicting = () if self.eviction is None else self.eviction.init(shape)
-        return States(self.admission.init(shape), evicting)
+        if self.eviction is None:
+            return States(self.admission.init(shape), ())
+        return States(self.admission.init(shape), self.eviction.init(shape), self.eviction.trail(shape))
 
     def states(self, shape: Shape, layers: int) -> States:
         """The same of all layers of a policy that is placed."""

@@ -7,7 +7,6 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import whole_number
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.queries import Queries
 from kvjax.policies.interfaces import Needs, Number
 from kvjax.policies.numbers import real_array
 from kvjax.step import Stored
@@ -57,7 +56,7 @@ class RKV(queries.LastQueries):
     def needs(self) -> Needs:
         return super().needs._replace(first=self.sink)
 
-    def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
+    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         seen = stored.scored
         if stored.causal:
             seen &= jnp.arange(seen.shape[-1]) < seen.shape[-1] - self.observed
@@ -65,7 +64,7 @@ class RKV(queries.LastQueries):
         def importance(logits):
             return jax.nn.softmax(jnp.where(seen[:, :, None], logits.max(2), -jnp.inf), -1)
 
-        mean = queries.total(state, stored, importance) / self.observed
+        mean = queries.total(stored, importance) / self.observed
         return self.balance * queries.pooled(mean, self.pool, "max") - (1 - self.balance) * self._redundancy(
             stored
         )

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.queries import Queries
 from kvjax.step import Stored
 from kvjax.struct import assign, static, struct
 
@@ -38,12 +37,12 @@ class SnapKV(queries.LastQueries):
         one_of(self.name, "pooling", self.pooling, tuple(queries.POOLING))
         one_of(self.name, "group", self.group, GROUP)
 
-    def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
+    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         observed = self.observed
         if self.group == "mean":
-            mass = queries.attention(state, stored) / observed
+            mass = queries.attention(stored) / observed
         else:
-            mass = queries.total(state, stored, _largest) / observed
+            mass = queries.total(stored, _largest) / observed
         if stored.causal:
             mass = jnp.where(jnp.arange(mass.shape[-1]) < mass.shape[-1] - observed, mass, 0)
         return queries.pooled(mass, self.pool, self.pooling)

@@ -5,7 +5,6 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.policies.eviction import queries
-from kvjax.policies.eviction.queries import Queries
 from kvjax.step import Stored
 from kvjax.struct import struct
 
@@ -17,7 +16,7 @@ class TOVA(queries.LastQueries):
     observed = 1
     name = "tova"
 
-    def score(self, state: Queries, stored: Stored) -> Float[Array, "b k s"]:
-        mass = queries.attention(state, stored)
+    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
+        mass = queries.attention(stored)
         mean = lax.pmean(mass.mean(1, keepdims=True), "tensor")
         return jnp.broadcast_to(mean, mass.shape)

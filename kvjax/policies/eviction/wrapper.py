@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
-from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, Planes, State
+from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, Planes, State, Trail
 from kvjax.policies.moment import Moment
 from kvjax.step import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
@@ -92,12 +92,18 @@ class Wrapper(Eviction):
     def observe(self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> State:
         return self.eviction.observe(state, step, seen, valid)
 
+    def trail(self, shape: Shape) -> Trail:
+        return self.eviction.trail(shape)
+
+    def trace(self, step: Step) -> Trail:
+        return self.eviction.trace(step)
+
     @property
     def pending(self) -> int:
         return self.eviction.pending
 
-    def late(self, state: State, seen: Int[Array, " b"]) -> Numbers:
-        return self.eviction.late(state, seen)
+    def late(self, trail: Trail) -> Numbers:
+        return self.eviction.late(trail)
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:
         return self.eviction.passes(row)

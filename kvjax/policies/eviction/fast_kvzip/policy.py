@@ -28,7 +28,7 @@ FIRST, LAST = 4, 128
 OF_PROMPTS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
 """Fields that say what stays of a prompt, and the word that does while decoding."""
 Waiting = Any
-"""What the gates see of the last tokens, [b (k) w d], that of position i in slot i mod w; (): nothing waits."""
+"""What the gates see of the last tokens, [b (k) w d]; (): nothing waits."""
 
 
 @struct
@@ -144,38 +144,23 @@ class FastKVzip(Eviction):
     def of_prompts(self) -> Eviction:
         return changed(self, buffer=1)
 
-    def init(self, shape: Shape) -> Waiting:
+    def trail(self, shape: Shape) -> Waiting:
         if not self.pending:
             return ()
         heads = () if self.inputs == "hidden" else (shape.kv_heads,)
         return jnp.zeros((shape.batch, *heads, self.pending, self.gates.width), shape.dtype)
 
-    def observe(self, state: Waiting, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]) -> Waiting:
-        if not self.pending:
-            return state
-        x = inputs(step, self.inputs)
-        window, tokens = self.pending, x.shape[-2]
-        index = jnp.arange(min(window, tokens)) + jnp.maximum(valid - window, 0)[:, None]
-        new = jnp.take_along_axis(x, _by_token(jnp.minimum(index, tokens - 1), x), -2)
-        slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % window, window)
-        # the slots' axis before the heads'
-        kept = jnp.moveaxis(state, -2, 1).at[jnp.arange(len(state))[:, None], slot]
-        return jnp.moveaxis(kept.set(jnp.moveaxis(new, -2, 1).astype(state.dtype), mode="drop"), 1, -2)
+    def trace(self, step: Step) -> Waiting:
+        return inputs(step, self.inputs) if self.pending else ()
 
-    def numbers(self, state: Waiting, step: Step, readout: Readout) -> Numbers:
+    def numbers(self, state: tuple[()], step: Step, readout: Readout) -> Numbers:
         """Those of a prompt at once; a single token's are `late`."""
         if self.pending and step.hidden.shape[1] == 1:
             return {"score": jnp.zeros_like(step.k[..., 0], jnp.float32)}
         return {"score": self.gates(inputs(step, self.inputs))}
 
-    def late(self, state: Waiting, seen: Int[Array, " b"]) -> Numbers:
-        slot = (seen[:, None] + jnp.arange(self.pending)) % max(self.pending, 1)
-        return {"score": self.gates(jnp.take_along_axis(state, _by_token(slot, state), -2))}
+    def late(self, trail: Waiting) -> Numbers:
+        return {"score": self.gates(trail)}
 
-    def score(self, state: Waiting, stored: Stored) -> Float[Array, "b k s"]:
+    def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         return stored.planes["score"]
-
-
-def _by_token(index: Int[Array, "b t"], x: Float[Array, "b *heads w d"]) -> Int[Array, "b ..."]:
-    """Indices of tokens, to be taken along the last axis but one of `x`."""
-    return index[:, None, :, None] if x.ndim == 4 else index[..., None]
