@@ -105,7 +105,7 @@ class Stored:
     planes: dict[str, Shaped[Array, "b k s"]]
     """The method's own numbers of the entries."""
     trail: Any
-    """What the method remembers of the last tokens (`Eviction.trail`), the oldest first."""
+    """What the method remembers of the last tokens (`Eviction.trace`), [b w d] or [b n w d], the oldest first."""
     causal: bool = static()
     """Whether the observed queries' own entries are the row's last (there is no ring). Otherwise they are still in the
     ring, and every stored entry is older than they are."""

@@ -42,6 +42,9 @@ HEAD_DIMS = 64, 128
 TRAINED = 128
 """The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
 BATCH_SIZE, PAGE = 8, 16
+WAITING = 1024
+"""Tokens whose hidden states wait for their scores: so many that a device's, 16 MiB, would be seen if they were
+copied."""
 DTYPE = jnp.dtype(jnp.bfloat16)
 """Of the entries, of what holds them, and of bounds."""
 
@@ -67,7 +70,9 @@ def fast_kvzip(config, model):
     group = config.num_heads // config.num_kv_heads
     sizes = config.num_layers, config.num_kv_heads, group, config.width
     gates = SinkGate(*sizes, rngs=nnx.Rngs(0))
-    policy = make_policy("fast_kvzip", model=model, gates=gates, entries=1024, when="position")
+    policy = make_policy(
+        "fast_kvzip", model=model, gates=gates, buffer=WAITING, entries=2048, when="position"
+    )
     return policy.continuing.traced
 
 

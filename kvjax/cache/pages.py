@@ -98,6 +98,8 @@ class Cache:
     """What each layer knows of its rows, `[l …]`."""
     seen: Int[Array, " b"]
     """Tokens of each sequence so far."""
+    trail: Any
+    """What the eviction remembers of the last tokens, rings of the pytree that it says (`kvjax.cache.trail`)."""
     window: int = static()
     """The last tokens that are always visible; the ring has one slot fewer."""
     bounded: bool = static()

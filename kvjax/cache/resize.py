@@ -46,10 +46,10 @@ class Layout:
     """Whether the user stated the longest sequence."""
 
 
-def empty(layout: Layout, state: Any) -> Cache:
+def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     """A cache that has seen nothing, on the current mesh. To be jitted: eagerly it is a hundred small programs.
 
-    state: the methods' own states before the first token, `[l b …]`.
+    state, trail: the methods' memories before the first token, `[l b …]`, and rings `[b w l …]`.
     """
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
@@ -85,7 +85,7 @@ def empty(layout: Layout, state: Any) -> Cache:
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
     return Cache(
-        pages_, layer_cache, seen, window=layout.window, bounded=layout.bounded, shared=layout.shared
+        pages_, layer_cache, seen, trail, window=layout.window, bounded=layout.bounded, shared=layout.shared
     )
 
 

@@ -6,6 +6,7 @@ places.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ class Mark:
     layers: LayerCache
     """As in `Cache`."""
     seen: Int[Array, " b"]
+    """As in `Cache`."""
+    trail: Any
     """As in `Cache`."""
     free: Int[Array, " p"]
     """As in `Pages`, like the next three."""
@@ -52,7 +55,7 @@ def marked(cache: Cache) -> Mark:
     spec = P(None, BATCH, "tensor", None, None, None)
     held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     mark = Mark(
-        cache.layers, cache.seen, pages.free, pages.free_count, pages.bounds, pages.planes, held,
+        cache.layers, cache.seen, cache.trail, pages.free, pages.free_count, pages.bounds, pages.planes, held,
         pages.pool if capped else None,
     )  # fmt: skip
     return jax.tree.map(jnp.copy, mark)
@@ -66,7 +69,7 @@ def taken_back(cache: Cache, mark: Mark) -> Cache:
         pool = _with_rings(cache.pages.pool, mark.layers.page_table, mark.rings)
     beside = {"free": mark.free, "free_count": mark.free_count, "bounds": mark.bounds, "planes": mark.planes}
     pages = dataclasses.replace(cache.pages, pool=pool, **beside)
-    return dataclasses.replace(cache, pages=pages, layers=mark.layers, seen=mark.seen)
+    return dataclasses.replace(cache, pages=pages, layers=mark.layers, seen=mark.seen, trail=mark.trail)
 
 
 @jax.jit(donate_argnums=0)

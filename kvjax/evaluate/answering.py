@@ -150,7 +150,8 @@ def _take_rows(
         return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
 
     layers = jax.tree.map(partial(of, axis=1), cache.layers)
-    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0)), of(last, 0)
+    seen, trail = jax.tree.map(partial(of, axis=0), (cache.seen, cache.trail))
+    return dataclasses.replace(cache, layers=layers, seen=seen, trail=trail), of(last, 0)
 
 
 def _put_rows(

@@ -187,15 +187,15 @@ def measure_together(
 def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     """What was read together, with the memory of one of the methods, and beside the pages what it has use for."""
     layers, pages = reading.cache.layers, reading.cache.pages
-    own = {"eviction": layers.state.eviction[index], "trail": layers.state.trail[index]}
-    states = dataclasses.replace(layers.state, **own)
+    states = dataclasses.replace(layers.state, eviction=layers.state.eviction[index])
     layers = dataclasses.replace(layers, state=states, numbers=planes_of(layers.numbers, index))
     pages = dataclasses.replace(
         pages,
         bounds=None if method.selection is None else pages.bounds,
         planes=planes_of(pages.planes, index),
     )
-    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, layers=layers, pages=pages))
+    own = {"layers": layers, "pages": pages, "trail": reading.cache.trail[index]}
+    return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))
 
 
 def groups(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
@@ -207,7 +207,7 @@ def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers from a cache (donated): without all that only a compaction needs, so that evictions that have done
     their work share one program."""
     later = changed(policy, eviction=None, budget=None, when=None)
-    states = dataclasses.replace(cache.layers.state, eviction=(), trail=())
+    states = dataclasses.replace(cache.layers.state, eviction=())
     lasting = {*later.planes, *caches.CAPACITY_PLANES, BIAS}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}
@@ -215,7 +215,7 @@ def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     )
     layers = dataclasses.replace(cache.layers, state=states, numbers=numbers)
     pages = dataclasses.replace(cache.pages, planes=planes)
-    return within(later, cache), dataclasses.replace(cache, pages=pages, layers=layers)
+    return within(later, cache), dataclasses.replace(cache, pages=pages, layers=layers, trail=())
 
 
 def _join(first: Calls, second: Calls) -> Calls:

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache.trail import newest
 from kvjax.mesh import BATCH, P, gather
-from kvjax.policies.interfaces import BIAS, Trail, Trainable
+from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
 from kvjax.step import Readout, Step
 from pallas_kernels.ordering import after
@@ -80,8 +79,7 @@ def cached_attention(
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
     """Attention of one layer's new tokens over the cache and among themselves, its log-sum-exp, and the cache with them
-    written; if they are not to be, with the methods' memories alone. In place of the trail stands what is to be written
-    to it.
+    written; if they are not to be, with the methods' memories alone.
 
     A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
     that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
@@ -94,8 +92,7 @@ def cached_attention(
         observing = layer.state.eviction
         if policy.eviction is not None:
             observing = policy.eviction.observe(observing, step, seen, valid)
-        trail = _traced(policy, step, layer.state.trail, valid)
-        states = States(admitting, observing, trail)
+        states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         chosen = None
@@ -128,14 +125,6 @@ def cached_attention(
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")
     return jax.shard_map(local, out_specs=(HEADS, HEADS, *specs))(whole, step, pages, layer, seen, valid)
-
-
-def _traced(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
-    """What is to be written to the trail; nothing where no eviction looks."""
-    if policy.eviction is None:
-        return jax.tree.map(lambda ring: ring[..., :0, :], trail)
-    found = policy.eviction.trace(step)
-    return jax.tree.map(lambda x, ring: newest(x, ring.shape[-2], valid).astype(ring.dtype), found, trail)
 
 
 def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:

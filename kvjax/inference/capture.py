@@ -31,13 +31,13 @@ def captured_layers(
     Args:
         cache: None: the rows are whole sequences.
         rows: token ids, one row a sequence, padded to the longest.
-        names: of `kvjax.inference.forward.CAPTURED`, but for "state".
+        names: of `kvjax.inference.forward.CAPTURED`.
 
     Raises:
         UserError: another name, rows that are no token ids, a cache of another model or policy.
     """
     for name in names:
-        one_of("captured_layers", "a name", name, tuple(name for name in CAPTURED if name != "state"))
+        one_of("captured_layers", "a name", name, CAPTURED)
     rows = token_rows(model, rows)
     longest = max(row.size for row in rows)
     with use_mesh(model):
@@ -90,5 +90,5 @@ def _layer(
         lambda stacked: jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False),
         (model.layers, cache.layers, policy),
     )
-    (x, _), (_, captured) = body((x, None), (layer, index, tuple(own)))
+    (x, _), (_, captured, _) = body((x, None), (layer, index, tuple(own)))
     return x, captured

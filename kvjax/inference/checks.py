@@ -205,10 +205,10 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
     later = policy.continuing
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
-    needed = later.state_shapes(shape, layers)
-    held = cache.layers.state
-    held = held if later.eviction is not None else dataclasses.replace(held, eviction=(), trail=())
-    sizes = [jax.tree.map(np.shape, state) for state in (held, needed)]
+    needed = later.memory_shapes(shape, layers)
+    held = cache.layers.state, cache.trail
+    held = held if later.eviction is not None else (dataclasses.replace(held[0], eviction=()), ())
+    sizes = [jax.tree.map(np.shape, memory) for memory in (held, needed)]
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
             f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
 from kvjax.cache.planes import appended
-from kvjax.cache.trail import in_order
+from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
 from kvjax.mesh import P, gather
 from kvjax.models.decoder import Decoder
@@ -29,16 +29,19 @@ def compacted(
 
     rotation = model.config.rotation()
 
-    def local(eviction, output, pages, layers, seen, head, quota):
-        pages = with_late_numbers(eviction, pages, layers, seen, ring)
-        found = scores(eviction, output, pages, layers, seen, head, quota, rotation, entries, cache.window)
+    def local(eviction, output, pages, layers, trail, seen, head, quota):
+        trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
+        pages = with_late_numbers(eviction, pages, layers, trail, seen, ring)
+        found = scores(
+            eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window
+        )
         chosen = compaction.choose(found, layers.length, quota, over, ties)
         return compaction.moved(pages, layers, chosen, ring)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
     output = gather(model.layers.o[...], "fsdp")
-    arguments = whole, output, cache.pages, cache.layers, cache.seen, heads, quota
+    arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen)
@@ -49,15 +52,15 @@ compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over
 
 
 def with_late_numbers(
-    eviction: Eviction, pages: Pages, layers: LayerCache, seen: Int[Array, " b"], ring: int
+    eviction: Eviction, pages: Pages, layers: LayerCache, trail: Trail, seen: Int[Array, " b"], ring: int
 ) -> Pages:
     """The pages with the numbers of the newest entries that the method knows now. On one shard."""
     if not eviction.pending:
         return pages
 
     def one(planes, xs):
-        method, layer = xs
-        late, count = method.late(_trail(layer, seen)), jnp.minimum(seen, method.pending)[:, None]
+        method, layer, trail = xs
+        late, count = method.late(trail), jnp.minimum(seen, method.pending)[:, None]
         # in order from the first of those that there are
         first = (method.pending - count)[..., None] + jnp.arange(method.pending)
         first = jnp.minimum(first, method.pending - 1)
@@ -74,13 +77,8 @@ def with_late_numbers(
         }
         return planes | written, None
 
-    planes, _ = lax.scan(one, pages.planes, (eviction, layers))
+    planes, _ = lax.scan(one, pages.planes, (eviction, layers, trail))
     return dataclasses.replace(pages, planes=planes)
-
-
-def _trail(layer: LayerCache, seen: Int[Array, " b"]) -> Trail:
-    """What the eviction remembers of the last tokens, oldest first."""
-    return jax.tree.map(lambda ring: in_order(ring, seen), layer.state.trail)
 
 
 def scores(
@@ -88,6 +86,7 @@ def scores(
     output: Float[Array, "l n h d"],
     pages: Pages,
     layers: LayerCache,
+    trail: Trail,
     seen: Int[Array, " b"],
     head: Int[Array, " k"],
     quota: Quota,
@@ -97,13 +96,13 @@ def scores(
 ) -> Float[Array, "l b k s"]:
     """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard.
 
-    `rotation`: RoPE's, as of `ModelConfig.rotation`.
+    `trail`: by layer, oldest token first. `rotation`: RoPE's, as of `ModelConfig.rotation`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
     frequencies, rope_scale = rotation
 
     def one(index, xs):
-        method, layer, weight, count, since = xs
+        method, layer, remembered, weight, count, since = xs
         place = compaction.places(layer.length, entries)
         at = compaction.addresses(layer, place, pages.pool.shape[1], ring)
         k, v = jnp.split(pages.entries(*at), 2, -1)
@@ -113,11 +112,11 @@ def scores(
         stored = Stored(
             k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
             forced=forced, count=count, seen=seen, output=weight, frequencies=frequencies, rope_scale=rope_scale,
-            layer=index, head=head, causal=window == 1, planes=planes, trail=_trail(layer, seen),
+            layer=index, head=head, causal=window == 1, planes=planes, trail=remembered,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 
-    return lax.scan(one, jnp.int32(0), (eviction, layers, output, quota.count, quota.since))[1]
+    return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since))[1]
 
 
 def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Cache:

@@ -13,17 +13,19 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
-from kvjax.cache.trail import written
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.record import Calls
+from kvjax.inference.remembering import remembered, traces
 from kvjax.inference.room import free_pages, more_pages, pool_pages, with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
+from kvjax.policies.interfaces import Trail
 from kvjax.policies.policy import Policy, States
 
-CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse", "state"
-"""What can be captured of every layer: fields of `Step`, each query's log-sum-exp over all that it saw [b n t], and the
-methods' memories after the tokens (`States`)."""
+CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
+"""What can be captured of every layer: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
+MEMORIES = "state", "trail"
+"""What the methods remember after the tokens, too: `States`, and `Cache.trail`."""
 
 
 def forward(
@@ -41,11 +43,11 @@ def forward(
 
     Args:
         write: False: they read the cache and each other as if they were written, and leave no trace.
-        capture: of `CAPTURED`. What is large is streamed layer by layer by `kvjax.inference.capture`.
+        capture: of `CAPTURED` and `MEMORIES`. What is large is streamed layer by layer by `kvjax.inference.capture`.
 
     Returns:
-        the cache, the hidden states after the final norm, and what was captured, with a leading layer axis. Those of
-        padding mean nothing.
+        the cache, the hidden states after the final norm, and what was captured, with a leading layer axis but for the
+        trail. Those of padding mean nothing.
     """
     if policy.window != cache.window:
         raise ValueError(f"the policy's window is {policy.window}, the cache's {cache.window}")
@@ -53,7 +55,7 @@ def forward(
     position = positions(cache.seen, valid, tokens.shape[1])
     attend = attending(cache, valid, write, capture, implementation)
     scanned = {"carry": cache.pages if write else None, "as_integers": cache.pages.as_integers}
-    x, pages, (layers, captured) = scan_layers(
+    x, pages, (layers, captured, new) = scan_layers(
         model,
         model.embed_tokens(tokens),
         position,
@@ -62,24 +64,12 @@ def forward(
         token=tokens,
         **scanned,
     )
-    if "state" in captured:
-        captured["state"] = _with_trail(cache, captured["state"], valid)
+    trail = remembered(cache, new, valid)
+    captured |= {"trail": trail} if "trail" in capture else {}
     if write:
-        layers = dataclasses.replace(layers, state=_with_trail(cache, layers.state, valid))
-        cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
+        seen = cache.seen + valid
+        cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
     return cache, model.norm(x), captured
-
-
-def _with_trail(cache: Cache, states: States, valid: Int[Array, " b"]) -> States:
-    """The methods' memories of all layers after a call on this cache, whose trail has what is to be written to it."""
-
-    def local(trail, new, seen, valid):
-        return jax.tree.map(lambda ring, x: written(ring, x, seen, valid), trail, new)
-
-    before = cache.layers.state.trail
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, before)
-    after = jax.shard_map(local, out_specs=specs)(before, states.trail, cache.seen, valid)
-    return dataclasses.replace(states, trail=after)
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
@@ -92,7 +82,7 @@ def attending(
     cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
 ) -> Attend:
     """`scan_layers`' attention over the cache: carries its pages if they are written; from a layer's cache and policy
-    to the layer's cache, if it is written, and what is captured."""
+    to the layer's cache, if it is written, what is captured, and what is to be written to the trail."""
 
     def attend(step, pages, xs):
         layer, policy = xs
@@ -101,8 +91,10 @@ def attending(
             seen=cache.seen, valid=valid, write=write, implementation=implementation,
         )  # fmt: skip
         found = {"lse": lse, "state": layer.state}
-        captured = {name: found[name] if name in found else getattr(step, name) for name in capture}
-        return o, pages if write else None, (layer if write else None, captured)
+        own = [name for name in capture if name != "trail"]
+        captured = {name: found[name] if name in found else getattr(step, name) for name in own}
+        new = traces(policy, step, cache.trail, valid)
+        return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend
 
@@ -125,10 +117,11 @@ def last_logits(
 @jax.jit
 def memories(
     model: Decoder, policy: Policy, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
-) -> States:
-    """The eviction's memory after it looked at tokens that leave no other trace."""
-    found = forward(model, policy, cache, tokens, valid, write=False, capture=("state",))[2]["state"]
-    return dataclasses.replace(cache.layers.state, eviction=found.eviction, trail=found.trail)
+) -> tuple[States, Trail]:
+    """The memories once the eviction looked at tokens that are not written."""
+    found = forward(model, policy, cache, tokens, valid, write=False, capture=("state", "trail"))[2]
+    states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
+    return states, found["trail"]
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384

@@ -15,9 +15,11 @@ from kvjax.errors import UserError, whole_number
 from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
-from kvjax.policies.policy import Policy
+from kvjax.policies.interfaces import Trail
+from kvjax.policies.policy import Policy, States
 from kvjax.step import Shape
 from kvjax.struct import changed
+from pallas_kernels.bits import as_bits
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
@@ -135,23 +137,30 @@ def _refuse(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def laid_out(policy: Policy, layout: Layout, group: int) -> Cache:
-    """An empty cache of this shape, with the policy's states, for `group` query heads of a kv head."""
+    """An empty cache of this shape, with the policy's memories, for `group` query heads of a kv head."""
 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
 
+    def begun(policy: Policy) -> tuple[States, Trail]:
+        states, trail = policy.memories(local, layout.layers)
+        return states, jax.tree.map(as_bits, trail) if layout.stored != layout.dtype else trail
+
     local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor"))
-    one, two = (policy.state_shapes(shape(1, heads), layout.layers) for heads in (1, 2))
-    specs = jax.tree.map(_split_like_heads, one, two)
+    shapes = zip(*(policy.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
+    specs = tuple(
+        jax.tree.map(functools.partial(_split_like_heads, first), *both)
+        for first, both in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
+    )
     whole = gather(policy, "data", "fsdp")
-    states = jax.shard_map(lambda policy: policy.states(local, layout.layers), out_specs=specs)(whole)
-    return caches.empty(layout, states)
+    return caches.empty(layout, *jax.shard_map(begun, out_specs=specs)(whole))
 
 
-def _split_like_heads(one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P:
-    """The split of a state `[l b …]`, of one kv head and of two: axes that grow with the heads go with them."""
-    axes = zip(one.shape[2:], two.shape[2:], strict=True)
-    return P(None, BATCH, *("tensor" if small != large else None for small, large in axes))
+def _split_like_heads(first: tuple[Any, ...], one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> P:
+    """The split of a memory, its first axes' given, of one kv head and of two: axes that grow with the heads go with
+    them."""
+    axes = zip(one.shape[len(first) :], two.shape[len(first) :], strict=True)
+    return P(*first, *("tensor" if small != large else None for small, large in axes))
 
 
 def new_cache(

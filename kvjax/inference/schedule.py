@@ -23,8 +23,9 @@ from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, free_pages, halved, more_pages, pool_pages, with_more_pages
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
+from kvjax.policies.interfaces import Trail
 from kvjax.policies.plan import Plan
-from kvjax.policies.policy import Policy
+from kvjax.policies.policy import Policy, States
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, a row a sequence."""
@@ -131,8 +132,7 @@ def _observed(
         if calls is not None:
             calls.feed(cache, np.array(sizes))
         tokens, valid = padded(list(observers), bucket(max(sizes)))
-        states = memories(model, policy.reading, cache, tokens, valid)
-        cache = dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states))
+        cache = _remembering(cache, *memories(model, policy.reading, cache, tokens, valid))
     if calls is not None:
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
     return cache, sizes if policy.stores_all else [0] * len(sizes)
@@ -187,7 +187,7 @@ def _after_chunk(
 
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
-    state = jax.tree.map(jnp.copy, cache.layers.state) if looked else ()
+    memory = jax.tree.map(jnp.copy, (cache.layers.state, cache.trail)) if looked else ()
     cache, dropped = _observed(model, policy, cache, patch, run, calls)
     seen = [min(row.size, stop) for row in rows]
     stays = quota(
@@ -199,9 +199,12 @@ def _after_chunk(
         dropped=dropped,
     )
     cache = compact_to(model, policy, cache, stays)
-    return (
-        dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=state)) if looked else cache
-    )
+    return _remembering(cache, *memory) if looked else cache
+
+
+def _remembering(cache: Cache, states: States, trail: Trail) -> Cache:
+    """The cache with the methods' memories."""
+    return dataclasses.replace(cache, layers=dataclasses.replace(cache.layers, state=states), trail=trail)
 
 
 def recurring(policy: Policy, cache: Cache) -> Recurring | None:

@@ -33,8 +33,7 @@ Number = Any
 State = Any
 """A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
 Trail = Any
-"""What is remembered of tokens, each apart: a pytree of arrays [b … w d] in the model's dtype, an axis of heads or none
-before the tokens'. An axis whose size grows with `Shape.kv_heads` is split with them."""
+"""What is remembered of tokens, each apart: a pytree of arrays in the model's dtype."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
 """Of a call's tokens, by plane."""
 Planes = dict[str, Shaped[Array, "p page"]]
@@ -233,11 +232,12 @@ class Eviction(Role, abc.ABC):
         return state
 
     def trail(self, shape: Shape) -> Trail:
-        """Room for what it remembers of each of the last w tokens (`trace`), of one layer before the first: zeros."""
+        """Room for what it remembers of each of the last w tokens of a layer (`trace`): zeros [b w d] or [b w n d], of
+        kv heads or query heads, with which they are split."""
         return ()
 
     def trace(self, step: Step) -> Trail:
-        """What of a call's tokens goes into the trail."""
+        """What of a call's tokens goes there: arrays [b t d] or [b n t d]."""
         return ()
 
     @property
@@ -251,8 +251,8 @@ class Eviction(Role, abc.ABC):
         return self
 
     def late(self, trail: Trail) -> Numbers:
-        """The planes' numbers of the last `pending` tokens, the newest last, of the trail, oldest token first; anything
-        for those before the first."""
+        """The planes' numbers of the last `pending` tokens, the newest last, of the trail [b n w d], oldest token
+        first; anything for those before the first."""
         return {}
 
     def passes(self, row: Int[np.ndarray, " _"]) -> Sequence[Pass]:

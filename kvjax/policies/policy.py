@@ -47,8 +47,6 @@ class States:
     """Of the admission."""
     eviction: State
     """Of the eviction; (): there is none, or it is done."""
-    trail: Trail = ()
-    """What the eviction remembers of the last tokens (`kvjax.cache.trail`)."""
 
 
 EVERYTHING = Full()
@@ -308,23 +306,28 @@ class Policy:
 
     def init(self, shape: Shape) -> States:
         """The methods' memories of one layer before the first token, on one device."""
-        if self.eviction is None:
-            return States(self.admission.init(shape), ())
-        return States(self.admission.init(shape), self.eviction.init(shape), self.eviction.trail(shape))
+        evicting = () if self.eviction is None else self.eviction.init(shape)
+        return States(self.admission.init(shape), evicting)
 
-    def states(self, shape: Shape, layers: int) -> States:
-        """The same of all layers of a policy that is placed."""
-        return jax.vmap(lambda one, _: one.init(shape))(self, jnp.arange(layers))
+    def trail(self, shape: Shape) -> Trail:
+        """What the eviction remembers of one layer's last tokens, before the first one, on one device."""
+        return () if self.eviction is None else self.eviction.trail(shape)
 
-    def state_shapes(self, shape: Shape, layers: int) -> States:
-        """What `states` would be of a model of as many kv heads as `shape` has, whatever the policy was placed for."""
+    def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+        """Both of all layers of a policy that is placed, `[l b …]` and `[b w l …]`."""
+        both = jax.vmap(lambda one, _: (one.init(shape), one.trail(shape)), out_axes=(0, 2))
+        return both(self, jnp.arange(layers))
+
+    def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+        """What `memories` would be of a model of as many kv heads as `shape` has, whatever the policy was placed
+        for."""
 
         def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
             axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
             sizes = (shape.kv_heads if axis in ("tensor", ("tensor",)) else size for size, axis in axes)
             return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
-        return jax.eval_shape(lambda policy: policy.states(shape, layers), jax.tree.map(as_long, self))
+        return jax.eval_shape(lambda policy: policy.memories(shape, layers), jax.tree.map(as_long, self))
 
     @property
     def planes(self) -> dict[str, str]:

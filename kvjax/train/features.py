@@ -166,7 +166,7 @@ class Shards:
         if missing and need + SPARE > free:
             raise UserError(
                 f"the targets of {sum(missing)} positions take {size(need)} in {self.folder}, whose disk has "
-                f"{size(free)} free: train on fewer contexts, or name another --out"
+                f"{size(free)} free: train on fewer contexts, or name a folder elsewhere (--targets)"
             )
 
     @contextlib.contextmanager
@@ -185,7 +185,7 @@ class Shards:
 
 def _check(folder: Path, wanted: Mapping[str, Any]) -> None:
     """Refuse a folder of other targets, in one line."""
-    remedy = "name another --out, or remove it"
+    remedy = "name another folder (--out, --targets), or remove it"
     try:
         found = dict(json.loads((folder / MANIFEST).read_text()))
     except (OSError, ValueError, TypeError):

@@ -67,7 +67,7 @@ def advance(cache: caches.Cache, wanted, valid, window: int):
     written = (kv, priority, turnover, numbers, cache.seen, valid, window)
     pages, layer = caches.push(cache.pages, layer, *written)
     layers = jax.tree.map(lambda a: a[None], layer)
-    return caches.Cache(pages, layers, cache.seen + valid, cache.window, cache.bounded)
+    return caches.Cache(pages, layers, cache.seen + valid, cache.trail, cache.window, cache.bounded)
 
 
 @remembered

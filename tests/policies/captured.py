@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
+from kvjax.cache.trail import by_layer
 from kvjax.inference import compaction, sampling
 from kvjax.inference import quota as quotas
 from kvjax.inference.forward import feed
@@ -76,10 +77,12 @@ def scored(model, policy, prompts):
         heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))
         output = gather(model.layers.o[...], "fsdp")
 
-        def local(*arguments):
-            return compaction.scores(*arguments, model.config.rotation(), max(LENGTHS), policy.window)
+        def local(eviction, output, pages, layers, trail, seen, *others):
+            trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
+            stored = eviction, output, pages, layers, trail, seen, *others
+            return compaction.scores(*stored, model.config.rotation(), max(LENGTHS), policy.window)
 
-        arguments = policy.eviction, output, cache.pages, cache.layers, cache.seen, heads, quota
+        arguments = policy.eviction, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))
         return np.asarray(jax.jit(run)(*arguments))
 

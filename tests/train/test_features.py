@@ -79,7 +79,7 @@ def test_a_context_counts_once_it_is_whole(tmp_path):
 )
 def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
     with pytest.raises(
-        UserError, match=f"^{shards.folder}: these targets are {said}.*name another --out, or remove it$"
+        UserError, match=f"^{shards.folder}: these targets are {said}.*name another folder \(--out, --targets\), or remove it$"
     ):
         Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
     with pytest.raises(UserError, match="of other arrays"):
@@ -94,7 +94,7 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
     ):
         shards.read()
     (shards.folder / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"manifest.json: is damaged: name another --out"):
+    with pytest.raises(UserError, match=r"manifest.json: is damaged: name another folder"):
         Shards(shards.folder, KIND, SIZES, MANIFEST)
 
 

@@ -22,9 +22,9 @@ class LastQueries(Eviction):
     def needs(self) -> Needs:
         return Needs(last=self.observed, observed=self.observed)
 
-    def trail(self, shape: Shape) -> Float[Array, "b n w h"]:
+    def trail(self, shape: Shape) -> Float[Array, "b w n h"]:
         heads = shape.kv_heads * shape.group
-        return jnp.zeros((shape.batch, heads, self.observed, shape.head_dim), shape.dtype)
+        return jnp.zeros((shape.batch, self.observed, heads, shape.head_dim), shape.dtype)
 
     def trace(self, step: Step) -> Float[Array, "b n t h"]:
         return step.q

@@ -90,9 +90,10 @@ class KVzipGates(Recipe):
     that any later query of the context does, or that questions of it with their answers do (built-in tasks), or the
     larger of what its repetition and its questions pay (both). Where --data names text and no target is told it is the
     first."""
-    targets: Literal["disk", "memory"] | None = None
-    """Where features and targets are kept: in the run's folder targets/, of which no context is computed twice, or in
-    this process, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
+    targets: str | None = None
+    """Where features and targets are kept: `disk`, in the run's folder targets/, of which no context is computed twice;
+    a folder, which runs share whose --target and --inputs are one; or `memory`, this process's, which a resumed run
+    computes anew. By default memory for the built-in tasks, else disk."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
     """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE. This,
     --form, --dim and --sinks are those of --init unless they are told beside it."""
@@ -223,8 +224,9 @@ class KVzipGates(Recipe):
         kind, sizes = kind_of(model, self.inputs), [len(context.tokens) for context in contexts]
         where = self.targets or ("memory" if self.data == "builtin" else "disk")
         store = Memory(kind, sizes)
-        if where == "disk":
-            store = Shards(folder / TARGETS, kind, sizes, self._manifest(contexts, model))
+        if where != "memory":
+            shared = folder / TARGETS if where == "disk" else Path(where)
+            store = Shards(shared, kind, sizes, self._manifest(contexts, model))
         missing = len(contexts) - len(store.finished)
         say(
             f"targets ({self.target}) of {len(contexts)} contexts, {sum(sizes):,} positions: {store.plan}, "

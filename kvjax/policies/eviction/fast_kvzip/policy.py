@@ -28,7 +28,7 @@ FIRST, LAST = 4, 128
 OF_PROMPTS = {"window": "last", "short": "last", "share": "last", "prefix": "first"}
 """Fields that say what stays of a prompt, and the word that does while decoding."""
 Waiting = Any
-"""What the gates see of the last tokens, [b (k) w d]; (): nothing waits."""
+"""What the gates see of the last tokens; (): nothing waits."""
 
 
 @struct
@@ -148,7 +148,7 @@ class FastKVzip(Eviction):
         if not self.pending:
             return ()
         heads = () if self.inputs == "hidden" else (shape.kv_heads,)
-        return jnp.zeros((shape.batch, *heads, self.pending, self.gates.width), shape.dtype)
+        return jnp.zeros((shape.batch, self.pending, *heads, self.gates.width), shape.dtype)
 
     def trace(self, step: Step) -> Waiting:
         return inputs(step, self.inputs) if self.pending else ()

@@ -1,0 +1,36 @@
+"""What an eviction remembers of the last tokens: taken layer by layer, written for all of them at once."""
+
+import jax
+from jaxtyping import Array, Int
+
+from kvjax.cache import Cache
+from kvjax.cache.trail import newest, written
+from kvjax.mesh import BATCH, P, gather
+from kvjax.policies.interfaces import Trail
+from kvjax.policies.policy import Policy
+from kvjax.step import Step
+
+
+def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
+    """What of one layer's tokens is to be written to the cache's `trail`."""
+    if not jax.tree.leaves(trail) or policy.eviction is None:
+        return ()
+
+    def local(eviction, step, valid):
+        return jax.tree.map(lambda x, slots: newest(x, slots, valid), eviction.trace(step), slots)
+
+    slots = jax.tree.map(lambda ring: ring.shape[1], trail)
+    specs = jax.tree.map(lambda ring: P(BATCH, "tensor") if ring.ndim == 5 else P(BATCH), trail)
+    return jax.shard_map(local, out_specs=specs)(gather(policy.eviction, "data", "fsdp"), step, valid)
+
+
+def remembered(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:
+    """The cache's trail with the `traces` of a call, a leading axis for the layers."""
+    if not jax.tree.leaves(new):
+        return cache.trail
+
+    def local(trail, new, seen, valid):
+        return jax.tree.map(lambda ring, x: written(ring, x, seen, valid), trail, new)
+
+    specs = jax.tree.map(lambda ring: jax.typeof(ring).sharding.spec, cache.trail)
+    return jax.shard_map(local, out_specs=specs)(cache.trail, new, cache.seen, valid)
