@@ -15,13 +15,16 @@ import numpy as np
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 
+EVERY = 128
+"""Tokens between two compactions."""
 PATHS = "constant scores", "gates, 128 at once", "gates, one by one"
 
 
 @dataclasses.dataclass(frozen=True)
 class GatingConfig:
-    """Milliseconds of a decode step of a batch. In turn, medians, compilation and the first run left out; gates are
-    random, which changes nothing of their cost. And what gates add by count at a large model's shapes."""
+    """Milliseconds of a decode step of a batch, by 128 steps with their compaction. In turn, medians, compilation and
+    the first run left out; gates are random, which changes nothing of their cost. And what gates add by count at a
+    large model's shapes."""
 
     model: str = "builtin"
     """A Hugging Face folder, a GGUF file, or `builtin`."""
@@ -34,7 +37,7 @@ class GatingConfig:
     new_tokens: int = 385
     """Tokens that each is continued by, from twice as many entries on."""
     repeats: int = 5
-    """Timings of each."""
+    """Runs of each."""
     json: Path | None = None
     """Write the figures here as well."""
 
@@ -57,6 +60,22 @@ def policies(model: Any, entries: int) -> dict[str, Any]:
     from kvjax.policies.eviction.fast_kvzip import SinkGate
     from kvjax.struct import struct
 
+    def spread(index: Any) -> Any:
+        """No two of one compaction alike, and the same for all heads."""
+        return (index % EVERY * 0.618034) % 1.0
+
+    @struct
+    class Gated(FastKVzip):
+        """Gates that are asked and hardly listened to: all paths keep the same entries."""
+
+        def numbers(self, state: Any, step: Any, readout: Any) -> Any:
+            own = FastKVzip.numbers(self, state, step, readout)["score"]
+            return {"score": spread(step.position)[:, None] + 1e-9 * own}
+
+        def late(self, trail: Any) -> Any:
+            own = FastKVzip.late(self, trail)["score"]
+            return {"score": spread(jnp.arange(self.pending)) + 1e-9 * own}
+
     @struct
     class Constant(FastKVzip):
         """The same without gates."""
@@ -66,15 +85,14 @@ def policies(model: Any, entries: int) -> dict[str, Any]:
             return 0
 
         def numbers(self, state: Any, step: Any, readout: Any) -> Any:
-            # no two alike, or all entries would tie
-            spread = jnp.arange(step.k.shape[1])[:, None] + step.position[:, None] * 1e-4
-            return {"score": jnp.broadcast_to(spread, step.k.shape[:3]).astype(jnp.float32)}
+            scores = jnp.broadcast_to(spread(step.position)[:, None], step.k.shape[:3])
+            return {"score": scores.astype(jnp.float32)}
 
     shape = model.config
     group = shape.num_heads // shape.num_kv_heads
     sizes = shape.num_layers, shape.num_kv_heads, group, shape.width
     gates = jax.jit(lambda: SinkGate(*sizes, rngs=nnx.Rngs(0)))()
-    methods = Constant(gates), FastKVzip(gates), FastKVzip(gates, buffer=1)
+    methods = Constant(gates), Gated(gates), Gated(gates, buffer=1)
     made = (kvjax.make_policy(model=model, eviction=x, entries=entries, when="position") for x in methods)
     return dict(zip(PATHS, made, strict=True))
 
@@ -90,15 +108,14 @@ def measure(config: GatingConfig, model: Any) -> dict[str, float]:
     paths = policies(model, config.entries)
     for repeat in range(config.repeats + 1):
         for name, policy in paths.items():
-            watch, steps, seconds = Stopwatch(), 0, 0.0
+            watch = Stopwatch()
             for blocks, _ in kvjax.stream(
-                model, prompts, policy=policy, max_new_tokens=config.new_tokens, eos=(), block=64
+                model, prompts, policy=policy, max_new_tokens=config.new_tokens, eos=(), block=EVERY
             ):
                 lap = watch.lap()
-                if len(blocks[0]) == 64:  # of prefill and what is left at the end nothing counts
-                    steps, seconds = steps + 64, seconds + lap
-            if repeat:
-                times[name].append(1e3 * seconds / steps)
+                # of prefill, and what is left at the end, nothing counts; every other block has one compaction
+                if repeat and len(blocks[0]) == EVERY:
+                    times[name].append(1e3 * lap / EVERY)
     return {name: statistics.median(own) for name, own in times.items()}
 
 

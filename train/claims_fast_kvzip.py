@@ -81,12 +81,16 @@ def run(*command: str) -> None:
 
 
 def gates_of(config: ClaimsConfig, seed: int, options: Sequence[str]) -> Path:
-    """The folder of gates that were trained so, trained if there are none."""
+    """The folder of gates that were trained so, trained if there are none. Those whose target and input are one share
+    what was computed of the contexts."""
     name = "-".join(option.strip("-") for option in options) or "own"
     folder = config.out / f"seed-{seed}" / "gates" / name
     if not (folder / "gates" / "config.json").exists():
-        told = "--method", "fast_kvzip", "--mesh", "1", "--seed", str(seed), "--report", "none", *options
-        run("-m", "kvjax.train", *told, "--out", str(folder))
+        told = dict(zip(options[::2], options[1::2], strict=True))
+        features = f"{told.get('--target', 'own')}-{told.get('--inputs', 'hidden')}"
+        kept = "--targets", str(config.out / f"seed-{seed}" / "targets" / features), "--report", "none"
+        of = "--method", "fast_kvzip", "--mesh", "1", "--seed", str(seed), *options
+        run("-m", "kvjax.train", *of, *kept, "--out", str(folder))
     return folder / "gates"
 
 

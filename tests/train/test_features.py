@@ -79,7 +79,8 @@ def test_a_context_counts_once_it_is_whole(tmp_path):
 )
 def test_foreign_targets_are_refused_in_one_line(shards, changes, said):
     with pytest.raises(
-        UserError, match=f"^{shards.folder}: these targets are {said}.*name another folder \(--out, --targets\), or remove it$"
+        UserError,
+        match=rf"^{shards.folder}: these targets are {said}.*name another folder \(--out, --targets\), or remove it$",
     ):
         Shards(shards.folder, KIND, SIZES, MANIFEST | changes)
     with pytest.raises(UserError, match="of other arrays"):
