@@ -2,8 +2,8 @@
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. compaction: what an eviction leaves,
-moved to the front. planes: the methods' own numbers of entries. capacity: rows that keep their best. rollback: a
-cache as it was. stats: what a cache holds.
+moved to the front. planes: the methods' own numbers of entries. trail: what they remember of the last tokens. capacity:
+rows that keep their best. rollback: a cache as it was. stats: what a cache holds.
 """
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES

@@ -296,23 +296,20 @@ def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
     assert parse([*builtin, "--data", "builtin"]).target == "both"
 
 
-def test_a_folder_with_the_targets_of_another_run_is_refused_and_free_for_others(whole, tmp_path):
+def test_runs_share_a_folder_of_targets_which_others_are_refused(whole, tmp_path, capsys):
     folder = tmp_path / "run"
-    folder.mkdir()
-    (folder / "targets").symlink_to(whole.folder / "targets")
-    args = [*ARGS, "--mesh", "1", "--out", str(folder)]
+    args = [*ARGS[:-2], "--targets", str(whole.folder / "targets"), "--mesh", "1", "--out", str(folder)]
     with pytest.raises(
-        UserError, match="these targets are of target reconstruction, not next_token: name another"
+        UserError, match="these targets are of target reconstruction, not next_token: name another folder"
     ):
         train(parse([*args, "--target", "next_token"]))
     with pytest.raises(UserError, match="these targets are of other contexts"):
         train(parse([*args, "--seed", "1"]))
     assert not (folder / SAVED).exists()
-    assert losses_of(train(parse(args))) == losses(whole.folder)
-
-
-def losses_of(run):
-    return losses(run.folder)
+    train(parse(args))
+    assert "all are there" in "".join(capsys.readouterr())
+    assert losses(folder) == losses(whole.folder)
+    assert not (folder / "targets").exists()
 
 
 @pytest.mark.parametrize(
