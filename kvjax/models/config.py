@@ -92,7 +92,7 @@ class ModelConfig:
     model_type: str = "llama"
     """Hugging Face's: one of `FAMILIES`."""
     max_position: int = 4096
-    """The context that the model declares."""
+    """The context that the model declares; with dual chunk attention, which is not built, that of its weights alone."""
     bos_id: int | None = None
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
@@ -173,7 +173,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "activation": keys.get("hidden_act", str, "silu"),
         "tied": keys.get("tie_word_embeddings", bool, False),
         "model_type": model_type,
-        "max_position": keys.get("max_position_embeddings", int),
+        "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
         "eos_ids": tuple(sorted(set(eos.ids("eos_token_id")))),
     }
@@ -233,6 +233,13 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if family.sliding_window is not None:
         written["sliding_window"] = None
     return written
+
+
+def _trained_context(keys: JsonObject) -> int:
+    """The declared context, or what of it full attention reaches: all up to one chunk of dual chunk attention."""
+    declared, name = keys.get("max_position_embeddings", int), "dual_chunk_attention_config"
+    chunks = JsonObject(keys.get(name, dict, {}), f"{keys.where}: {name}")
+    return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
 def _refuse_sliding_window(keys: JsonObject, family: Family) -> None:

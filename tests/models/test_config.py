@@ -35,6 +35,17 @@ def test_the_flags_of_each_family(read):
     assert flags(CASES["qwen3_biases"]) == (True, True, True, False)
 
 
+def test_without_dual_chunk_attention_a_model_is_for_what_it_was_trained_on(read, refused):
+    declared = CASES["qwen2"] | {"max_position_embeddings": 1_010_000}
+    assert read(declared).longest == 1_010_000
+    chunks = {"chunk_size": 262_144, "local_size": 8192, "original_max_position_embeddings": 262_144}
+    assert read(declared | {"dual_chunk_attention_config": chunks}).longest == 262_144
+    wrong = declared | {"dual_chunk_attention_config": {"original_max_position_embeddings": "all"}}
+    assert refused(wrong) == (
+        "dual_chunk_attention_config: original_max_position_embeddings must be int, got 'all'"
+    )
+
+
 def test_sizes_that_are_derived(read):
     config = read(CASES["llama2"])
     assert (config.num_kv_heads, config.head_dim, config.rope.theta) == (4, 12, 10000.0)

@@ -14,6 +14,7 @@ PARAMETERS = {
     "llama-3.1-8b": 8.03e9,
     "llama-3.1-70b": 70.6e9,
     "qwen2.5-7b": 7.61e9,
+    "qwen2.5-7b-instruct-1m": 7.61e9,
     "qwen3-4b": 4.02e9,
     "qwen3-8b": 8.19e9,
     "qwen3-14b": 14.8e9,
@@ -34,6 +35,10 @@ def test_a_known_shape_has_as_many_parameters_as_its_card_says(name):
 def test_a_hub_id_is_the_shape_that_it_begins_with():
     assert find_shape("meta-llama/Llama-3.1-8B-Instruct") == find_shape("llama-3.1-8b")
     assert find_shape("Qwen/Qwen3-4B-Instruct-2507") == find_shape("qwen3-4b")
+    assert find_shape("Qwen/Qwen2.5-7B-Instruct") == find_shape("qwen2.5-7b")
+    longer = find_shape("Qwen/Qwen2.5-7B-Instruct-1M")
+    assert longer == find_shape("qwen2.5-7b-instruct-1m")
+    assert longer.config.longest == 262_144
 
 
 def test_a_folder_needs_no_weights(folder):

@@ -50,7 +50,7 @@ def find_shape(name: str, max_length: int | None = None) -> ModelShape:
                 f"--model {name}: no such folder here, and of no known shape: {', '.join(known())}; a folder needs no "
                 "more than config.json"
             )
-        found = HERE / named[0]
+        found = HERE / max(named, key=len)
     if is_gguf(found):
         return ModelShape(read_config(found, max_length), "float32")
     keys = JsonObject.read(found / "config.json")
