@@ -17,7 +17,8 @@ def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) ->
         return ()
 
     def local(eviction, step, valid):
-        return jax.tree.map(lambda x, slots: newest(x, slots, valid), eviction.trace(step), slots)
+        found = eviction.trace(step)
+        return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
 
     slots = jax.tree.map(lambda ring: ring.shape[1], trail)
     specs = jax.tree.map(lambda ring: P(BATCH, "tensor") if ring.ndim == 5 else P(BATCH), trail)
