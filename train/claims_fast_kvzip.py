@@ -27,11 +27,13 @@ TAUGHT = "fast_kvzip, KVzip's targets"
 """Of the main table: gates by the published target, beside those of the built-in model's own."""
 OWN = "as trained here"
 """Of the ablations: the gates of the main table."""
+ASKED = "target: questions alone"
+"""Of the ablations: gates that long answers are tried with, too."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     OWN: (),
     "target: KVzip's reconstruction": ("--target", "reconstruction"),
     "target: next tokens": ("--target", "next_token"),
-    "target: questions alone": ("--target", "answer"),
+    ASKED: ("--target", "answer"),
     "input: keys after RoPE": ("--inputs", "k"),
     "input: keys before RoPE": ("--inputs", "k_pre"),
     "gate: the paper's b ≥ 0": ("--form", "paper"),
@@ -168,20 +170,26 @@ def ablation_table(config: ClaimsConfig) -> str:
     return table([f"at {ABLATED_AT:g} of the cache", *TASKS], rows)
 
 
-def program(config: ClaimsConfig, seed: int, name: str, *options: str) -> dict[str, dict[str, float]]:
-    """What a program in infer/ found, run if it did not yet."""
-    file = config.out / f"seed-{seed}" / f"{name}.json"
+def program(
+    config: ClaimsConfig, seed: int, name: str, gates: str, *options: str
+) -> dict[str, dict[str, float]]:
+    """What a program in infer/ found with these gates, run if it did not yet."""
+    file = config.out / f"seed-{seed}" / ("-".join((name, *(x.strip("-") for x in ABLATIONS[gates]))) + ".json")
     if not file.exists():
         script = Path(__file__).resolve().parent.parent / "infer" / f"{name}.py"
-        gates = gates_of(config, seed, ())
-        run(str(script), "--gates", str(gates), *options, "--json", str(file))
+        folder = gates_of(config, seed, ABLATIONS[gates])
+        run(str(script), "--gates", str(folder), *options, "--json", str(file))
     return json.loads(file.read_text())
 
 
 def long_table(config: ClaimsConfig) -> str:
-    """Recall after a long answer."""
-    options = "--samples", str(config.samples)
-    found = [program(config, seed, "long_answers", "--seed", str(seed), *options) for seed in config.seeds]
+    """Recall after a long answer; also with gates that learnt what questions pay alone."""
+    found = []
+    for seed in config.seeds:
+        options = "--seed", str(seed), "--samples", str(config.samples)
+        asked = program(config, seed, "long_answers", ASKED, "--policies", "fast_kvzip", *options)
+        own = program(config, seed, "long_answers", OWN, *options)
+        found.append({**own, f"fast_kvzip, {ASKED}": asked["fast_kvzip"]})
     rows = [
         [name, spread([100 * one[name]["right"] for one in found])]
         + [spread([one[name][key] for one in found]) for key in ("last", "most")]
@@ -192,7 +200,7 @@ def long_table(config: ClaimsConfig) -> str:
 
 def prefill_table(config: ClaimsConfig) -> str:
     """What reading costs."""
-    found = program(config, config.seeds[0], "prefill")
+    found = program(config, config.seeds[0], "prefill", OWN)
     full = found["full"]["tokens_per_s"]
     rows = [
         [name, f"{full / row['tokens_per_s']:.2f}", f"{row['peak']:.2f}", f"{row['kept']:.2f}"]
