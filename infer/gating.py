@@ -97,8 +97,8 @@ def policies(model: Any, entries: int) -> dict[str, Any]:
     return dict(zip(PATHS, made, strict=True))
 
 
-def measure(config: GatingConfig, model: Any) -> dict[str, float]:
-    """Milliseconds of a step of each path."""
+def measure(config: GatingConfig, model: Any) -> dict[str, list[float]]:
+    """Milliseconds of a step of each path, block by block."""
     import kvjax
     from kvjax.command.stopwatch import Stopwatch
 
@@ -113,10 +113,10 @@ def measure(config: GatingConfig, model: Any) -> dict[str, float]:
                 model, prompts, policy=policy, max_new_tokens=config.new_tokens, eos=(), block=EVERY
             ):
                 lap = watch.lap()
-                # of prefill, and what is left at the end, nothing counts; every other block has one compaction
+                # of prefill, and what is left at the end, nothing counts; the others have one compaction each
                 if repeat and len(blocks[0]) == EVERY:
                     times[name].append(1e3 * lap / EVERY)
-    return {name: statistics.median(own) for name, own in times.items()}
+    return times
 
 
 def counted(name: str, entries: int) -> dict[str, float]:
@@ -152,10 +152,11 @@ def main(args: list[str] | None = None) -> None:
     by_count = counted(config.counted, 4096)
     with jax.set_mesh(mesh):
         model = kvjax.load_model(config.model)
-        found = measure(config, model)
-    least = found[PATHS[0]]
-    for name, milliseconds in found.items():
-        print(f"{name:20} {milliseconds:8.2f} ms a step ({100 * (milliseconds / least - 1):+.1f}%)")
+        times = measure(config, model)
+    found = {name: {"median": statistics.median(own), "least": min(own)} for name, own in times.items()}
+    for name, own in found.items():
+        said = [f"{x:.2f} ms ({100 * (x / found[PATHS[0]][kind] - 1):+.1f}%)" for kind, x in own.items()]
+        print(f"{name:20} a step {said[0]}, the least {said[1]}")
     shares = [100 * by_count[f"gate_{what}"] / by_count[f"step_{what}"] for what in ("flops", "bytes")]
     print(
         f"{config.counted}, 4,096 entries a kv head: gates add {shares[0]:.2f}% of a step's operations and "

@@ -68,7 +68,7 @@ def test_gating_counts_what_gates_add_at_a_large_model(tmp_path):
     assert gate["flops"] / step["flops"] <= 0.01
     assert "gates add 0.98% of a step's operations and 0.008% of its bytes" in done.stdout
     assert list(written["ms"]) == ["constant scores", "gates, 128 at once", "gates, one by one"]
-    assert min(written["ms"].values()) > 0
+    assert all(0 < own["least"] <= own["median"] for own in written["ms"].values())
 
 
 @pytest.mark.thorough

@@ -51,10 +51,11 @@ def tiny_gates(model: Decoder, seed: int = 1) -> WriteGate:
         return gates
 
 
-def tiny_sink_gates(model: Decoder, seed: int = 1) -> SinkGate:
+def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") -> SinkGate:
     """Untrained gates of Fast KVzip for `model`, made decisive: their scores are all over (0, 1)."""
     config = model.config
-    sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, config.width
+    width = config.width if inputs == "hidden" else config.head_dim
+    sizes = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads, width
     with use_mesh(model):
         gates = jax.jit(lambda: SinkGate(*sizes, rngs=nnx.Rngs(seed)))()
         gates.b[...] = gates.b[...] + 3

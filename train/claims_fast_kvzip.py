@@ -174,7 +174,9 @@ def program(
     config: ClaimsConfig, seed: int, name: str, gates: str, *options: str
 ) -> dict[str, dict[str, float]]:
     """What a program in infer/ found with these gates, run if it did not yet."""
-    file = config.out / f"seed-{seed}" / ("-".join((name, *(x.strip("-") for x in ABLATIONS[gates]))) + ".json")
+    file = (
+        config.out / f"seed-{seed}" / ("-".join((name, *(x.strip("-") for x in ABLATIONS[gates]))) + ".json")
+    )
     if not file.exists():
         script = Path(__file__).resolve().parent.parent / "infer" / f"{name}.py"
         folder = gates_of(config, seed, ABLATIONS[gates])

@@ -144,14 +144,13 @@ def _rows_to_go(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
 def _take_rows(
     cache: Cache, last: Int[Array, " b"], rows: Int[np.ndarray, " rows"]
 ) -> tuple[Cache, Int[Array, " rows"]]:
-    """Some rows of a cache and of what was said last. The pool is the same."""
+    """Some rows of a cache that nothing compacts (`settled`), and of what was said last. The pool is the same."""
 
     def of(x, axis):
         return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
 
     layers = jax.tree.map(partial(of, axis=1), cache.layers)
-    seen, trail = jax.tree.map(partial(of, axis=0), (cache.seen, cache.trail))
-    return dataclasses.replace(cache, layers=layers, seen=seen, trail=trail), of(last, 0)
+    return dataclasses.replace(cache, layers=layers, seen=of(cache.seen, 0)), of(last, 0)
 
 
 def _put_rows(

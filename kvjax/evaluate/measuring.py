@@ -24,6 +24,7 @@ from kvjax.inference.record import Calls
 from kvjax.inference.room import within
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.schedule import at_prompt_end
+from kvjax.inference.settled import settled
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import BIAS
@@ -207,15 +208,7 @@ def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     """What answers from a cache (donated): without all that only a compaction needs, so that evictions that have done
     their work share one program."""
     later = changed(policy, eviction=None, budget=None, when=None)
-    states = dataclasses.replace(cache.layers.state, eviction=())
-    lasting = {*later.planes, *caches.CAPACITY_PLANES, BIAS}
-    numbers, planes = (
-        {name: plane for name, plane in x.items() if name in lasting}
-        for x in (cache.layers.numbers, cache.pages.planes)
-    )
-    layers = dataclasses.replace(cache.layers, state=states, numbers=numbers)
-    pages = dataclasses.replace(cache.pages, planes=planes)
-    return within(later, cache), dataclasses.replace(cache, pages=pages, layers=layers, trail=())
+    return within(later, cache), settled(cache, later)
 
 
 def _join(first: Calls, second: Calls) -> Calls:

@@ -106,8 +106,8 @@ def check_length(
         _SAID.add(shape)
         more = f" and up to {new:,} {what}" if new else ""
         warnings.warn(
-            f"{most:,} tokens{more} are more than the {shape.longest:,} (max_position_embeddings) that the model is "
-            "for: what it says may mean nothing",
+            f"{most:,} tokens{more} are more than the {shape.longest:,} that the model declares or was trained for: "
+            "what it says may mean nothing",
             Doubt,
             stacklevel=2,
         )

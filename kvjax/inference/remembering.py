@@ -12,12 +12,15 @@ from kvjax.step import Step
 
 
 def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
-    """What of one layer's tokens is to be written to the cache's `trail`."""
-    if not jax.tree.leaves(trail) or policy.eviction is None:
+    """What of one layer's tokens is to be written to the cache's `trail`. Raises ValueError for an eviction whose trace
+    is of another form than its trail."""
+    if policy.eviction is None:
         return ()
 
     def local(eviction, step, valid):
         found = eviction.trace(step)
+        if jax.tree.structure(found) != jax.tree.structure(trail):
+            raise ValueError(f"{eviction.label}: its trace is another pytree than its trail")
         return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
 
     slots = jax.tree.map(lambda ring: ring.shape[1], trail)

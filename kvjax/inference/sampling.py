@@ -34,6 +34,7 @@ from kvjax.inference.draw import Draw, checked_key, draw_token
 from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
+from kvjax.inference.settled import settled
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
@@ -306,6 +307,7 @@ def stream(
             held, after = schedule.read(
                 model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )
+            held = settled(held, policy.continuing)
         else:
             for name, stated in (("capacity", capacity), ("max_tokens", max_tokens)):
                 if stated is not None:
@@ -316,6 +318,7 @@ def stream(
             check_length(model, rows, max_new_tokens, cache)
             longest = max(row.size for row in rows)
             policy, held = with_room(cache, policy, longest, max_new_tokens)
+            held = settled(held, policy.continuing)
             held, after = feed(
                 model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
             )

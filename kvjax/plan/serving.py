@@ -236,10 +236,10 @@ class Serving:
         """A block of decoded tokens. Figures are of one."""
         policy, told = self.policy(), self.told
         tokens = self.kept(policy) + self._room(policy)
-        # what a compaction left beside the entries is still there, and one row may have been left all of its own
+        # one row may have been left all of its own
         cache = self.cache(
-            policy.uncompacted,
-            self.placed(lambda placed: placed.traced),
+            policy.continuing.uncompacted,
+            self.placed(lambda placed: placed.continuing.traced),
             tokens,
             tables=told.context + told.new,
         )

@@ -31,7 +31,7 @@ from kvjax.struct import bare, struct
 Number = Any
 """A method's own array: NumPy's until it is placed, then JAX's."""
 State = Any
-"""A method's own memory: a pytree, of a layer `[b …]` (recent queries, a buffer, an mLSTM…), kept in the cache."""
+"""A method's own memory: a pytree, of a layer `[b …]` (sums, counts, an mLSTM's…), kept in the cache."""
 Trail = Any
 """What is remembered of tokens, each apart: a pytree of arrays in the model's dtype."""
 Numbers = dict[str, Shaped[Array, "b k t"]]
@@ -233,11 +233,11 @@ class Eviction(Role, abc.ABC):
 
     def trail(self, shape: Shape) -> Trail:
         """Room for what it remembers of each of the last w tokens of a layer (`trace`): zeros [b w d] or [b w n d], of
-        kv heads or query heads, with which they are split."""
+        kv heads or query heads, with which they are split, in `shape.dtype`."""
         return ()
 
     def trace(self, step: Step) -> Trail:
-        """What of a call's tokens goes there: arrays [b t d] or [b n t d]."""
+        """What of a call's tokens goes there: arrays [b t d] or [b n t d], which are rounded to that dtype."""
         return ()
 
     @property

@@ -310,8 +310,15 @@ class Policy:
         return States(self.admission.init(shape), evicting)
 
     def trail(self, shape: Shape) -> Trail:
-        """What the eviction remembers of one layer's last tokens, before the first one, on one device."""
-        return () if self.eviction is None else self.eviction.trail(shape)
+        """What the eviction remembers of one layer's last tokens, before the first one, on one device. Raises
+        ValueError if it is not in the model's dtype."""
+        found = () if self.eviction is None else self.eviction.trail(shape)
+        for x in jax.tree.leaves(found):
+            if x.dtype != shape.dtype:
+                raise ValueError(
+                    f"{self.eviction.label}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}"
+                )
+        return found
 
     def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
         """Both of all layers of a policy that is placed, `[l b …]` and `[b w l …]`."""

@@ -130,7 +130,11 @@ class Shards:
             yield arrays
             for x in arrays.values():
                 x.flush()
-            partial.rename(self._at(index))
+            try:
+                partial.rename(self._at(index))
+            except OSError:
+                if not self._at(index).is_dir():  # else another run that shares the folder was faster
+                    raise
 
     def read(self) -> "Features":
         """All contexts, one after another, mapped into memory."""

@@ -20,7 +20,8 @@ def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=7, delay=3).placed(3, 4)
     h2o = make_policy("h2o", model=model, entries=20, when="every", every=8)
-    return policies_for(model, 6) | {"h2o": h2o, "capacity": capped}
+    snapkv = make_policy("snapkv", model=model, entries=20, observed=5, when="every", every=8)
+    return policies_for(model, 6) | {"h2o": h2o, "snapkv": snapkv, "capacity": capped}
 
 
 def content(cache):
@@ -35,10 +36,11 @@ def content(cache):
         beside = [np.asarray(x)[used[ring:]].reshape(-1)[: length[row]] for x in pages.planes.values()]
         bounds = [] if pages.bounds is None else [np.asarray(pages.bounds)[used[ring:]]]
         held += [np.asarray(pages.pool)[of_ring], entries, *beside, *bounds]
-    return [*held, *map(np.asarray, jax.tree.leaves((cache.layers, cache.seen, pages.free_count)))]
+    rest = cache.layers, cache.seen, cache.trail, pages.free_count
+    return [*held, *map(np.asarray, jax.tree.leaves(rest))]
 
 
-@pytest.mark.parametrize("name", ["full", "wgkv", "quest", "h2o", "capacity"])
+@pytest.mark.parametrize("name", ["full", "wgkv", "quest", "h2o", "snapkv", "capacity"])
 def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
     model = tiny_model()
     policy = policies(model)[name]

@@ -12,7 +12,7 @@ from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from tests.policies.captured import PAGE
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_model, tiny_sink_gates
 
 ENTRIES = 24
 
@@ -64,6 +64,21 @@ def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
     evicting = make_policy(policy, model=model, entries=ENTRIES, when="every", every=4)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
         sampling.sample(model, prompts, cache=cache, policy=evicting)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "h2o", "fast_kvzip"])
+def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, policy):
+    """What the eviction remembers would lack the tokens since the prompt; the prompt's own cache has it all."""
+    own = {"gates": tiny_sink_gates(model), "buffer": 1} if policy == "fast_kvzip" else {}
+    at_prompt = make_policy(policy, model=model, entries=200, when="prompt", **own)
+    every = make_policy(policy, model=model, entries=200, when="every", every=4, **own)
+    for read_by in (at_prompt, every):
+        cache = sampling.prefill(model, prompts, policy=read_by, page_size=PAGE)
+        sampling.sample(model, prompts, cache=cache, policy=every, max_new_tokens=2)
+    *_, (_, cache) = sampling.stream(model, prompts, cache=cache, policy=at_prompt, max_new_tokens=2)
+    sampling.sample(model, prompts, cache=cache, policy=at_prompt, max_new_tokens=2)
+    with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
+        sampling.sample(model, prompts, cache=cache, policy=every)
 
 
 @pytest.mark.parametrize(

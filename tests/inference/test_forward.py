@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference.forward import forward
+from kvjax.inference.forward import MEMORIES, forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
@@ -21,7 +21,8 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
 def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=5, delay=2).placed(3, 4)
-    return policies_for(model, 6) | {"capacity": capped, "h2o": make_policy("h2o", model=model, ratio=0.5)}
+    evicting = {name: make_policy(name, model=model, ratio=0.5) for name in ("h2o", "snapkv")}
+    return policies_for(model, 6) | {"capacity": capped} | evicting
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_mesh_gives_the_same(model, tokens):
     assert caches.stats(cache).pages == caches.stats(alone).pages
 
 
-@pytest.mark.parametrize("name", ["wgkv", "quest", "capacity", "h2o"])
+@pytest.mark.parametrize("name", ["wgkv", "quest", "capacity", "h2o", "snapkv"])
 @pytest.mark.parametrize("count", [7, 1])
 def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):
     policy = policies(model)[name]
@@ -87,14 +88,14 @@ def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model
     before = jax.device_get(cache)
     with use_mesh(model):
         fed = jnp.asarray(tokens[:, 20 : 20 + count]), jnp.array([count, count - 1])
-        written, hidden, captured = run(model, policy.traced, cache, *fed, capture=("state",))
-        same, read, seen = run(model, policy.traced, cache, *fed, write=False, capture=("state",))
+        written, hidden, captured = run(model, policy.traced, cache, *fed, capture=MEMORIES)
+        same, read, seen = run(model, policy.traced, cache, *fed, write=False, capture=MEMORIES)
     np.testing.assert_allclose(read[0], hidden[0], atol=1e-6)
     np.testing.assert_allclose(read[1, : count - 1], hidden[1, : count - 1], atol=1e-6)
     for mine, theirs in zip(*map(jax.tree.leaves, (same, before)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     np.testing.assert_array_equal(written.seen - same.seen, [count, count - 1])
-    after = (captured["state"], seen["state"], written.layers.state)
+    after = captured, seen, {"state": written.layers.state, "trail": written.trail}
     for one, other, third in zip(*map(jax.tree.leaves, after), strict=True):
         np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(one, third)

@@ -34,7 +34,7 @@ def test_a_prompt_with_its_answer_is_counted(model):
     prompt = [[1] * 8, [1] * 24]
     assert not said(lambda: kvjax.sample(model, prompt, max_new_tokens=16, eos=()))
     (line,) = said(lambda: kvjax.sample(model, prompt, max_new_tokens=17, eos=(), block=2))
-    assert line.startswith("24 tokens and up to 17 new ones are more than the 40 (max_position_embeddings)")
+    assert line.startswith("24 tokens and up to 17 new ones are more than the 40 that the model declares")
     assert "\n" not in line
 
 

@@ -99,6 +99,18 @@ def test_a_damaged_folder_is_refused_in_one_line(shards):
         Shards(shards.folder, KIND, SIZES, MANIFEST)
 
 
+def test_two_runs_may_compute_a_context_at_once(shards, tmp_path):
+    """The first that finishes has written it."""
+    one, other = (Shards(tmp_path / "shared", KIND, SIZES, MANIFEST) for _ in range(2))
+    with one.writing(0):
+        fill(other, 0)
+    fill(one, 1)
+    every = np.arange(410)
+    for name, x in shards.read().take(every).items():
+        np.testing.assert_array_equal(one.read().take(every)[name], x)
+    assert sorted(path.name for path in one.folder.iterdir()) == ["00000", "00001", "manifest.json"]
+
+
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
     with pytest.raises(

@@ -63,7 +63,7 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
     if tokens > config.longest:
         more = said or f"{tokens:,} tokens are more"
         warnings.warn(
-            f"{more} than the {config.longest:,} (max_position_embeddings) that the model is for",
+            f"{more} than the {config.longest:,} that the model declares or was trained for",
             Doubt,
             stacklevel=2,
         )

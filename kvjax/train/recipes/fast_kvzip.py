@@ -13,7 +13,7 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Float
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.mesh import AXES, gather
 from kvjax.models import load_tokenizer
@@ -92,8 +92,8 @@ class KVzipGates(Recipe):
     first."""
     targets: str | None = None
     """Where features and targets are kept: `disk`, in the run's folder targets/, of which no context is computed twice;
-    a folder, which runs share whose --target and --inputs are one; or `memory`, this process's, which a resumed run
-    computes anew. By default memory for the built-in tasks, else disk."""
+    a folder (with a slash in its name), which runs share whose model, contexts, --target and --inputs are the same; or
+    `memory`, this process's, which a resumed run computes anew. By default memory for the built-in tasks, else disk."""
     inputs: Literal["hidden", "k", "k_pre"] = "hidden"
     """What a gate sees of a token: the layer's input after its norm; for comparison its key after or before RoPE. This,
     --form, --dim and --sinks are those of --init unless they are told beside it."""
@@ -148,6 +148,9 @@ class KVzipGates(Recipe):
 
     def check(self) -> None:
         super().check()
+        where = self.targets
+        if where not in (None, "disk", "memory") and ("/" not in where or Path(where).expanduser().is_file()):
+            raise UserError(f"--targets must be disk, memory or a folder (./NAME), got {shown(where)}")
         if self.target in ASKED and self.data != "builtin":
             raise UserError(
                 f"--target {self.target}: --data {self.data} has no questions, which the built-in tasks have (--data "
@@ -225,7 +228,7 @@ class KVzipGates(Recipe):
         where = self.targets or ("memory" if self.data == "builtin" else "disk")
         store = Memory(kind, sizes)
         if where != "memory":
-            shared = folder / TARGETS if where == "disk" else Path(where)
+            shared = folder / TARGETS if where == "disk" else Path(where).expanduser()
             store = Shards(shared, kind, sizes, self._manifest(contexts, model))
         missing = len(contexts) - len(store.finished)
         say(

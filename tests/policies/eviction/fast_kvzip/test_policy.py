@@ -151,7 +151,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     whole = read(model, policy, [row])[0]
     with use_mesh(model):
         policy, cache = begin(model, policy, [row], 0, PAGE, None, None)
-        assert not jax.tree.leaves(cache.layers.state.eviction)
+        assert not jax.tree.leaves(cache.trail)
         for token in row:
             one, valid = padded([np.array([token])], 1)
             cache, _ = last_logits(model, policy.reading, cache, one, valid)
@@ -209,6 +209,23 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
         holds(cache, row, kept, keys)
         assert kept[..., :2].all(), "the first stay"
     assert caches.stats(cache, 2).kv_ratio < 0.4
+
+
+@pytest.mark.parametrize("inputs", ["hidden", "k"])
+def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
+    told = {"entries": 14, "every": 8, "first": 2, "last": 8, "when": "position", "inputs": inputs}
+
+    def answered(buffer):
+        model = tiny_model()
+        own = told | {"gates": tiny_sink_gates(model, inputs=inputs), "buffer": buffer}
+        found = sampling.sample(
+            model, ROWS[:2], policy=make_policy("fast_kvzip", model=model, **own), **LONG, block=30
+        )
+        return [tokens.tolist() for tokens in found.tokens], found.stats.entries.tolist()
+
+    at_once = answered(1)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+        assert answered(8) == at_once
 
 
 def test_the_decoding_loop_waits_for_no_host(model, gates):
