@@ -1,0 +1,8 @@
+"""The matrix memory of an xLSTM: what each query reads of all tokens so far, decayed by their gates.
+
+api: the op. xla: its chunkwise form. reference: what the op means.
+"""
+
+from pallas_kernels.mlstm.api import Memory, empty_memory, mlstm
+
+__all__ = ["Memory", "empty_memory", "mlstm"]

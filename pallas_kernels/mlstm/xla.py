@@ -1,0 +1,58 @@
+"""`mlstm` in XLA, chunk after chunk: tokens of a chunk see each other in matrix products, and those before them through
+the memory. Linear in the tokens."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+EPSILON = 1e-6
+
+
+def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
+    t = q.shape[2]
+    count = -(-t // chunk)
+
+    def chunks(x, fill=0.0):
+        padding = ((0, 0),) * 2 + ((0, count * chunk - t),) + ((0, 0),) * (x.ndim - 3)
+        x = jnp.pad(x, padding, constant_values=fill)
+        return jnp.moveaxis(x.reshape(*x.shape[:2], count, chunk, *x.shape[3:]), 2, 0)
+
+    parts = chunks(q), chunks(k), chunks(v), chunks(log_i, -jnp.inf), chunks(log_f)
+    # what a chunk computes is cheap to make again, and would be most of what the backward pass keeps
+    one = jax.checkpoint(lambda memory, part: _chunk(memory, part, normaliser))
+    memory, h = lax.scan(one, memory, parts)
+    h = jnp.moveaxis(h, 0, 2)
+    return h.reshape(*h.shape[:2], count * chunk, -1)[:, :, :t], memory
+
+
+def _chunk(memory, part, normaliser):
+    """The memory after a chunk, and what its queries read.
+
+    Of the decays since the chunk's beginning, `decay`, each token's own is taken from its gate, so that between two of
+    them only differences count, and `top`, the largest weight so far over them, is a number of no influence.
+    """
+    q, k, v, log_i, log_f = part
+    c, z, m = memory
+    d, size = q.shape[-1], q.shape[2]
+    decay = jnp.cumsum(log_f, -1)
+    written = log_i - decay
+    top = jnp.maximum(m[..., None], lax.cummax(written, axis=2))
+    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
+    before = jnp.exp(m[..., None] - top)
+    seen = jnp.tri(size, dtype=bool)
+    w = jnp.exp(jnp.where(seen, written[..., None, :] - top[..., None], -jnp.inf))
+    exact = {"precision": lax.Precision.HIGHEST, "preferred_element_type": q.dtype}
+    products = w * jnp.einsum("bktd,bkjd->bktj", q, k, **exact)
+    above = jnp.einsum("bktj,bkje->bkte", products, v, **exact)
+    above += before[..., None] * jnp.einsum("bktd,bkde->bkte", q, c, **exact)
+    below = products.sum(-1) + before * jnp.einsum("bktd,bkd->bkt", q, z, **exact)
+    if normaliser == "plain":
+        h = above / (below + EPSILON)[..., None]
+    else:
+        floor = jnp.exp(-jnp.maximum(decay + top, -80))  # beyond that the quotient is 0
+        h = above * d**-0.5 / (jnp.maximum(jnp.abs(below) * d**-0.5, floor) + EPSILON)[..., None]
+    last, kept = w[..., -1, :], before[..., -1]
+    c = kept[..., None, None] * c + jnp.einsum("bkjd,bkje->bkde", last[..., None] * k, v, **exact)
+    z = kept[..., None] * z + jnp.einsum("bkj,bkjd->bkd", last, k, **exact)
+    none = jnp.isneginf(m) & jnp.isneginf(written).all(-1)
+    return type(memory)(c, z, jnp.where(none, -jnp.inf, decay[..., -1] + top[..., -1])), h

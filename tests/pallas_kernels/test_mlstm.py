@@ -1,0 +1,149 @@
+"""`mlstm`: what it means, that its forms agree from any state and over padding, and its gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mlstm import empty_memory, mlstm
+
+B, K, T, D, E = 2, 3, 37, 8, 5
+NORMALISERS = "plain", "xlstm"
+
+
+def inputs(seed=0, tokens=T, dtype=np.float32):
+    """Features that are not negative, as a scorer's are, and gates that forget within the sequence."""
+    rng = np.random.default_rng(seed)
+    shape = B, K, tokens
+    q, k = (np.abs(rng.standard_normal((*shape, D))) for _ in range(2))
+    v = rng.standard_normal((*shape, E))
+    log_i, log_f = 2 * rng.standard_normal(shape), -np.abs(rng.standard_normal(shape)) / 3
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v, log_i, log_f))
+
+
+def by_recurrence(q, k, v, log_i, log_f, normaliser):
+    """Token by token in float64, without a stabiliser: the paper's equations as they stand."""
+    q, k, v, i, f = (np.asarray(x, np.float64) for x in (q, k, v, log_i, log_f))
+    c, z, h = np.zeros((B, K, D, E)), np.zeros((B, K, D)), np.zeros(v.shape)
+    for t in range(q.shape[2]):
+        forget, take = np.exp(f[:, :, t])[..., None], np.exp(i[:, :, t])[..., None]
+        c = forget[..., None] * c + take[..., None] * k[:, :, t, :, None] * v[:, :, t, None]
+        z = forget * z + take * k[:, :, t]
+        above, below = np.einsum("bkd,bkde->bke", q[:, :, t], c), np.einsum("bkd,bkd->bk", q[:, :, t], z)
+        if normaliser == "plain":
+            h[:, :, t] = above / below[..., None]
+        else:
+            h[:, :, t] = above / np.sqrt(D) / np.maximum(np.abs(below) / np.sqrt(D), 1)[..., None]
+    return h, c, z
+
+
+@functools.cache
+def compiled(**told):
+    return jax.jit(functools.partial(mlstm, **told))
+
+
+FORMS = {
+    "recurrent": {"chunk": 1},
+    "chunkwise": {"chunk": 8},
+    "parallel": {"chunk": T},
+    "reference": {"implementation": "reference"},
+}
+
+
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_the_recurrence(form, normaliser):
+    given = inputs()
+    h, memory = compiled(**FORMS[form], normaliser=normaliser)(*given)
+    wanted, c, z = by_recurrence(*given, normaliser)
+    np.testing.assert_allclose(h, wanted, atol=1e-5)
+    scale = np.exp(np.asarray(memory.m, np.float64))
+    np.testing.assert_allclose(memory.c * scale[..., None, None], c, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(memory.z * scale[..., None], z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sequence_goes_on_from_a_memory_and_padding_leaves_no_trace(form):
+    given = inputs()
+    whole, last = mlstm(*given, chunk=8)
+    cut = 13
+    q, k, v, log_i, log_f = (x[:, :, :cut] for x in given)
+    pad = lambda x, fill=0.0: jnp.concatenate([x, jnp.full_like(x[:, :, :4], fill)], 2)  # noqa: E731
+    padded = pad(q), pad(k, jnp.pi), pad(v, 7.0), pad(log_i, -jnp.inf), pad(log_f)
+    run = compiled(**FORMS[form])
+    first, memory = run(*padded)
+    second, end = run(*(x[:, :, cut:] for x in given), memory)
+    np.testing.assert_allclose(jnp.concatenate([first[:, :, :cut], second], 2), whole, atol=1e-5)
+    for mine, theirs in zip(end, last, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+    nothing = mlstm(*(x[:, :, cut:] for x in padded), chunk=2)
+    assert not nothing[0].any()
+    for mine, theirs in zip(nothing[1], empty_memory(B, K, D, E), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+def test_gradients_are_the_references_in_float64(normaliser):
+    with jax.enable_x64(True):
+        given = inputs(dtype=np.float64)
+        memory = mlstm(*inputs(1, 5, np.float64), implementation="reference")[1]
+        weights = jnp.asarray(np.random.default_rng(2).standard_normal((B, K, T, E)))
+
+        def loss(form, dtype):
+            def value(given, memory):
+                h, after = mlstm(*given, memory, normaliser=normaliser, **form)
+                scale = jnp.exp(after.m)  # c and z alone depend on the stabiliser
+                return (h * weights).sum() + ((after.z * scale[..., None]) ** 2).sum()
+
+            cast = jax.tree.map(lambda x: x.astype(dtype), (given, memory))
+            return jax.grad(value, (0, 1))(*cast)
+
+        wanted = loss(FORMS["reference"], jnp.float64)
+        # of a memory the stabiliser alone has no gradient of its own: it scales both others
+        for form in ("chunkwise", "recurrent"):
+            found = loss(FORMS[form], jnp.float64)
+            for mine, theirs in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+                np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1, np.abs(theirs).max()))
+
+
+def test_plainly_a_query_reads_a_mean_of_values_whatever_scales_gates_and_keys():
+    """In the hull of the values, coordinate by coordinate; unchanged by a constant in log i, and by longer keys."""
+    q, k, v, log_i, log_f = inputs()
+    h = mlstm(q, k, v, log_i, log_f, chunk=8)[0]
+    low, high = (np.minimum.accumulate(v, 2), np.maximum.accumulate(v, 2))
+    assert ((h >= low - 1e-4) & (h <= high + 1e-4)).all()
+    for other in (mlstm(q, k, v, log_i + 30, log_f, chunk=8), mlstm(q, 9 * k, v, log_i, log_f, chunk=8)):
+        np.testing.assert_allclose(other[0], h, atol=1e-4)
+
+
+def test_it_runs_split_over_a_mesh():
+    from jax.sharding import AxisType
+    from jax.sharding import PartitionSpec as P
+
+    given = tuple(x[:, :2] for x in inputs())
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        spec = P("data", "tensor")
+        split = jax.jit(jax.shard_map(lambda *x: mlstm(*x, chunk=8), out_specs=spec))
+        found = split(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in given))
+    for mine, theirs in zip(*map(jax.tree.leaves, (found, mlstm(*given, chunk=8))), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda x: {"k": x[1][..., :-1]}, r"mlstm: k is \(2, 3, 37, 7\)"),
+        (lambda x: {"log_f": x[4][..., :-1]}, r"mlstm: log_f is \(2, 3, 36\)"),
+        (lambda x: {"memory": empty_memory(B, K, D, E + 1)}, r"mlstm: memory.c is \(2, 3, 8, 6\)"),
+        (lambda x: {"chunk": 0}, "chunk is 0"),
+        (lambda x: {"normaliser": "max"}, "normaliser is 'max'"),
+        (lambda x: {"implementation": "tpu"}, "there is no implementation 'tpu'"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(shapes_unchecked, change, says):
+    given = dict(zip(("q", "k", "v", "log_i", "log_f"), inputs(), strict=True))
+    with pytest.raises(ValueError, match=says):
+        mlstm(**given | change(inputs()))
