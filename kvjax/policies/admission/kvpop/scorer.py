@@ -1,0 +1,151 @@
+"""The scorer: how much attention a key will get, told by a recurrent memory of keys and values."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError, one_of, whole_number
+from pallas_kernels.mlstm import Memory, mlstm
+
+EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+FEATURES = "hedgehog", "none"
+NORMALISERS = "plain", "xlstm"
+GAMMA = 0.999, 0.999999
+"""Between which a head's decay of a position is learned (paper, table 2)."""
+CAP = 15.0
+"""Beyond which no gate's logit goes, softly."""
+SMALLEST = 1e-12
+"""Of a feature."""
+
+
+class Streams(NamedTuple):
+    """What a token's key and value are to the memory, in float32."""
+
+    q: Float[Array, "b k t d"]
+    """What it reads by."""
+    k: Float[Array, "b k t d"]
+    """What it is found by."""
+    v: Float[Array, "b k t e"]
+    """What is read of it."""
+    log_i: Float[Array, "b k t"]
+    """The logarithm of its weight."""
+    log_f: Float[Array, "b k t"]
+    """The logarithm of what is left of all before it."""
+
+
+class Scorer(nnx.Module):
+    """One mLSTM per layer and kv head over [key after RoPE; value], and a head that scores what a token reads (KVPOP,
+    Sec. 3).
+
+    With x = [k; v], which no gradient goes through: queries φ(W_q x) and keys φ(W_k x) of width d with the Hedgehog map
+    φ(y) = [softmax(y); softmax(-y)] over d/2 numbers, values W_v x of width d/2, gates log i = cap(w_i·x + b_i) and log
+    f = logsigmoid(cap(w_f·x + b_f)) with cap(y) = 15 tanh(y / 15). A token's score is a·SiLU(h) + c, of what its query
+    reads from the memory of all tokens up to the one by which it is read (`score`).
+
+    `theta` learns a head's decay by position, `log_gamma`. Arrays are float32, layers first, and split with the kv
+    heads over `tensor`. Initialised so that gates are alike for all tokens at first: W uniform in ±1/√(2d), w_i, w_f
+    and b_i 0, b_f from 3 to 6 over the heads of a layer, a normal of variance 1/√d_v², c and theta 0.
+
+    Args:
+        features: "hedgehog"; or "none", for comparison: φ is the identity, with matrices twice as wide, and the
+            normaliser must be xlstm's, since products may be negative.
+        normaliser: "plain", a weighted mean of values; or "xlstm", whose divisor is at least 1.
+        capped: whether gates' logits are.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        features: str = "hedgehog",
+        normaliser: str = "plain",
+        capped: bool = True,
+        rngs: nnx.Rngs,
+    ):
+        one_of("kvpop", "features", features, FEATURES)
+        one_of("kvpop", "normaliser", normaliser, NORMALISERS)
+        if features == "none" and normaliser == "plain":
+            raise UserError("kvpop: features 'none' may be negative, for which normaliser must be 'xlstm'")
+        self.head_dim = whole_number("kvpop", "head_dim", head_dim)
+        self.features, self.normaliser, self.capped = features, normaliser, capped
+        half, fan_in = head_dim // 2, 2 * head_dim
+        width = half if features == "hedgehog" else head_dim
+
+        def split(x: jax.Array) -> nnx.Param:
+            return nnx.Param(jax.sharding.reshard(x, P(None, "tensor", *(None,) * (x.ndim - 2))))
+
+        def uniform(*shape: int) -> nnx.Param:
+            bound = 1 / math.sqrt(fan_in)
+            return split(
+                jax.random.uniform(rngs.params(), (layers, kv_heads, *shape), minval=-bound, maxval=bound)
+            )
+
+        zeros = jnp.zeros((layers, kv_heads))
+        self.w_q, self.w_k, self.w_v = uniform(fan_in, width), uniform(fan_in, width), uniform(fan_in, half)
+        self.w_i, self.w_f = (split(jnp.zeros((layers, kv_heads, fan_in))) for _ in range(2))
+        self.b_i, self.b_f = split(zeros), split(zeros + jnp.linspace(3.0, 6.0, kv_heads))
+        self.a = split(jax.random.normal(rngs.params(), (layers, kv_heads, half)) / math.sqrt(half))
+        self.c, self.theta = split(zeros), split(zeros)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Layers, kv heads, head_dim. Of the whole module."""
+        return *self.c.shape, self.head_dim
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of the memory's keys and of its values."""
+        return self.head_dim if self.features == "none" else 2 * self.w_k.shape[-1], self.w_v.shape[-1]
+
+    def streams(self, k: Float[Array, "b k t h"], v: Float[Array, "b k t h"]) -> Streams:
+        """Of one layer's tokens (this module sliced to that layer). No gradient reaches k and v."""
+        x = self._input(k, v)
+        log_i = self._capped(_project(x, self.w_i[...][..., None])[..., 0] + self.b_i[...][:, None])
+        log_f = self._capped(_project(x, self.w_f[...][..., None])[..., 0] + self.b_f[...][:, None])
+        keys = self._features(_project(x, self.w_k[...]))
+        queries = self._features(_project(x, self.w_q[...]))
+        return Streams(queries, keys, _project(x, self.w_v[...]), log_i, jax.nn.log_sigmoid(log_f))
+
+    def queries(self, k: Float[Array, "b k t h"], v: Float[Array, "b k t h"]) -> Float[Array, "b k t d"]:
+        """What tokens read by, alone."""
+        return self._features(_project(self._input(k, v), self.w_q[...]))
+
+    def score(
+        self, queries: Float[Array, "b k t d"], streams: Streams, memory: Memory | None = None
+    ) -> tuple[Float[Array, "b k t"], Memory]:
+        """What `queries` read at each of the tokens that are written meanwhile, as scores, and the memory after them.
+
+        Delayed scoring gives at token t the query of token t − w + 1 (paper, Sec. 3.2), immediate scoring its own.
+        """
+        _, k, v, log_i, log_f = streams
+        h, memory = mlstm(queries, k, v, log_i, log_f, memory, normaliser=self.normaliser)
+        score = jnp.einsum("bkte,ke->bkt", jax.nn.silu(h), self.a[...], **EXACT) + self.c[...][:, None]
+        return score, memory
+
+    def log_gamma(self) -> Float[Array, " k"]:
+        """By how much a score falls with each position, by kv head of one layer: between the logarithms of `GAMMA`."""
+        low, high = (math.log(gamma) for gamma in GAMMA)
+        return low + jax.nn.sigmoid(self.theta[...]) * (high - low)
+
+    def _input(self, k: Float[Array, "b k t h"], v: Float[Array, "b k t h"]) -> Float[Array, "b k t x"]:
+        return jax.lax.stop_gradient(jnp.concatenate([k, v], -1)).astype(jnp.float32)
+
+    def _features(self, y: Float[Array, "b k t m"]) -> Float[Array, "b k t d"]:
+        if self.features == "none":
+            return y
+        both = jnp.concatenate([jax.nn.softmax(y, -1), jax.nn.softmax(-y, -1)], -1)
+        return jnp.maximum(both, SMALLEST)
+
+    def _capped(self, y: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
+        return CAP * jnp.tanh(y / CAP) if self.capped else y
+
+
+def _project(x: Float[Array, "b k t x"], w: Float[Array, "k x m"]) -> Float[Array, "b k t m"]:
+    return jnp.einsum("bktx,kxm->bktm", x, w, **EXACT)
