@@ -312,7 +312,9 @@ class Policy:
     def trail(self, shape: Shape) -> Trail:
         """What the eviction remembers of one layer's last tokens, before the first one, on one device. Raises
         ValueError if it is not in the model's dtype."""
-        found = () if self.eviction is None else self.eviction.trail(shape)
+        if self.eviction is None:
+            return ()
+        found = self.eviction.trail(shape)
         for x in jax.tree.leaves(found):
             if x.dtype != shape.dtype:
                 raise ValueError(
