@@ -1,8 +1,10 @@
 """What one layer shows a cache policy: its shape, the tokens of a call, and the entries that are stored."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt16
 
@@ -49,6 +51,16 @@ class Step:
     """The index of each kv head in the whole model (on a device that holds a part of them, its part)."""
     token: Int[Array, "b t"] | None = None
     """The token ids; None where no policy runs."""
+    earlier: tuple[Float[Array, "b k t h"], Float[Array, "b k t h"]] | None = None
+    """The keys, after RoPE, and values of the tokens `Admission.revisits` before these, zeros for those before the
+    first; None: the admission revisits none."""
+
+    def revisiting(self, k: Float[Array, "b k r h"], v: Float[Array, "b k r h"]) -> "Step":
+        """With the tokens `r` or more before these, given the keys and values of the first `r` of them, or of as many
+        as there are tokens, as `earlier`."""
+        tokens = self.k.shape[2]
+        k, v = (jnp.concatenate(x, 2)[:, :, :tokens] for x in ((k, self.k), (v, self.v)))
+        return dataclasses.replace(self, earlier=(k, v))
 
 
 @struct

@@ -9,6 +9,7 @@ from kvjax.mesh import use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.kvpop import Scorer, Sizes
 from kvjax.policies.admission.wgkv import WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
@@ -61,6 +62,22 @@ def tiny_sink_gates(model: Decoder, seed: int = 1, *, inputs: str = "hidden") ->
         gates.b[...] = gates.b[...] + 3
         gates.w_q[...] = gates.w_q[...] * 3
         return gates
+
+
+def tiny_scorers(model: Decoder, seed: int = 1, **forms) -> Scorer:
+    """Untrained scorers of KVPOP for `model`, made decisive: what a query reads, how much of it is written and how fast
+    it is forgotten depends on the tokens, and so do scores."""
+    config = model.config
+    sizes = Sizes(config.num_layers, config.num_kv_heads, config.head_dim, **forms)
+    with use_mesh(model):
+        scorers = jax.jit(lambda: sizes.make(seed))()
+        random = np.random.default_rng(seed)
+        for weights in (scorers.w_i, scorers.w_f, scorers.theta):
+            drawn = random.standard_normal(weights.shape).astype(np.float32)
+            weights[...] = jax.device_put(drawn, jax.typeof(weights[...]).sharding.spec)
+        for weights in (scorers.w_q, scorers.w_k, scorers.w_v, scorers.a):
+            weights[...] = weights[...] * 4
+        return scorers
 
 
 def policies_for(model: Decoder, window: int) -> dict[str, Policy]:

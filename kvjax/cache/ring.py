@@ -29,11 +29,12 @@ def ring_pages(window: Number, page_size: int) -> Number:
 
 
 def ring_entries(
-    pages: Pages, layer: LayerCache, seen: Int[Array, " b"], count: int, window: int
+    pages: Pages, layer: LayerCache, seen: Int[Array, " b"], count: int, window: int, first: int = 0
 ) -> tuple[Float[Array, "b k r kv"], Bool[Array, "b r"]]:
-    """The oldest `count` of the `window − 1` ring tokens in order of position, and which of them exist."""
+    """`count` of the `window − 1` ring tokens in order of position, from the `first` oldest one on, and which of them
+    exist."""
     slots, page_size = window - 1, pages.pool.shape[1]
-    index = jnp.arange(count)
+    index = first + jnp.arange(count)
     slot = (seen[:, None] + index) % max(slots, 1)
     page = jnp.take_along_axis(layer.page_table, (slot // page_size)[:, None], 2)
     kv = pages.entries(page, (slot % page_size)[:, None])

@@ -88,6 +88,8 @@ def cached_attention(
     window = policy.window
 
     def local(policy, step, pages, layer, seen, valid):
+        if (back := policy.admission.revisits) is not None:
+            step = _revisiting(step, pages, layer, seen, back, window)
         admitting, priority, delay = policy.admission.score(layer.state.admission, step, seen, valid)
         observing = layer.state.eviction
         if policy.eviction is not None:
@@ -125,6 +127,14 @@ def cached_attention(
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")
     return jax.shard_map(local, out_specs=(HEADS, HEADS, *specs))(whole, step, pages, layer, seen, valid)
+
+
+def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
+    """The call's tokens beside those `back` before them, of which the first are in the ring."""
+    count = min(step.k.shape[2], back)
+    old, exists = caches.ring_entries(pages, layer, seen, count, window, first=window - 1 - back)
+    old = jnp.where(exists[:, None, :, None], old, 0).astype(step.k.dtype)
+    return step.revisiting(*jnp.split(old, 2, -1))
 
 
 def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:

@@ -117,6 +117,12 @@ class Admission(Role, abc.ABC):
     window: int | None = None
     """The window of policies that name none; None: they must."""
 
+    @property
+    def revisits(self) -> int | None:
+        """How far before each of a call's tokens the one stands whose key and value it is to see again
+        (`Step.earlier`), from 1 and less than the window; None: it wants none."""
+        return None
+
     @abc.abstractmethod
     def score(
         self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]

@@ -181,7 +181,8 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
     window = None
     if ("admission" in parts or evicting is None) and not own.makes_policies:
         known = ["window", *known]
-        if "window" in arguments:
+        # the policy's, unless the method has one of its own, which is then the policy's
+        if "window" in arguments and "window" not in own.known:
             window = whole_number(label, "window", arguments.pop("window"))
     parts[own.role] = own = own.with_more(arguments, known, OWN)
     return _Named(own, parts, label, words, window)

@@ -125,6 +125,11 @@ class Policy:
             )
         if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity).item() < 0:
             raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
+        if self.admission.window not in (None, self.window):
+            raise UserError(
+                f"{self.name}: the window belongs to its admission's budget, which counts {self.admission.window} "
+                f"tokens: give the admission a window of {self.window}"
+            )
         if type(self.admission).update is not Admission.update:
             raise UserError(
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"

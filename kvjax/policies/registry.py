@@ -12,6 +12,7 @@ from kvjax.plugins import METHODS, find
 from kvjax.plugins import POLICIES as PLUGINS
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
+from kvjax.policies.admission.kvpop import KVPOP
 from kvjax.policies.admission.random import Random
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.admission.wgkv import WGKV
@@ -36,6 +37,7 @@ ADMISSIONS: dict[str, type[Admission]] = {
     "streaming_llm": StreamingLLM,
     "wgkv": WGKV,
     "head_pattern": HeadPattern,
+    "kvpop": KVPOP,
     "random": Random,
 }
 EVICTIONS: dict[str, type[Eviction]] = {

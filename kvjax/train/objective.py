@@ -50,6 +50,8 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
     # a memory that a scan carries must differ between devices as what it sees does
     state = jax.tree.map(lambda x: alike(x, step.k)[0], admission.init(shape))
+    if admission.revisits is not None:
+        step = from_the_start(step, admission.revisits)
     _, known, delay = admission.score(state, step, *whole)
     later = ((0, 0), (0, 0), (0, delay))
     priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)
@@ -58,6 +60,12 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     end = ends(keep.wanted(fixed), fixed, keep.capacity, window=window)
     bias = admission.bias(state, step) if BIAS in admission.planes else None
     return priority, Mask(end=end, log_gate=bias)
+
+
+def from_the_start(step: Step, revisits: int) -> Step:
+    """Whole sequences beside the tokens so far before theirs, of which there are none before the first."""
+    before = jnp.zeros_like(step.k[:, :, :revisits])
+    return step.revisiting(before, before)
 
 
 @struct

@@ -19,7 +19,7 @@ from kvjax.policies.policy import EVERYTHING
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
 from tests.inference.dense import logits_over_what_is_stored
-from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
+from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 POLICIES = {
@@ -28,6 +28,7 @@ POLICIES = {
     "wgkv": {"tau": 0.5, "window": 6},
     "head_pattern": {"pattern": RATES, "ratio": 0.5, "sink": 1, "window": 6},
     "random": {"rates": RATES, "window": 6},
+    "kvpop": {"budget": 14, "sink": 2, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
     "keydiff": {"ratio": 0.5},
@@ -44,7 +45,11 @@ POLICIES = {
     "quest": {"ratio": 0.5},
 }
 """Their arguments, by name."""
-GATES = {"wgkv": tiny_gates, "fast_kvzip": tiny_sink_gates}
+TRAINED = {
+    "wgkv": lambda model: {"gates": tiny_gates(model)},
+    "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
+    "kvpop": lambda model: {"scorers": tiny_scorers(model)},
+}
 BESIDES = {
     "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),
@@ -77,8 +82,8 @@ def unnormed():
 def build(name, model):
     if name in BESIDES:
         return BESIDES[name](model)
-    gates = {"gates": GATES[name](model)} if name in GATES else {}
-    return make_policy(name, model=model, **POLICIES[name], **gates)
+    trained = TRAINED[name](model) if name in TRAINED else {}
+    return make_policy(name, model=model, **POLICIES[name], **trained)
 
 
 def outcome(name, model, rows, **stated):
@@ -139,9 +144,9 @@ def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row
     alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-SIZED = "streaming_llm", "h2o", "capacity", "wgkv+snapkv"
+SIZED = "streaming_llm", "h2o", "kvpop", "capacity", "wgkv+snapkv"
 """Admitted, kept of a prompt with a plane, of a capacity, and both; the others only where all is asked for."""
-MESHED = "wgkv", "quest", *BESIDES
+MESHED = "wgkv", "kvpop", "quest", *BESIDES
 """The others only where all is asked for: with them this file has more programs than a process may map."""
 
 

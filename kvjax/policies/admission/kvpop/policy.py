@@ -13,39 +13,107 @@ from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.admission.kvpop.files import check_made_for, load_scorers
 from kvjax.policies.admission.kvpop.scorer import Scorer
 from kvjax.policies.interfaces import Admission, Keep
-from kvjax.policies.numbers import whole_array
+from kvjax.policies.numbers import is_placed
 from kvjax.step import Shape, Step
 from kvjax.struct import assign, host, remembered, static, struct
 from pallas_kernels.mlstm import Memory, empty_memory
+
+USUAL = {"budget": 512, "sink": 4, "window": 64, "delayed": True, "decay": True, "age": 1}
+"""What is taken where neither the caller nor the folder says anything: the paper's (App. A)."""
 
 
 @struct
 class KVPOP(Admission):
     """A kv head holds the first `sink` tokens, the last of the window, and of those between the best by their scores,
-    `entries` in all, whatever comes (KVPOP, Sec. 3; App. C).
+    `budget` in all, whatever comes (KVPOP, Sec. 3; App. C).
 
-    A token's score is what its query reads from the memory of all tokens until it is about to leave the window
-    (`delayed`, w − 1 tokens later) or at once; it falls with each position by the head's log γ (`decay`), so that the
-    order of two tokens never changes and what is out stays out. `scorers`: the scorers themselves or a folder that
-    training exported. What else is not given is the folder's.
+    A token's score is what its query reads of the memory of all tokens up to the last before it leaves the window
+    (`delayed`), or up to its own; it falls with each position by the head's log γ (`decay`), as seen from any later
+    query alike, so that the order of two tokens never changes and what is out stays out. `scorers`: the scorers
+    themselves, or a folder that training exported. What else is not given is the folder's, else `USUAL`.
     """
 
     scorers: Any = dataclasses.field(repr=False)
     """The scorers, or where they are."""
-    entries: int | None = host(default=None)
-    """Entries of a kv head: sinks, window and the others. By default those that the model was trained with, else
-    512."""
+    budget: int | None = host(default=None)
+    """Entries of a kv head: sinks, window and the others."""
     sink: Any = None
-    """First tokens that always stay; by default the folder's, else 4."""
-    window: int | None = host(default=None)
-    """The last tokens, the query's own included; by default the folder's, else 64."""
+    """First tokens that always stay."""
+    window: int | None = static(default=None)
+    """The last tokens, a query's own included."""
     delayed: bool | None = static(default=None)
-    """Whether a token is scored as late as can be; by default as in training, else so."""
+    """Whether a token is scored as late as can be."""
     decay: bool | None = static(default=None)
-    """Whether scores fall with positions; by default as in training, else so."""
+    """Whether scores fall with positions."""
+    age: int | None = static(default=None)
+    """Positions that count as one: of a token at u and a query at q, ⌊q/age⌋ − ⌊u/age⌋. The paper's ⌊(q − u)/age⌋ would
+    have the order of two tokens change, so that what is out would have to come back."""
     capacity: Any = dataclasses.field(default=None, init=False, repr=False)
-    """Entries behind the window: sinks and the others."""
-    delay: int = static(default=0)
+    """Entries that have left the window, sinks among them."""
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "kvpop"
+
+    def __post_init__(self):
+        scorers, said = self.scorers, {}
+        if isinstance(scorers, str | Path):
+            scorers, said = load_scorers(scorers)
+        if not isinstance(scorers, Scorer):
+            raise UserError(f"kvpop: scorers must be a folder of scorers or a Scorer, got {shown(scorers)}")
+        told = {name: said.get(name, usual) for name, usual in USUAL.items()}
+        told |= {name: x for name in USUAL if (x := getattr(self, name)) is not None}
+        for name in ("delayed", "decay"):
+            if not isinstance(told[name], bool):
+                raise UserError(f"kvpop: {name} must be True or False, got {shown(told[name])}")
+        window, age = (whole_number(self.name, name, told[name]) for name in ("window", "age"))
+        told |= {"scorers": scorers, "window": window, "age": age, "made_for": MadeFor.described(said)}
+        if not is_placed(self.sink):
+            sink = whole_number(self.name, "sink", told["sink"], 0)
+            budget = whole_number(self.name, "budget", told["budget"])
+            if budget < sink + window + 1:
+                raise UserError(
+                    f"kvpop: a budget of {budget} entries is all sinks and window: it must be at least {sink} + "
+                    f"{window} + 1 = {sink + window + 1}"
+                )
+            capacity = np.array(budget - window, np.int32)
+            told |= {"sink": np.array(sink, np.int32), "budget": budget, "capacity": capacity}
+        assign(self, **told)
+
+    def check(self, model: Any) -> None:
+        check_made_for(self.scorers.sizes, model)
+
+    @property
+    def delay(self) -> int:
+        """How many tokens after its own a token's score is known."""
+        assert self.window is not None
+        return self.window - 1 if self.delayed else 0
+
+    @property
+    def revisits(self) -> int | None:
+        return self.delay or None
+
+    def init(self, shape: Shape) -> Memory:
+        return empty_memory(shape.batch, shape.kv_heads, *self.scorers.widths)
+
+    def score(
+        self, state: Memory, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
+    ) -> tuple[Memory, Float[Array, "b k t"], int]:
+        real = jnp.arange(step.k.shape[2]) < valid[:, None]
+        streams = self.scorers.streams(step.k, step.v).of_tokens(real)
+        queries = streams.q if step.earlier is None else self.scorers.queries(*step.earlier)
+        score, state = self.scorers.score(queries, streams, state)
+        position = step.position - self.delay
+        return state, self.priority(score, position), self.delay
+
+    def priority(
+        self, score: Float[Array, "b k t"], position: Int[Array, "b t"]
+    ) -> Float[Array, "b k t"]:
+        """By which tokens at these positions are ranked: the score as if it fell from position 0 on, whatever query
+        looks; above all others for sinks."""
+        position = position[:, None]
+        if self.decay:
+            score = score - self.scorers.log_gamma()[:, None] * (position // self.age).astype(jnp.float32)
+        return jnp.where(position < self.sink, jnp.inf, score)
+
+    def keep(self) -> Keep:
+        return Keep(-np.inf, self.capacity)

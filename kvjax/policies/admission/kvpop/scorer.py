@@ -5,9 +5,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, one_of, whole_number
 from pallas_kernels.mlstm import Memory, mlstm
@@ -17,6 +18,8 @@ FEATURES = "hedgehog", "none"
 NORMALISERS = "plain", "xlstm"
 GAMMA = 0.999, 0.999999
 """Between which a head's decay of a position is learned (paper, table 2)."""
+FORGET = 3.0, 6.0
+"""The bias of the forget gate at first, of a layer's first kv head and of its last."""
 CAP = 15.0
 """Beyond which no gate's logit goes, softly."""
 SMALLEST = 1e-12
@@ -37,6 +40,34 @@ class Streams(NamedTuple):
     log_f: Float[Array, "b k t"]
     """The logarithm of what is left of all before it."""
 
+    def of_tokens(self, real: Bool[Array, "b t"]) -> "Streams":
+        """Without those of padding, which leaves no trace."""
+        real = real[:, None]
+        log_i, log_f = jnp.where(real, self.log_i, -jnp.inf), jnp.where(real, self.log_f, 0)
+        return self._replace(log_i=log_i, log_f=log_f)
+
+
+class Sizes(NamedTuple):
+    """Of scorers."""
+
+    layers: int
+    """Of the model."""
+    kv_heads: int
+    """Of each."""
+    head_dim: int
+    """Of keys and values."""
+    features: str = "hedgehog"
+    """Of `FEATURES`."""
+    normaliser: str = "plain"
+    """Of `NORMALISERS`."""
+    capped: bool = True
+    """Whether gates' logits are."""
+
+    def make(self, seed: int = 0) -> "Scorer":
+        """New scorers of these sizes."""
+        told = {"features": self.features, "normaliser": self.normaliser, "capped": self.capped}
+        return Scorer(*self[:3], **told, rngs=nnx.Rngs(seed))
+
 
 class Scorer(nnx.Module):
     """One mLSTM per layer and kv head over [key after RoPE; value], and a head that scores what a token reads (KVPOP,
@@ -49,7 +80,7 @@ class Scorer(nnx.Module):
 
     `theta` learns a head's decay by position, `log_gamma`. Arrays are float32, layers first, and split with the kv
     heads over `tensor`. Initialised so that gates are alike for all tokens at first: W uniform in ±1/√(2d), w_i, w_f
-    and b_i 0, b_f from 3 to 6 over the heads of a layer, a normal of variance 1/√d_v², c and theta 0.
+    and b_i 0, b_f from 3 to 6 over the heads of a layer, a normal of standard deviation 1/√d_v, c and theta 0.
 
     Args:
         features: "hedgehog"; or "none", for comparison: φ is the identity, with matrices twice as wide, and the
@@ -78,26 +109,32 @@ class Scorer(nnx.Module):
         half, fan_in = head_dim // 2, 2 * head_dim
         width = half if features == "hedgehog" else head_dim
 
-        def split(x: jax.Array) -> nnx.Param:
-            return nnx.Param(jax.sharding.reshard(x, P(None, "tensor", *(None,) * (x.ndim - 2))))
-
         def uniform(*shape: int) -> nnx.Param:
             bound = 1 / math.sqrt(fan_in)
-            return split(
-                jax.random.uniform(rngs.params(), (layers, kv_heads, *shape), minval=-bound, maxval=bound)
+            return nnx.Param(
+                jax.random.uniform(
+                    rngs.params(), heads + shape, minval=-bound, maxval=bound, out_sharding=split(*shape)
+                )
             )
 
-        zeros = jnp.zeros((layers, kv_heads))
+        def split(*shape: int) -> P:
+            return P(None, "tensor", *(None for _ in shape))
+
+        def zeros(*shape: int) -> nnx.Param:
+            return nnx.Param(jnp.zeros(heads + shape, jnp.float32, out_sharding=split(*shape)))
+
+        heads = layers, kv_heads
+        forget = np.broadcast_to(np.linspace(*FORGET, kv_heads, dtype=np.float32), heads)
         self.w_q, self.w_k, self.w_v = uniform(fan_in, width), uniform(fan_in, width), uniform(fan_in, half)
-        self.w_i, self.w_f = (split(jnp.zeros((layers, kv_heads, fan_in))) for _ in range(2))
-        self.b_i, self.b_f = split(zeros), split(zeros + jnp.linspace(3.0, 6.0, kv_heads))
-        self.a = split(jax.random.normal(rngs.params(), (layers, kv_heads, half)) / math.sqrt(half))
-        self.c, self.theta = split(zeros), split(zeros)
+        self.w_i, self.w_f, self.b_i = zeros(fan_in), zeros(fan_in), zeros()
+        self.b_f = nnx.Param(jnp.array(forget, out_sharding=split()))
+        drawn = jax.random.normal(rngs.params(), (*heads, half), out_sharding=split(half))
+        self.a, self.c, self.theta = nnx.Param(drawn / math.sqrt(half)), zeros(), zeros()
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Layers, kv heads, head_dim. Of the whole module."""
-        return *self.c.shape, self.head_dim
+    def sizes(self) -> Sizes:
+        """Of the whole module."""
+        return Sizes(*self.c.shape, self.head_dim, self.features, self.normaliser, self.capped)
 
     @property
     def widths(self) -> tuple[int, int]:

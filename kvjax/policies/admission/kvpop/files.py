@@ -1,0 +1,41 @@
+"""Scorers as `kvjax.exported.folder` has them: weights and a description."""
+
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.module import arrays_of, filled
+from kvjax.policies.admission.kvpop.scorer import Scorer, Sizes
+
+METHOD = "kvpop"
+"""As config.json has it."""
+
+
+def save_scorers(folder: str | Path, scorers: Scorer, description: dict[str, Any]) -> None:
+    """Write an export. `description` holds budget, sink, window, delayed, decay and age as they were trained, and
+    whatever else says how the scorers were made."""
+    save_exported(folder, arrays_of(scorers), {"method": METHOD} | scorers.sizes._asdict() | description)
+
+
+def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
+    """The scorers and the description that `save_scorers` wrote. Raises UserError naming the file that is wrong."""
+    description = describe(folder)
+    try:
+        sizes = Sizes(**{name: of(description[name]) for name, of in Sizes.__annotations__.items()})
+        if description["method"] != METHOD:
+            raise ValueError(f"method is {description['method']!r}")
+    except Exception as error:
+        raise UserError(
+            f"{folder}: these are no KVPOP scorers, or the files are damaged ({error!r})"
+        ) from None
+    return filled(sizes.make, load_arrays(folder), exported_files(folder)[0]), description
+
+
+def check_made_for(sizes: Sizes, model: Any) -> None:
+    """Refuse scorers for a model of another configuration."""
+    wanted = model.num_layers, model.num_kv_heads, model.head_dim
+    if sizes[:3] != wanted:
+        raise UserError(
+            f"kvpop: these scorers are for (layers, kv heads, head_dim) = {sizes[:3]}, the model has {wanted}"
+        )

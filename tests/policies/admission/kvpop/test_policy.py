@@ -1,0 +1,142 @@
+"""KVPOP's rule: what is ranked by what, that it never comes back, that a cache in any chunks keeps what training sees,
+and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.mesh import put, use_mesh
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.kvpop import KVPOP, load_scorers, save_scorers
+from kvjax.train.objective import Deployed, student
+from tests.inference.cached import LENGTH, TOKENS, cached_logits
+from tests.inference.dense import stored
+from tests.policies.admission.admitted import layer
+from tests.tiny_models import tiny_model, tiny_scorers
+
+SIZES = {"budget": 15, "sink": 2, "window": 6}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def made(model, **told) -> Policy:
+    return make_policy("kvpop", scorers=tiny_scorers(model), model=model, **SIZES | told)
+
+
+def priorities(policy, score):
+    """Of one head's tokens by their scores."""
+    at = layer(policy.admission, 0)
+    position = jnp.arange(len(score))[None]
+    return np.asarray(at.priority(jnp.broadcast_to(jnp.asarray(score, jnp.float32), (1, 4, len(score))), position))
+
+
+def test_the_worked_example(model):
+    """Two sinks, a window of two, two others: what they are at queries 4 to 9."""
+    score = [0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]
+    policy = made(model, budget=6, sink=2, window=2, decay=False)
+    keep = layer(policy.admission, 0).keep()
+    held = stored(priorities(policy, score)[:, :1], keep, 2)[0, 0]
+    found = [set(np.flatnonzero(held[q])) - {0, 1} for q in range(4, 10)]
+    assert found == [{2}, {2, 3}, {2, 3}, {3, 5}, {3, 6}, {3, 6}]
+    assert held[9, :2].all()
+
+
+def kept_by(effective, capacity, window):
+    """At each query the best by scores as it sees them, `effective(u, q)`."""
+    return [
+        set(sorted(range(q - window + 1), key=lambda u: (-effective(u, q), u))[:capacity]) for q in range(400)
+    ]
+
+
+def returning(kept, window):
+    """How many (query, token) of tokens that are kept again after they were not."""
+    return sum(
+        u in now and u not in before
+        for q, (before, now) in enumerate(zip(kept, kept[1:], strict=False), 1)
+        for u in range(q - window)
+    )
+
+
+@pytest.mark.parametrize("age", [1, 8])
+def test_what_is_out_stays_out(model, age):
+    """The rank of a token is one number for all queries, the order that effective scores give at each of them; the
+    paper's age in whole blocks since the token is not, and brings back what a cache no longer has."""
+    window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
+    policy = made(model, age=age, window=window, budget=30, sink=0)
+    at = layer(policy.admission, 0)
+    at.scorers.theta[...] = jnp.full_like(at.scorers.theta[...], -50.0)  # γ = .999
+    log_gamma = float(at.scorers.log_gamma()[0])
+    position = jnp.arange(400)[None]
+    fixed = np.asarray(at.priority(jnp.broadcast_to(jnp.float32(score), (1, 4, 400)), position))[0, 0]
+    by_age = kept_by(lambda u, q: score[u] + (q // age - u // age) * log_gamma, capacity, window)
+    assert kept_by(lambda u, q: fixed[u], capacity, window) == by_age
+    assert returning(by_age, window) == 0
+
+
+def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
+    score = np.random.default_rng(0).standard_normal(400)
+    assert returning(kept_by(lambda u, q: score[u] - 0.5 * ((q - u) // 8), 12, 8), 8) > 100
+
+
+@pytest.mark.parametrize("calls", [[LENGTH], [17, 1, 1, 21], [1] * LENGTH], ids=["whole", "chunks", "tokens"])
+@pytest.mark.parametrize("told", [{}, {"delayed": False, "age": 4}, {"budget": 200}], ids=str)
+def test_a_cache_keeps_what_training_sees(model, told, calls):
+    if told and len(calls) == LENGTH:
+        calls = [5, *[1] * (LENGTH - 5)]
+    policy = made(model, **told)
+    found, cache = cached_logits(model, policy, TOKENS, calls)
+    with use_mesh(model):
+        hidden, _ = jax.jit(lambda *a: student(Deployed(a[0], 6), *a[1:], window=6))(
+            policy.admission, model, put(TOKENS)
+        )
+        wanted = model.logits(hidden)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert int(cache.layers.length.max()) == min(told.get("budget", 15) - 6, LENGTH - 5)
+
+
+def test_the_pool_does_not_grow(model):
+    """Whatever comes: a budget's entries and the pages that they are in."""
+    policy = made(model)
+    sizes = [caches.stats(cached_logits(model, policy, TOKENS[:, :n], [n])[1]) for n in (20, 30, LENGTH)]
+    assert len({int(np.sum(x.bytes)) for x in sizes}) == 1
+    np.testing.assert_array_equal(sizes[-1].entries, 14)  # what comes next is the window's sixth
+
+
+def test_files_hold_what_was_trained(model, tmp_path):
+    scorers = tiny_scorers(model, normaliser="xlstm")
+    save_scorers(tmp_path, scorers, {"budget": 20, "sink": 1, "window": 5, "decay": False})
+    found, said = load_scorers(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, found, scorers)
+    assert found.sizes == scorers.sizes
+    policy = make_policy("kvpop", scorers=tmp_path)
+    assert (policy.window, int(policy.admission.capacity), policy.admission.decay) == (5, 15, False)
+    assert policy.admission.delayed
+    assert said["method"] == "kvpop"
+    changed = make_policy("kvpop", scorers=tmp_path, window=9, budget=12)
+    assert (changed.window, int(changed.admission.capacity)) == (9, 3)
+
+
+def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):
+    scorers = tiny_scorers(model)
+    with pytest.raises(UserError, match=r"budget of 8 entries .* must be at least 2 \+ 6 \+ 1 = 9"):
+        KVPOP(scorers, budget=8, sink=2, window=6)
+    with pytest.raises(UserError, match="scorers must be a folder of scorers or a Scorer, got 3"):
+        KVPOP(3)
+    with pytest.raises(UserError, match=r"scorers are for .* = \(3, 4, 8\), the model has \(2, 4, 8\)"):
+        make_policy("kvpop", scorers=scorers, model=tiny_model(num_layers=2))
+    with pytest.raises(UserError, match="the window belongs to its admission's budget, which counts 6 tokens"):
+        Policy(KVPOP(scorers, **SIZES), window=8)
+    with pytest.raises(UserError, match="delayed must be True or False, got 1"):
+        KVPOP(scorers, delayed=1)
+    with pytest.raises(UserError, match="and an eviction needs them in order"):
+        make_policy("kvpop", scorers=scorers, eviction="knorm", ratio=0.5, **SIZES)
+    save_scorers(tmp_path, scorers, {})
+    (tmp_path / "config.json").write_text('{"method": "wgkv", "layers": 3, "kv_heads": 4, "head_dim": 8}')
+    with pytest.raises(UserError, match="these are no KVPOP scorers"):
+        load_scorers(tmp_path)

@@ -1,0 +1,132 @@
+"""The scorer: its size and features, what cannot change a score, what it looks at and until when, and its gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax.errors import UserError
+from kvjax.mesh import use_mesh
+from kvjax.policies.admission.kvpop import Scorer, Sizes
+from pallas_kernels.mlstm import mlstm
+from tests.policies.admission.admitted import layer
+from tests.tiny_models import tiny_model, tiny_scorers
+
+B, K, T, H = 2, 4, 40, 8
+RANDOM = np.random.default_rng(0)
+KEYS, VALUES = (jnp.asarray(RANDOM.standard_normal((B, K, T, H)), jnp.float32) for _ in range(2))
+
+
+@functools.cache
+def scorer(**forms) -> Scorer:
+    return layer(tiny_scorers(tiny_model(), **forms), 1)
+
+
+@jax.jit
+def scores(scorer, keys, values, delay=0):
+    """As a whole sequence gets them: token t's is read by its query at t + delay."""
+    streams = scorer.streams(keys, values)
+    queries = jnp.roll(streams.q, delay, 2)
+    return scorer.score(queries, streams)[0]
+
+
+def test_a_head_has_as_many_parameters_as_the_paper_says():
+    """Of head_dim 128: three matrices 256 × 64, two gates of 256, a head of 64, three numbers, and the decay; 14.3
+    million in all for Qwen3-4B (Table 2)."""
+    with use_mesh():
+        made = jax.eval_shape(Sizes(36, 8, 128).make)
+    count = sum(x.size for x in jax.tree.leaves(nnx.state(made)))
+    assert count == 36 * 8 * (3 * 256 * 64 + 2 * 256 + 64 + 3 + 1)
+    assert round(count / 1e6, 1) == 14.3
+
+
+def test_gates_forget_little_at_first_and_alike_for_all_tokens():
+    with use_mesh():
+        first = layer(Sizes(2, 4, 8).make(0), 1)
+    streams = first.streams(KEYS, VALUES)
+    np.testing.assert_array_equal(streams.log_i, 0)
+    expected = jax.nn.log_sigmoid(jnp.linspace(3.0, 6.0, 4))[:, None]
+    capped = jax.nn.log_sigmoid(15 * jnp.tanh(jnp.linspace(3.0, 6.0, 4) / 15))[:, None]
+    np.testing.assert_allclose(streams.log_f, jnp.broadcast_to(capped, (B, K, T)), rtol=1e-5)
+    assert float(jnp.abs(expected - capped).max()) < 0.02
+    np.testing.assert_allclose(np.asarray(first.a).std(), 0.5, rtol=0.3)
+
+
+def test_features_are_two_distributions():
+    """So that products of queries and keys are in (0, 2], and what is read is a weighted mean."""
+    streams = scorer().streams(KEYS, VALUES)
+    for x in (streams.q, streams.k):
+        assert float(x.min()) > 0
+        halves = np.asarray(x).reshape(B, K, T, 2, -1).sum(-1)
+        np.testing.assert_allclose(halves, 1, rtol=1e-5)
+    products = jnp.einsum("bktd,bkjd->bktj", streams.q, streams.k)
+    assert 0 < float(products.min()) <= float(products.max()) <= 2 + 1e-5
+
+
+def test_gates_are_capped():
+    open_wide = jax.tree.map(lambda x: x, scorer())
+    open_wide.w_i[...] = open_wide.w_i[...] * 1000
+    assert 14.9 < float(jnp.abs(open_wide.streams(KEYS, VALUES).log_i).max()) <= 15
+    free = scorer(capped=False)
+    assert float(jnp.abs(free.streams(KEYS, 1000 * VALUES).log_i).max()) > 15
+
+
+def test_only_the_ratio_of_weights_counts():
+    """The plain normaliser: what all tokens' input gates have in common cancels. With xLSTM's it does not."""
+    for normaliser, same in (("plain", True), ("xlstm", False)):
+        one = scorer(normaliser=normaliser, capped=False)
+        other = jax.tree.map(lambda x: x, one)
+        other.b_i[...] = other.b_i[...] + 2.5
+        apart = np.abs(scores(one, KEYS, VALUES) - scores(other, KEYS, VALUES)).max()
+        assert (apart < 1e-4) == same
+
+
+def test_what_is_read_lies_between_the_values():
+    with use_mesh():
+        streams = layer(Sizes(3, K, H).make(0), 1).streams(KEYS, VALUES)
+    h, _ = mlstm(*streams)
+    so_far = jax.lax.cummin(streams.v, axis=2) - 1e-4, jax.lax.cummax(streams.v, axis=2) + 1e-4
+    assert bool(((so_far[0] <= h) & (h <= so_far[1])).all())
+
+
+@pytest.mark.parametrize("delay", [0, 5])
+def test_a_score_knows_the_tokens_up_to_its_delay(delay):
+    """Of token u those up to u + delay, and none behind."""
+    at = 17
+    changed = [x.at[:, :, at].add(1.0) for x in (KEYS, VALUES)]
+    apart = np.abs(scores(scorer(), KEYS, VALUES, delay) - scores(scorer(), *changed, delay)).max((0, 1))
+    of = np.arange(T) - delay  # the token that each score belongs to
+    assert (apart[of < at - delay] == 0).all()
+    assert apart[of == at - delay] > 1e-6
+
+
+def test_no_gradient_reaches_keys_and_values_and_every_parameter_has_one():
+    def total(scorer, keys, values):
+        return jnp.square(scores(scorer, keys, values)).sum()
+
+    own, *given = jax.grad(total, (0, 1, 2))(scorer(), KEYS, VALUES)
+    for x in given:
+        np.testing.assert_array_equal(x, 0)
+    missing = {
+        str(path[-1]) for path, x in nnx.to_flat_state(nnx.state(own)) if not np.abs(x.get_value()).max() > 0
+    }
+    assert missing == {"theta"}, "which only counts between positions"
+
+
+def test_the_decay_is_learnt_between_its_limits():
+    one = jax.tree.map(lambda x: x, scorer())
+    for theta, gamma in ((-50.0, 0.999), (50.0, 0.999999), (0.0, (0.999 * 0.999999) ** 0.5)):
+        one.theta[...] = jnp.full_like(one.theta[...], theta)
+        np.testing.assert_allclose(jnp.exp(one.log_gamma()), gamma, rtol=1e-6)
+
+
+def test_other_forms_are_refused():
+    with use_mesh():
+        with pytest.raises(UserError, match="features must be one of hedgehog, none, got 'softmax'"):
+            Sizes(1, 1, 8, features="softmax").make()
+        with pytest.raises(UserError, match="'none' may be negative, for which normaliser must be 'xlstm'"):
+            Sizes(1, 1, 8, features="none").make()
+        assert Sizes(1, 1, 8, features="none", normaliser="xlstm").make().widths == (8, 4)
