@@ -1,5 +1,8 @@
 """Small random models and policies that the tests of several packages share."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,3 +98,11 @@ def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
         "quest": lambda: make_policy("quest", model=model, ratio=0.25, window=window),
     }
     return {name: build() for name, build in make.items()}
+
+
+TRAINED: dict[str, Callable[[Decoder], dict[str, Any]]] = {
+    "wgkv": lambda model: {"gates": tiny_gates(model)},
+    "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
+    "kvpop": lambda model: {"scorers": tiny_scorers(model)},
+}
+"""What policies are told that need something trained."""

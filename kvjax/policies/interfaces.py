@@ -116,6 +116,8 @@ class Admission(Role, abc.ABC):
 
     window: int | None = None
     """The window of policies that name none; None: they must."""
+    owns_window: ClassVar[bool] = False
+    """Whether a policy can have no other: what the admission keeps depends on it."""
 
     @property
     def revisits(self) -> int | None:

@@ -181,8 +181,7 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
     window = None
     if ("admission" in parts or evicting is None) and not own.makes_policies:
         known = ["window", *known]
-        # the policy's, unless the method has one of its own, which is then the policy's
-        if "window" in arguments and "window" not in own.known:
+        if "window" in arguments and not getattr(own.method, "owns_window", False):
             window = whole_number(label, "window", arguments.pop("window"))
     parts[own.role] = own = own.with_more(arguments, known, OWN)
     return _Named(own, parts, label, words, window)

@@ -101,6 +101,11 @@ class Policy:
         if window is None:
             raise UserError(f"{name} needs window: how many of the last tokens are always visible")
         assign(self, window=whole_number(name, "window", window))
+        if self.admission.owns_window and window != self.admission.window:
+            raise UserError(
+                f"{name}: what it keeps depends on its window of {self.admission.window}, so the policy can have no "
+                f"other: make {type(self.admission).__name__} with window={window}"
+            )
         if self.eviction is None and (alone := [x for x in ("budget", "when") if x in given]):
             raise UserError(
                 f"{name}: {alone[0]}={shown(given[alone[0]])} is for an eviction, and there is none"
@@ -125,11 +130,6 @@ class Policy:
             )
         if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity).item() < 0:
             raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
-        if self.admission.window not in (None, self.window):
-            raise UserError(
-                f"{self.name}: the window belongs to its admission's budget, which counts {self.admission.window} "
-                f"tokens: give the admission a window of {self.window}"
-            )
         if type(self.admission).update is not Admission.update:
             raise UserError(
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"

@@ -19,7 +19,7 @@ from kvjax.policies.policy import EVERYTHING
 from kvjax.struct import changed
 from tests.inference.delayed import delayed
 from tests.inference.dense import logits_over_what_is_stored
-from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
+from tests.tiny_models import TRAINED, tiny_gates, tiny_model
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 POLICIES = {
@@ -45,11 +45,6 @@ POLICIES = {
     "quest": {"ratio": 0.5},
 }
 """Their arguments, by name."""
-TRAINED = {
-    "wgkv": lambda model: {"gates": tiny_gates(model)},
-    "fast_kvzip": lambda model: {"gates": tiny_sink_gates(model)},
-    "kvpop": lambda model: {"scorers": tiny_scorers(model)},
-}
 BESIDES = {
     "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),

@@ -40,7 +40,7 @@ from kvjax.policies.interfaces import Eviction
 from kvjax.policies.make import check_names, make_ahead
 from kvjax.struct import static, struct
 from tests.tasks.model_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
+from tests.tiny_models import TRAINED, tiny_gates, tiny_model
 
 
 @struct
@@ -178,18 +178,16 @@ LEAST = {
     "wgkv": {"window": 8},
     "head_pattern": {"pattern": RATES, "window": 8, "sink": 2},
     "random": {"rates": RATES, "window": 8},
+    "kvpop": {},
     "kvzip": {"ratio": 0.5, "instruction": [9], "resumption": [8]},
     "quest": {"tokens": 32},
 }
 """The least that a policy must be told, beside gates; evictions a budget."""
 
 
-GATES = {"wgkv": tiny_gates, "fast_kvzip": tiny_sink_gates}
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
-    told = LEAST.get(name, {"ratio": 0.5}) | ({"gates": GATES[name](model)} if name in GATES else {})
+    told = LEAST.get(name, {"ratio": 0.5}) | (TRAINED[name](model) if name in TRAINED else {})
     placed, made = make_policy(name, **told).for_model(model), make_policy(name, model=model, **told)
     assert repr(placed) == repr(made)
     assert jax.tree.structure(placed) == jax.tree.structure(made)

@@ -53,6 +53,7 @@ class KVPOP(Admission):
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "kvpop"
+    owns_window = True
 
     def __post_init__(self):
         scorers, said = self.scorers, {}
@@ -105,9 +106,7 @@ class KVPOP(Admission):
         position = step.position - self.delay
         return state, self.priority(score, position), self.delay
 
-    def priority(
-        self, score: Float[Array, "b k t"], position: Int[Array, "b t"]
-    ) -> Float[Array, "b k t"]:
+    def priority(self, score: Float[Array, "b k t"], position: Int[Array, "b t"]) -> Float[Array, "b k t"]:
         """By which tokens at these positions are ranked: the score as if it fell from position 0 on, whatever query
         looks; above all others for sinks."""
         position = position[:, None]

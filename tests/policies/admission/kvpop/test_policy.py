@@ -1,6 +1,8 @@
 """KVPOP's rule: what is ranked by what, that it never comes back, that a cache in any chunks keeps what training sees,
 and what is refused."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +35,9 @@ def priorities(policy, score):
     """Of one head's tokens by their scores."""
     at = layer(policy.admission, 0)
     position = jnp.arange(len(score))[None]
-    return np.asarray(at.priority(jnp.broadcast_to(jnp.asarray(score, jnp.float32), (1, 4, len(score))), position))
+    return np.asarray(
+        at.priority(jnp.broadcast_to(jnp.asarray(score, jnp.float32), (1, 4, len(score))), position)
+    )
 
 
 def test_the_worked_example(model):
@@ -58,7 +62,7 @@ def returning(kept, window):
     """How many (query, token) of tokens that are kept again after they were not."""
     return sum(
         u in now and u not in before
-        for q, (before, now) in enumerate(zip(kept, kept[1:], strict=False), 1)
+        for q, (before, now) in enumerate(itertools.pairwise(kept), 1)
         for u in range(q - window)
     )
 
@@ -130,7 +134,7 @@ def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):
         KVPOP(3)
     with pytest.raises(UserError, match=r"scorers are for .* = \(3, 4, 8\), the model has \(2, 4, 8\)"):
         make_policy("kvpop", scorers=scorers, model=tiny_model(num_layers=2))
-    with pytest.raises(UserError, match="the window belongs to its admission's budget, which counts 6 tokens"):
+    with pytest.raises(UserError, match="depends on its window of 6, .* make KVPOP with window=8"):
         Policy(KVPOP(scorers, **SIZES), window=8)
     with pytest.raises(UserError, match="delayed must be True or False, got 1"):
         KVPOP(scorers, delayed=1)

@@ -107,7 +107,8 @@ def test_no_gradient_reaches_keys_and_values_and_every_parameter_has_one():
     def total(scorer, keys, values):
         return jnp.square(scores(scorer, keys, values)).sum()
 
-    own, *given = jax.grad(total, (0, 1, 2))(scorer(), KEYS, VALUES)
+    with use_mesh():
+        own, *given = jax.jit(jax.grad(total, (0, 1, 2)))(scorer(), KEYS, VALUES)
     for x in given:
         np.testing.assert_array_equal(x, 0)
     missing = {
@@ -125,7 +126,7 @@ def test_the_decay_is_learnt_between_its_limits():
 
 def test_other_forms_are_refused():
     with use_mesh():
-        with pytest.raises(UserError, match="features must be one of hedgehog, none, got 'softmax'"):
+        with pytest.raises(UserError, match="features is one of hedgehog, none, got 'softmax'"):
             Sizes(1, 1, 8, features="softmax").make()
         with pytest.raises(UserError, match="'none' may be negative, for which normaliser must be 'xlstm'"):
             Sizes(1, 1, 8, features="none").make()
