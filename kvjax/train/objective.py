@@ -1,6 +1,7 @@
 """What recipes minimise: a student under a small cache, beside the frozen model that it is distilled from or by the
 tokens that follow."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,6 +94,8 @@ def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:
 
 TOKENS_AT_ONCE = 512
 """Of a sequence, whose logits are there at one time."""
+Part = Callable[[Array], Array]
+"""Cuts the same tokens out of each array [b t …]."""
 
 
 def next_token_loss(
@@ -100,24 +103,73 @@ def next_token_loss(
 ) -> Float[Array, ""]:
     """The mean cross-entropy (nats, float32) of every token but the first, given the hidden states before it. The
     logits of a part of each sequence are there at a time, and are made again in the backward pass."""
+    following = _following(tokens)
+
+    def errors(cut: Part):
+        return (_cross_entropy(model.logits(cut(hidden)), cut(following)),)
+
+    return _mean_by_parts(errors, tokens)[0]
+
+
+def distilled_token_loss(
+    model: Decoder,
+    hidden: Float[Array, "b t d"],
+    tokens: Int[Array, "b t"],
+    teacher: Callable[[Part], tuple[Float[Array, "b t n"], Int[Array, "b t n"]]],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The same, and the mean divergence KL(teacher ‖ student) over the tokens that the teacher names, as if there were
+    no others for either (KVPOP, Sec. 4).
+
+    Args:
+        teacher: of a part of the sequences the logits of some tokens and which they are (`likeliest`).
+    """
+    following = _following(tokens)
+
+    def errors(cut: Part):
+        wanted, which = teacher(cut)
+        logits = model.logits(cut(hidden))
+        found = jax.nn.log_softmax(jnp.take_along_axis(logits, which, -1), -1)
+        wanted = jax.nn.log_softmax(jax.lax.stop_gradient(wanted).astype(jnp.float32), -1)
+        apart = jnp.sum(jnp.exp(wanted) * (wanted - found), -1)
+        return _cross_entropy(logits, cut(following)), apart
+
+    error, divergence = _mean_by_parts(errors, tokens)
+    return error, divergence
+
+
+def likeliest(
+    model: Decoder, hidden: Float[Array, "b t d"], count: int
+) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
+    """The logits of the likeliest `count` next tokens, and which they are, the likeliest first."""
+    return jax.lax.top_k(model.logits(hidden), min(count, model.config.vocab_size))
+
+
+def _following(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:
+    return jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
+
+
+def _cross_entropy(logits: Float[Array, "b t v"], labels: Int[Array, "b t"]) -> Float[Array, "b t"]:
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def _mean_by_parts(
+    errors: Callable[[Part], tuple[Float[Array, "b t"], ...]], tokens: Int[Array, "b t"]
+) -> tuple[Float[Array, ""], ...]:
+    """Means of each over all tokens that another one follows, of sequences cut in parts, one after another."""
     b, t = tokens.shape
     part = min(TOKENS_AT_ONCE, t)
-    row = P(BATCH, None)
-    labels = jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
-    counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), row)
+    counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), P(BATCH, None))
 
     @jax.checkpoint
-    def some(total: Any, first: Any):
+    def some(first: Any, done: Any):
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, part, 1)  # noqa: E731
-        logits = model.logits(cut(hidden))
-        errors = optax.softmax_cross_entropy_with_integer_labels(logits, cut(labels))
         # the last part begins early enough to be whole
-        new = jnp.arange(part) + first >= total[1]
-        return (total[0] + jnp.sum(jnp.where(cut(counts) & new, errors, 0)), first + part), None
+        new = jnp.arange(part) + first >= done
+        return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0)) for x in errors(cut))
 
     starts = jnp.minimum(jnp.arange(-(-t // part)) * part, t - part)
-    (total, _), _ = jax.lax.scan(some, (jnp.float32(0), jnp.int32(0)), starts)
-    return total / (b * (t - 1))
+    _, sums = jax.lax.scan(lambda done, first: (first + part, some(first, done)), jnp.int32(0), starts)
+    return tuple(x.sum() / (b * (t - 1)) for x in sums)
 
 
 def student_errors(

@@ -1,5 +1,5 @@
 """Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV).
-fast_kvzip: gates on hidden states (Fast KVzip)."""
+fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers (KVPOP)."""
 
 from kvjax.errors import UserError
 from kvjax.plugins import METHODS, find, names
@@ -8,6 +8,7 @@ from kvjax.train.recipe import Recipe
 RECIPES = {
     "wgkv": "kvjax.train.recipes.wgkv:WriteGates",
     "fast_kvzip": "kvjax.train.recipes.fast_kvzip:KVzipGates",
+    "kvpop": "kvjax.train.recipes.kvpop:ConstantCache",
 }
 DEFAULT = "wgkv"
 """What is trained where no --method is named."""

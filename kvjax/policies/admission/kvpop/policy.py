@@ -109,10 +109,14 @@ class KVPOP(Admission):
     def priority(self, score: Float[Array, "b k t"], position: Int[Array, "b t"]) -> Float[Array, "b k t"]:
         """By which tokens at these positions are ranked: the score as if it fell from position 0 on, whatever query
         looks; above all others for sinks."""
-        position = position[:, None]
-        if self.decay:
-            score = score - self.scorers.log_gamma()[:, None] * (position // self.age).astype(jnp.float32)
-        return jnp.where(position < self.sink, jnp.inf, score)
+        return jnp.where(position[:, None] < self.sink, jnp.inf, self.fallen(score, position))
+
+    def fallen(self, score: Float[Array, "b k t"], position: Int[Array, "b t"]) -> Float[Array, "b k t"]:
+        """Scores of tokens at these positions, which fall with age, in an order that no query changes."""
+        if not self.decay:
+            return score
+        age = (position[:, None] // self.age).astype(jnp.float32)
+        return score - self.scorers.log_gamma()[:, None] * age
 
     def keep(self) -> Keep:
         return Keep(-np.inf, self.capacity)

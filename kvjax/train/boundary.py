@@ -1,0 +1,69 @@
+"""The score loss: whether a token that leaves the window is worth more than the one whose place it would take."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.running_topk import running_topk
+from pallas_kernels.running_topk.api import ranks
+
+
+class Pairs(NamedTuple):
+    """For every token, in order, the one whose place it would take when it leaves the window."""
+
+    boundary: Int[Array, "b k t"]
+    """Its index."""
+    valid: Bool[Array, "b k t"]
+    """Whether there is one: the token competes, leaves within the sequence, and all places are taken by then."""
+
+
+def boundary_pairs(
+    target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], capacity: Int[Array, ""], window: int
+) -> Pairs:
+    """By the target, the lowest of the `capacity` best that have left the window before a token does (KVPOP, Sec. 3.4).
+
+    Args:
+        target: what each token is worth, in an order that no query changes.
+        competes: not the sinks, which always stay.
+        capacity: how many of those that compete stay.
+    """
+    tokens = target.shape[-1]
+    rank = ranks(target)
+    # the best k of all that left so far, at each query; token j leaves at query j + window, so those before it are what
+    # query j + window − 1 sees
+    tau, _ = running_topk(rank, k=capacity, window=window, competes=competes)
+    index = jnp.arange(tokens)
+    before = jnp.take(tau, jnp.minimum(index + window - 1, tokens - 1), axis=-1)
+    order = jnp.argsort(rank, axis=-1)
+    boundary = jnp.take_along_axis(order, jnp.clip(before, 0, tokens - 1), -1)
+    valid = competes & (index + window < tokens) & (before >= 0) & (before < tokens)
+    return Pairs(boundary, valid)
+
+
+def boundary_loss(
+    score: Float[Array, "b k t"],
+    target: Float[Array, "b k t"],
+    competes: Bool[Array, "b k t"],
+    capacity: Int[Array, ""],
+    *,
+    window: int,
+    temperature: float = 1.0,
+) -> dict[str, Float[Array, "b k"]]:
+    """`score_loss`, the logistic loss of each pair of a token and its boundary, weighted by how far apart their targets
+    are, at most 1, over the pairs that there are (KVPOP, Sec. 3.4 and App. D); `agreement`, the share of them that the
+    scores order as the target does; and `pairs`, how many there are. Only `score` has a gradient."""
+    target = jax.lax.stop_gradient(target)
+    pairs = boundary_pairs(target, competes, capacity, window)
+
+    def apart(x: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
+        x = jnp.where(competes, x, 0)
+        return x - jnp.take_along_axis(x, pairs.boundary, -1)
+
+    wanted, found = apart(target), apart(score)
+    errors = jax.nn.softplus(-jnp.sign(wanted) * found / temperature) * jnp.minimum(1, jnp.abs(wanted))
+    count = pairs.valid.sum(-1)
+    mean = lambda x: jnp.where(pairs.valid, x, 0).sum(-1) / jnp.maximum(count, 1)  # noqa: E731
+    agreeing = (jnp.sign(wanted) == jnp.sign(found)).astype(jnp.float32)
+    return {"score_loss": mean(errors), "agreement": mean(agreeing), "pairs": count.astype(jnp.float32)}

@@ -1,0 +1,266 @@
+"""KVPOP: a whole model that is trained to live with a cache of constant size, and the scorers that fill it (paper §3,
+§4, App. A to D)."""
+
+import dataclasses
+from collections.abc import Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+from kvjax.errors import UserError
+from kvjax.mesh import AXES, gather
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
+from kvjax.policies.admission.streaming_llm import StreamingLLM
+from kvjax.policies.interfaces import Trainable
+from kvjax.train.future_attention import KVPOPTraining
+from kvjax.train.objective import Deployed, distilled_token_loss, likeliest, next_token_loss, student
+from kvjax.train.recipe import Recipe, Rule, Validation
+
+STEPS = {"uptrain": 5000, "sparsify": 2000}
+"""The paper's updates of each phase (App. A)."""
+FALL = 8e-5
+"""Of the scorers' learning rate in the end: the paper's base rate."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantCache(Recipe):
+    """Train a whole model and its scorers for a cache of constant size (KVPOP), in two runs: --phase uptrain trains the
+    dense model on the data, --phase sparsify goes on from it under the cache's mask, beside its scorers and distilled
+    from it. One model for each budget.
+
+    By default the paper's numbers for Qwen3-4B.
+    """
+
+    method: str = "kvpop"
+    """What is trained."""
+    phase: Literal["uptrain", "sparsify"] = "uptrain"
+    """The dense model by next tokens; or the model under the cache's mask, with its scorers."""
+    uptrained: str | None = None
+    """For sparsify: the folder of an uptrain run, or of a model, which is the first student, and the teacher."""
+    mask: Literal["scored", "streaming"] = "scored"
+    """What of the tokens behind the window a kv head sees: the best by their scores; or sinks alone, and a window so
+    much longer (StreamLLM+, for comparison)."""
+    budget: int = 512
+    """Entries of a kv head: sinks, window and those chosen."""
+    sink: int = 4
+    """First tokens that always stay."""
+    window: int = 64
+    """The last tokens that are always visible."""
+    delayed: bool = True
+    """Score a token when it is about to leave the window, with all that came meanwhile; or at once."""
+    decay: bool = True
+    """Have scores fall with positions, by a rate that every head learns."""
+    age: int = 1
+    """Positions that count as one for the decay. Of a token at u and a query at q: floor(q/age) - floor(u/age). (The
+    paper's floor((q - u)/age) would bring back what is evicted, which no cache can.)"""
+    features: Literal["hedgehog", "none"] = "hedgehog"
+    """Of the scorers' queries and keys: two softmaxes; or none, with matrices twice as wide, for --normaliser xlstm."""
+    normaliser: Literal["plain", "xlstm"] = "plain"
+    """What the scorers' readings are divided by: the sum of their weights, or xLSTM's, at least 1."""
+    capped: bool = True
+    """Keep the scorers' gates within ±15."""
+    target: Literal["kept", "all"] = "kept"
+    """A token's target is the attention it gets later, of attention that is 1 in all over what the cache then holds; or
+    over all tokens."""
+    falling_target: bool = True
+    """Have targets fall with positions as scores do."""
+    temperature: float = 1.0
+    """Of the score loss."""
+    distilled: float = 0.1
+    """The share of the teacher's divergence in the model's loss; the others are next tokens'."""
+    teacher_tokens: int = 256
+    """The teacher's likeliest tokens, over which that divergence is."""
+    lr: float = 8e-5
+    """Learning rate of the model, AdamW's, constant."""
+    scorer_lr: float = 1e-3
+    """Peak rate of the scorers: --scorer-warmup updates lead up to it, a cosine down to 8e-5."""
+    scorer_warmup: int = 100
+    """Updates."""
+    weight_decay: float = 1e-4
+    """AdamW's, of both."""
+    clip: float = 1.0
+    """The largest norm of the gradient, of the model and of the scorers apart."""
+    lengths: tuple[int, ...] = (8192,)
+    """Tokens of a sequence."""
+    shares: tuple[float, ...] = (1.0,)
+    """How often each length is trained on, relative to the others."""
+    batch: int = 128
+    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+    sequences: int = 0
+    """Sequences to train on in all, on any mesh; 0: of the paper's 5,000 updates of uptrain, 2,000 of sparsify."""
+    master_weights: bool = True
+    """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
+
+    builtin: ClassVar[str | None] = "kvpop-builtin"
+    packed: ClassVar[bool] = True
+
+    @property
+    def takes_model(self) -> bool:
+        """The teacher of a student is the model as it was loaded."""
+        return self.phase == "uptrain"
+
+    @property
+    def shown(self) -> Mapping[str, str]:
+        own = {"divergence": ".4f"} if self.phase == "sparsify" else {}
+        return {"cross_entropy": ".4f"} | own | ({"agreement": ".3f"} if self.has_scorers else {})
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether there is something to train beside the model."""
+        return self.phase == "sparsify" and self.mask == "scored"
+
+    def fitted(self, told: Container[str]) -> Recipe:
+        fitted = super().fitted(told)
+        assert isinstance(fitted, ConstantCache)
+        if fitted.phase == "sparsify" and fitted.uptrained is not None:
+            fitted = dataclasses.replace(fitted, model=_model_of(fitted.uptrained))
+        if fitted.sequences == 0:
+            fitted = dataclasses.replace(fitted, sequences=STEPS[fitted.phase] * fitted.rows)
+        return fitted
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        yield self.sink >= 0, "--sink", "at least 0", self.sink
+        yield self.window >= 1, "--window", "at least 1", self.window
+        least = self.sink + self.window + 1
+        yield self.budget >= least, "--budget", f"at least sinks + window + 1 = {least}", self.budget
+        yield self.age >= 1, "--age", "at least 1", self.age
+        yield self.temperature > 0, "--temperature", "above 0", self.temperature
+        yield 0 <= self.distilled <= 1, "--distilled", "from 0 to 1", self.distilled
+        yield self.teacher_tokens >= 1, "--teacher-tokens", "at least 1", self.teacher_tokens
+        yield self.lr > 0, "--lr", "above 0", self.lr
+        yield self.scorer_lr > 0, "--scorer-lr", "above 0", self.scorer_lr
+        yield self.scorer_warmup >= 0, "--scorer-warmup", "at least 0", self.scorer_warmup
+        yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
+        yield self.clip > 0, "--clip", "above 0", self.clip
+
+    def check(self) -> None:
+        super().check()
+        if self.phase == "sparsify" and self.uptrained is None:
+            raise UserError(
+                "--phase sparsify needs --uptrained, the folder of a run of --phase uptrain (or of a model that needs "
+                "none): it is the first student, and the teacher"
+            )
+        if self.phase == "uptrain" and self.uptrained is not None:
+            raise UserError(f"--uptrained {self.uptrained} is for --phase sparsify: --phase uptrain makes it")
+        if self.features == "none" and self.normaliser == "plain":
+            raise UserError("--features none may be negative, for which --normaliser must be xlstm, got plain")
+        if self.phase == "sparsify" and self.lengths[0] <= self.budget:
+            raise UserError(
+                f"--lengths {self.lengths[0]} is not above --budget {self.budget}: nothing would be evicted"
+            )
+
+    def check_model(self, model: ModelConfig) -> None:
+        if self.has_scorers and model.head_dim % 2:
+            raise UserError(f"kvpop: scorers need an even head_dim, the model has {model.head_dim}")
+
+    def _sizes(self, model: ModelConfig) -> Sizes:
+        forms = self.features, self.normaliser, self.capped
+        return Sizes(model.num_layers, model.num_kv_heads, model.head_dim, *forms)
+
+    def init(self, model: Decoder) -> dict[str, Any]:
+        scorers = {"scorers": self._sizes(model.config).make(self.seed)} if self.has_scorers else {}
+        return scorers | {"model": model}
+
+    def split(self, params: dict[str, Any]) -> tuple[Scorer | None, Decoder]:
+        return params.get("scorers"), params["model"]
+
+    def admission(self, scorers: Scorer) -> KVPOP:
+        """The scorers as they are used."""
+        sizes = {"budget": self.budget, "sink": self.sink, "window": self.window}
+        return KVPOP(scorers, **sizes, delayed=self.delayed, decay=self.decay, age=self.age)
+
+    def student(self, params: dict[str, Any]) -> tuple[Trainable, int]:
+        """What masks the model's attention, and the window."""
+        model = params["model"].config
+        if not self.has_scorers:
+            policy = Policy(StreamingLLM(sink=self.sink), window=self.budget - self.sink)
+            return Deployed(policy.placed(model.num_layers, model.num_kv_heads).admission, policy.window), (
+                policy.window
+            )
+        policy = Policy(self.admission(params["scorers"])).placed(model.num_layers, model.num_kv_heads)
+        told = {"over": self.target, "falls": self.falling_target, "temperature": self.temperature}
+        return KVPOPTraining(policy.admission, **told), self.window
+
+    def loss(
+        self,
+        params: dict[str, Any],
+        frozen: Decoder | None,
+        batch: Int[Array, "b t"],
+        key: jax.Array,
+        step: Int[Array, ""],
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """Of uptrain the cross-entropy of next tokens. Of sparsify 0.9 of it and 0.1 of the teacher's divergence, for
+        the model, beside the score loss, for the scorers: neither's gradient reaches the other."""
+        model = params["model"]
+        if self.phase == "uptrain":
+            error = next_token_loss(model, model.hidden(batch, remat=True), batch)
+            return error, {"cross_entropy": error}
+        assert frozen is not None, "the teacher"
+        method, window = self.student(params)
+        hidden, figures = student(method, model, batch, window=window)
+        known = jax.lax.stop_gradient(frozen.hidden(batch))
+
+        def teacher(cut):
+            return likeliest(frozen, cut(known), self.teacher_tokens)
+
+        error, divergence = distilled_token_loss(model, hidden, batch, teacher)
+        own = (1 - self.distilled) * error + self.distilled * divergence
+        found = {"cross_entropy": error, "divergence": divergence}
+        if not self.has_scorers:
+            return own, found
+        means = {name: x.mean((1, 2)).mean() for name, x in figures.items()}
+        return own + means["score_loss"], found | {x: means[x] for x in ("score_loss", "agreement")}
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW, each of model and scorers with its own rate and its own norm of gradients."""
+
+        def adamw(rate):
+            told = {"b1": 0.9, "b2": 0.95, "weight_decay": self.weight_decay}
+            return optax.chain(optax.clip_by_global_norm(self.clip), optax.adamw(rate, **told))
+
+        if not self.has_scorers:
+            return adamw(self.lr)
+        warmup = min(self.scorer_warmup, self.steps - 1)
+        told = {"peak_value": self.scorer_lr, "warmup_steps": warmup, "decay_steps": max(self.steps, 1)}
+        rate = optax.warmup_cosine_decay_schedule(0.0, **told, end_value=min(FALL, self.scorer_lr))
+        groups = {"scorers": adamw(rate), "model": adamw(self.lr)}
+        return optax.partition(groups, {"scorers": "scorers", "model": "model"})
+
+    def export(self, folder: Path, params: Scorer | None, model: Decoder, validation: Validation) -> None:
+        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", scorers=folder)` reads, beside the
+        `model` that the loop adds; of a run without scorers that alone."""
+        if params is None:
+            return
+        own = ("budget", "sink", "window", "delayed", "decay", "age")
+        made = ("target", "falling_target", "temperature", "distilled", "teacher_tokens", "uptrained", "data")
+        description = {name: getattr(self, name) for name in (*own, *made, "sequences", "lengths", "seed")}
+        description |= {"validation": validation.numbers | {"sequences": validation.sequences}}
+        whole = gather(params, *AXES)
+        if jax.process_index() == 0:
+            save_scorers(folder, whole, description)
+
+    def deploy(self, params: Scorer | None, model: Decoder) -> Policy:
+        if params is not None:
+            return Policy(self.admission(params)).for_model(model)
+        if self.phase == "uptrain":
+            return make_policy("full", model=model)
+        return make_policy("streaming_llm", model=model, sink=self.sink, window=self.budget - self.sink)
+
+    @classmethod
+    def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
+        return make_policy("kvpop", scorers=gates, model=model, force=force, **options)
+
+
+def _model_of(folder: str) -> str:
+    """The model that a run left, where `folder` is a run's; else the folder itself."""
+    left = Path(folder).expanduser() / Recipe.exports / "model"
+    return str(left) if left.is_dir() else folder
