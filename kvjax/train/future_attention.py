@@ -31,7 +31,7 @@ class KVPOPTraining:
     admission: KVPOP
     """Placed: its numbers have a leading layer axis."""
     over: Literal["kept", "all"] = static(default="kept")
-    """Which keys' attention is 1 together: those that the query sees, so that what was evicted may be worth more than 1;
+    """Whose attention is 1 together: that of the keys a query sees, so that what was evicted may be worth more than 1;
     or all before it."""
     falls: bool = static(default=True)
     """Whether targets fall with positions as scores do."""

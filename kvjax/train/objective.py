@@ -141,7 +141,8 @@ def likeliest(
     model: Decoder, hidden: Float[Array, "b t d"], count: int
 ) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
     """The logits of the likeliest `count` next tokens, and which they are, the likeliest first."""
-    return jax.lax.top_k(model.logits(hidden), min(count, model.config.vocab_size))
+    logits, which = jax.lax.top_k(model.logits(hidden), min(count, model.config.vocab_size))
+    return logits, which
 
 
 def _following(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:

@@ -129,8 +129,6 @@ class Recipe(abc.ABC):
         """Updates, on this mesh: the last one is filled up."""
         return -(-self.sequences // self.rows)
 
-    takes_model: ClassVar[bool] = False
-    """Whether `init` takes the loaded model's memory over: then nothing else is given it."""
     exports: ClassVar[str] = "parameters"
     """The folder of a run that holds what it leaves for use."""
     builtin: ClassVar[str | None] = None
@@ -138,10 +136,15 @@ class Recipe(abc.ABC):
     soft: ClassVar[str | None] = None
     """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
-    """Which of the logged scalars the progress bar shows, and how."""
+    """Which of the logged scalars the progress bar shows, where they are logged, and how."""
     unit: ClassVar[str] = "sequences"
     """What the rows of an update are, which `sequences` and `batch` count: another word where they are no sequences of
     tokens (`row`)."""
+
+    @property
+    def takes_model(self) -> bool:
+        """Whether `init` takes the loaded model's memory over: then nothing else is given it."""
+        return False
 
     @property
     def most_tokens(self) -> int:

@@ -3,6 +3,6 @@
 api: the op. xla: its chunkwise form. reference: what the op means.
 """
 
-from pallas_kernels.mlstm.api import Memory, empty_memory, mlstm
+from pallas_kernels.mlstm.api import Memory, Normaliser, empty_memory, mlstm
 
-__all__ = ["Memory", "empty_memory", "mlstm"]
+__all__ = ["Memory", "Normaliser", "empty_memory", "mlstm"]

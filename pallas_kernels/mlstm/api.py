@@ -72,13 +72,13 @@ def mlstm(
     call = choose(IMPLEMENTATIONS, implementation, "mlstm", FASTEST)
     _check(q, k, v, log_i, log_f, memory, normaliser, chunk)
     b, heads, t, d = q.shape
-    memory = empty_memory(b, heads, d, v.shape[3]) if memory is None else memory
+    before = empty_memory(b, heads, d, v.shape[3]) if memory is None else memory
     exact = jnp.promote_types(q.dtype, jnp.float32)
     inputs = tuple(x.astype(exact) for x in (q, k, v, log_i, log_f))
-    inputs, memory = alike(inputs, memory)
+    inputs, before = alike(inputs, before)
     if not q.size:
-        return inputs[2], memory
-    return call(*inputs, memory, normaliser, min(chunk, t))
+        return inputs[2], before
+    return call(*inputs, before, normaliser, min(chunk, t))
 
 
 def _check(q, k, v, log_i, log_f, memory, normaliser, chunk):

@@ -12,17 +12,18 @@ def reference(q, k, v, log_i, log_f, memory, normaliser, chunk):
     m = jnp.maximum(before, log_w.max(-1))
     safe = jnp.where(jnp.isfinite(m), m, 0)
     w, before = jnp.exp(log_w - safe[..., None]), jnp.exp(before - safe)
-    exact = {"precision": "highest"}
-    products = w * jnp.einsum("bktd,bkjd->bktj", q, k, **exact)
-    above = jnp.einsum("bktj,bkje->bkte", products, v, **exact)
-    above += before[..., None] * jnp.einsum("bktd,bkde->bkte", q, memory.c, **exact)
-    below = products.sum(-1) + before * jnp.einsum("bktd,bkd->bkt", q, memory.z, **exact)
+    products = w * jnp.einsum("bktd,bkjd->bktj", q, k, precision="highest")
+    above = jnp.einsum("bktj,bkje->bkte", products, v, precision="highest")
+    above += before[..., None] * jnp.einsum("bktd,bkde->bkte", q, memory.c, precision="highest")
+    below = products.sum(-1) + before * jnp.einsum("bktd,bkd->bkt", q, memory.z, precision="highest")
     if normaliser == "plain":
         h = above / (below + 1e-6)[..., None]
     else:
         floor = jnp.exp(-safe)
         h = above / d**0.5 / (jnp.maximum(jnp.abs(below) / d**0.5, floor) + 1e-6)[..., None]
     last = w[..., -1, :]
-    c = before[..., -1, None, None] * memory.c + jnp.einsum("bkj,bkjd,bkje->bkde", last, k, v, **exact)
-    z = before[..., -1, None] * memory.z + jnp.einsum("bkj,bkjd->bkd", last, k, **exact)
+    c = before[..., -1, None, None] * memory.c + jnp.einsum(
+        "bkj,bkjd,bkje->bkde", last, k, v, precision="highest"
+    )
+    z = before[..., -1, None] * memory.z + jnp.einsum("bkj,bkjd->bkd", last, k, precision="highest")
     return h, type(memory)(c, z, m[..., -1])

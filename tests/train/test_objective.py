@@ -7,7 +7,15 @@ import pytest
 
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.struct import changed
-from kvjax.train.objective import Deployed, deployed_mask, student, student_errors
+from kvjax.train.objective import (
+    Deployed,
+    deployed_mask,
+    distilled_token_loss,
+    likeliest,
+    next_token_loss,
+    student,
+    student_errors,
+)
 from kvjax.train.recipes.wgkv import WriteGates
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
@@ -50,3 +58,30 @@ def test_training_adds_it_too():
     _, mask = deployed_mask(admission, at, 6)
     np.testing.assert_array_equal(mask.log_gate, admission.bias(None, at))
     assert deployed_mask(changed(admission, biased=False), at, 6)[1].log_gate is None
+
+
+def test_a_teacher_is_followed_over_its_likeliest_tokens():
+    """KL(teacher ‖ student), both renormalised over the tokens that the teacher names, beside the cross-entropy, of
+    sequences that are cut in parts of which the last is not whole."""
+    model, other = tiny_model(), tiny_model(qk_norm=False)
+    tokens = np.random.default_rng(3).integers(0, 61, (2, 600))
+    with use_mesh(model):
+        hidden, known = (jax.jit(lambda m: m.hidden(put(tokens)))(m) for m in (model, other))
+
+        def losses(count):
+            teacher = lambda cut: likeliest(other, cut(known), count)  # noqa: E731
+            return distilled_token_loss(model, hidden, put(tokens), teacher)
+
+        found = {count: jax.jit(lambda count=count: losses(count))() for count in (5, 256)}
+        alone = next_token_loss(model, hidden, put(tokens))
+        mine, theirs = (
+            np.asarray(m.logits(h), np.float64)[:, :-1] for m, h in ((model, hidden), (other, known))
+        )
+    log = lambda x: x - np.log(np.exp(x).sum(-1, keepdims=True))  # noqa: E731
+    for count, (error, divergence) in found.items():
+        which = np.argsort(-theirs, -1, kind="stable")[..., :count]
+        p, q = (log(np.take_along_axis(x, which, -1)) for x in (theirs, mine))
+        np.testing.assert_allclose(divergence, (np.exp(p) * (p - q)).sum(-1).mean(), rtol=1e-4)
+        np.testing.assert_allclose(error, alone, rtol=1e-6)
+    picked = np.take_along_axis(log(mine), tokens[:, 1:, None], -1)
+    np.testing.assert_allclose(alone, -picked.mean(), rtol=1e-5)

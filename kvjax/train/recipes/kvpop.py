@@ -2,13 +2,12 @@
 §4, App. A to D)."""
 
 import dataclasses
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -101,16 +100,12 @@ class ConstantCache(Recipe):
 
     builtin: ClassVar[str | None] = "kvpop-builtin"
     packed: ClassVar[bool] = True
+    shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "divergence": ".4f", "agreement": ".3f"}
 
     @property
     def takes_model(self) -> bool:
         """The teacher of a student is the model as it was loaded."""
         return self.phase == "uptrain"
-
-    @property
-    def shown(self) -> Mapping[str, str]:
-        own = {"divergence": ".4f"} if self.phase == "sparsify" else {}
-        return {"cross_entropy": ".4f"} | own | ({"agreement": ".3f"} if self.has_scorers else {})
 
     @property
     def has_scorers(self) -> bool:
@@ -152,7 +147,9 @@ class ConstantCache(Recipe):
         if self.phase == "uptrain" and self.uptrained is not None:
             raise UserError(f"--uptrained {self.uptrained} is for --phase sparsify: --phase uptrain makes it")
         if self.features == "none" and self.normaliser == "plain":
-            raise UserError("--features none may be negative, for which --normaliser must be xlstm, got plain")
+            raise UserError(
+                "--features none may be negative, for which --normaliser must be xlstm, got plain"
+            )
         if self.phase == "sparsify" and self.lengths[0] <= self.budget:
             raise UserError(
                 f"--lengths {self.lengths[0]} is not above --budget {self.budget}: nothing would be evicted"
@@ -163,32 +160,41 @@ class ConstantCache(Recipe):
             raise UserError(f"kvpop: scorers need an even head_dim, the model has {model.head_dim}")
 
     def _sizes(self, model: ModelConfig) -> Sizes:
-        forms = self.features, self.normaliser, self.capped
-        return Sizes(model.num_layers, model.num_kv_heads, model.head_dim, *forms)
+        shape = model.num_layers, model.num_kv_heads, model.head_dim
+        return Sizes(*shape, self.features, self.normaliser, self.capped)
 
     def init(self, model: Decoder) -> dict[str, Any]:
+        if self.phase == "uptrain":
+            return {"model": model}
         scorers = {"scorers": self._sizes(model.config).make(self.seed)} if self.has_scorers else {}
-        return scorers | {"model": model}
+        # the teacher is what was loaded, and stays
+        return scorers | {"model": jax.tree.map(jnp.copy, model)}
 
     def split(self, params: dict[str, Any]) -> tuple[Scorer | None, Decoder]:
         return params.get("scorers"), params["model"]
 
     def admission(self, scorers: Scorer) -> KVPOP:
         """The scorers as they are used."""
-        sizes = {"budget": self.budget, "sink": self.sink, "window": self.window}
-        return KVPOP(scorers, **sizes, delayed=self.delayed, decay=self.decay, age=self.age)
+        return KVPOP(
+            scorers,
+            budget=self.budget,
+            sink=self.sink,
+            window=self.window,
+            delayed=self.delayed,
+            decay=self.decay,
+            age=self.age,
+        )
 
     def student(self, params: dict[str, Any]) -> tuple[Trainable, int]:
         """What masks the model's attention, and the window."""
         model = params["model"].config
-        if not self.has_scorers:
-            policy = Policy(StreamingLLM(sink=self.sink), window=self.budget - self.sink)
-            return Deployed(policy.placed(model.num_layers, model.num_kv_heads).admission, policy.window), (
-                policy.window
-            )
-        policy = Policy(self.admission(params["scorers"])).placed(model.num_layers, model.num_kv_heads)
+        scored, window = self.has_scorers, self.window if self.has_scorers else self.budget - self.sink
+        admission = self.admission(params["scorers"]) if scored else StreamingLLM(sink=self.sink)
+        placed = Policy(admission, window=window).placed(model.num_layers, model.num_kv_heads).admission
+        if not isinstance(placed, KVPOP):
+            return Deployed(placed, window), window
         told = {"over": self.target, "falls": self.falling_target, "temperature": self.temperature}
-        return KVPOPTraining(policy.admission, **told), self.window
+        return KVPOPTraining(placed, **told), window
 
     def loss(
         self,
@@ -224,16 +230,15 @@ class ConstantCache(Recipe):
         """AdamW, each of model and scorers with its own rate and its own norm of gradients."""
 
         def adamw(rate):
-            told = {"b1": 0.9, "b2": 0.95, "weight_decay": self.weight_decay}
-            return optax.chain(optax.clip_by_global_norm(self.clip), optax.adamw(rate, **told))
+            adam = optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=self.weight_decay)
+            return optax.chain(optax.clip_by_global_norm(self.clip), adam)
 
         if not self.has_scorers:
             return adamw(self.lr)
-        warmup = min(self.scorer_warmup, self.steps - 1)
-        told = {"peak_value": self.scorer_lr, "warmup_steps": warmup, "decay_steps": max(self.steps, 1)}
-        rate = optax.warmup_cosine_decay_schedule(0.0, **told, end_value=min(FALL, self.scorer_lr))
-        groups = {"scorers": adamw(rate), "model": adamw(self.lr)}
-        return optax.partition(groups, {"scorers": "scorers", "model": "model"})
+        warmup, end = min(self.scorer_warmup, self.steps - 1), min(FALL, self.scorer_lr)
+        rate = optax.warmup_cosine_decay_schedule(0.0, self.scorer_lr, warmup, self.steps, end)
+        groups: dict[Hashable, Any] = {"scorers": adamw(rate), "model": adamw(self.lr)}
+        return optax.partition(groups, {name: name for name in groups})
 
     def export(self, folder: Path, params: Scorer | None, model: Decoder, validation: Validation) -> None:
         """`gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", scorers=folder)` reads, beside the

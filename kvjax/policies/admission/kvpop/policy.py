@@ -115,6 +115,7 @@ class KVPOP(Admission):
         """Scores of tokens at these positions, which fall with age, in an order that no query changes."""
         if not self.decay:
             return score
+        assert self.age is not None
         age = (position[:, None] // self.age).astype(jnp.float32)
         return score - self.scorers.log_gamma()[:, None] * age
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, one_of, whole_number
-from pallas_kernels.mlstm import Memory, mlstm
+from pallas_kernels.mlstm import Memory, Normaliser, mlstm
 
 EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
 FEATURES = "hedgehog", "none"
@@ -65,8 +65,8 @@ class Sizes(NamedTuple):
 
     def make(self, seed: int = 0) -> "Scorer":
         """New scorers of these sizes."""
-        told = {"features": self.features, "normaliser": self.normaliser, "capped": self.capped}
-        return Scorer(*self[:3], **told, rngs=nnx.Rngs(seed))
+        forms = {"features": self.features, "normaliser": self.normaliser, "capped": self.capped}
+        return Scorer(*self[:3], **forms, rngs=nnx.Rngs(seed))
 
 
 class Scorer(nnx.Module):
@@ -105,7 +105,8 @@ class Scorer(nnx.Module):
         if features == "none" and normaliser == "plain":
             raise UserError("kvpop: features 'none' may be negative, for which normaliser must be 'xlstm'")
         self.head_dim = whole_number("kvpop", "head_dim", head_dim)
-        self.features, self.normaliser, self.capped = features, normaliser, capped
+        self.normaliser: Normaliser = "xlstm" if normaliser == "xlstm" else "plain"
+        self.features, self.capped = features, capped
         half, fan_in = head_dim // 2, 2 * head_dim
         width = half if features == "hedgehog" else head_dim
 
@@ -134,7 +135,8 @@ class Scorer(nnx.Module):
     @property
     def sizes(self) -> Sizes:
         """Of the whole module."""
-        return Sizes(*self.c.shape, self.head_dim, self.features, self.normaliser, self.capped)
+        layers, kv_heads = self.c.shape
+        return Sizes(layers, kv_heads, self.head_dim, self.features, self.normaliser, self.capped)
 
     @property
     def widths(self) -> tuple[int, int]:

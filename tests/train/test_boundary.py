@@ -1,0 +1,114 @@
+"""The score loss against a walk through the cache query by query, its signs, its weights, and its gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from kvjax.train.boundary import boundary_loss, boundary_pairs
+
+T, SINK, WINDOW, K = 40, 3, 5, 6
+RANDOM = np.random.default_rng(0)
+SCORE, TARGET = (RANDOM.standard_normal((2, 2, T)).astype(np.float32) for _ in range(2))
+COMPETES = np.broadcast_to(np.arange(T) >= SINK, (2, 2, T))
+
+
+def walked(target, k=K, window=WINDOW, sink=SINK):
+    """Of one head: of each token that leaves a full cache the worst of those in it, by target."""
+    pairs, held = {}, []
+    for query in range(len(target)):
+        new = query - window
+        if new < sink:
+            continue
+        if len(held) == k and k:
+            worst = min(held, key=lambda u: (target[u], -u))
+            pairs[new] = worst
+        held = sorted([*held, new], key=lambda u: (-target[u], u))[:k]
+    return pairs
+
+
+@pytest.mark.parametrize("k", [0, 1, K, T])
+@pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
+def test_a_token_is_held_against_the_one_whose_place_it_would_take(k, levels):
+    target = TARGET if levels is None else np.floor(levels * TARGET) / levels
+    pairs = boundary_pairs(jnp.asarray(target), jnp.asarray(COMPETES), jnp.int32(k), WINDOW)
+    for row in np.ndindex(2, 2):
+        wanted = walked(target[row], k)
+        valid = np.asarray(pairs.valid[row])
+        assert set(np.flatnonzero(valid)) == set(wanted)
+        assert {u: int(pairs.boundary[row][u]) for u in wanted} == wanted
+
+
+def loss_of(score, target):
+    return boundary_loss(
+        score, jnp.asarray(target), jnp.asarray(COMPETES), jnp.int32(K), window=WINDOW, temperature=0.7
+    )
+
+
+def test_the_loss_is_the_papers():
+    """softplus(−y Δscore / τ) with y = ±1 by the target and min(1, |Δtarget|) as weight, the mean over the pairs."""
+    found = loss_of(jnp.asarray(SCORE), TARGET)
+    for row in np.ndindex(2, 2):
+        score, target, pairs = (
+            SCORE[row].astype(np.float64),
+            TARGET[row].astype(np.float64),
+            walked(TARGET[row]),
+        )
+        apart = np.array([target[u] - target[b] for u, b in pairs.items()])
+        between = np.array([score[u] - score[b] for u, b in pairs.items()])
+        errors = np.logaddexp(0, -np.sign(apart) * between / 0.7) * np.minimum(1, np.abs(apart))
+        np.testing.assert_allclose(found["score_loss"][row], errors.mean(), rtol=1e-5)
+        np.testing.assert_allclose(
+            found["agreement"][row], np.mean(np.sign(apart) == np.sign(between)), rtol=1e-6
+        )
+        assert found["pairs"][row] == len(pairs) == T - WINDOW - SINK - K
+
+
+def test_its_gradient_moves_scores_towards_the_targets_order():
+    """Of one pair: what should stay is pushed up and its boundary down, and the reverse."""
+    competes = jnp.ones((1, 1, 5), bool) & (jnp.arange(5) > 0)
+    told = {"window": 2, "temperature": 1.0}
+
+    def loss(score, target):
+        return boundary_loss(score, target, competes, jnp.int32(1), **told)["score_loss"].sum()
+
+    for worth, sign in ((2.0, -1), (-2.0, 1)):
+        target = jnp.array(
+            [[[0.0, 1.0, worth, 0.0, 0.0]]]
+        )  # of a cache of one: 1, then `worth` in its place or not
+        gradient = np.asarray(jax.grad(loss)(jnp.zeros((1, 1, 5)), target))[0, 0]
+        assert np.sign(gradient[2]) == sign
+        np.testing.assert_allclose(gradient.sum(), 0, atol=1e-7)
+        np.testing.assert_array_equal(gradient[[0, 3, 4]], 0)
+    equal = jnp.zeros((1, 1, 5))
+    assert float(loss(equal, equal)) == 0
+
+
+def test_infinite_scores_of_sinks_do_no_harm():
+    """As priorities are: above all others for sinks, below them for the last tokens, which never leave."""
+    score = jnp.asarray(SCORE).at[..., :SINK].set(jnp.inf).at[..., 1 - WINDOW :].set(-jnp.inf)
+    value, gradient = jax.value_and_grad(lambda x: loss_of(x, TARGET)["score_loss"].sum())(score)
+    np.testing.assert_allclose(value, loss_of(jnp.asarray(SCORE), TARGET)["score_loss"].sum(), rtol=1e-6)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[..., :SINK], 0)
+
+
+def test_gradients_are_those_of_finite_differences():
+    with jax.enable_x64(True):
+        check_grads(
+            lambda x: loss_of(jnp.asarray(x), TARGET.astype(np.float64))["score_loss"],
+            (jnp.asarray(SCORE, jnp.float64),),
+            order=1,
+            modes=["rev"],
+            atol=1e-6,
+            rtol=1e-6,
+        )
+
+
+def test_a_sequence_that_never_fills_the_cache_has_no_loss():
+    found = boundary_loss(
+        jnp.asarray(SCORE), jnp.asarray(TARGET), jnp.asarray(COMPETES), jnp.int32(T), window=WINDOW
+    )
+    assert (np.asarray(found["score_loss"]) == 0).all()
+    assert (np.asarray(found["pairs"]) == 0).all()

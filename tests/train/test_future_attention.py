@@ -1,0 +1,115 @@
+"""KVPOP's target against dense sums, and what its training masks and reaches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.mesh import use_mesh
+from kvjax.policies import make_policy
+from kvjax.struct import changed
+from kvjax.train.future_attention import FLOOR, KVPOPTraining
+from kvjax.train.objective import from_the_start, next_token_loss, student
+from pallas_kernels.vertical_slash import vertical_slash
+from tests.policies.admission.admitted import layer
+from tests.policies.steps import shape_of, step
+from tests.tiny_models import tiny_model, tiny_scorers
+
+T, SINK, WINDOW, BUDGET = 32, 2, 5, 13
+
+
+def method(model, **told) -> KVPOPTraining:
+    policy = make_policy(
+        "kvpop", scorers=tiny_scorers(model), model=model, sink=SINK, window=WINDOW, budget=BUDGET
+    )
+    return KVPOPTraining(policy.admission, **told)
+
+
+@pytest.fixture(scope="module")
+def one():
+    """Of one layer, its tokens, and what its masked attention gives."""
+    training = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), layer(method(tiny_model()), 1))
+    at = step(np.arange(T)[None])
+    _, [mask] = training.masks(at)
+    return training, at, vertical_slash(at.q, at.k, at.v, mask.end, window=WINDOW), mask
+
+
+def dense(at, seen):
+    """Attention of queries to keys, [n t s], of those that each sees, in float64."""
+    q, k = (np.asarray(x[0], np.float64) for x in (at.q, at.k))
+    logits = np.einsum("nth,nsh->nts", q, np.repeat(k, 2, 0)) / np.sqrt(k.shape[-1])
+    exp = np.where(seen, np.exp(logits), 0)
+    return np.exp(logits) / exp.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("over", ["kept", "all"])
+def test_a_target_is_the_attention_that_is_paid_later(one, over):
+    """By every query that is a window or more behind, of the group's two heads the larger sum; what is evicted is
+    counted by what it would have got."""
+    training, at, (_, lse), mask = one
+    training = changed(training, over=over, falls=False)
+    index = np.arange(T)
+    causal = index[:, None] >= index
+    kept = causal & (index[:, None] < np.repeat(np.asarray(mask.end[0]), 2, 0)[:, None])
+    p = dense(at, causal if over == "all" else kept)
+    later = index[:, None] - index >= WINDOW
+    mass = np.where(later, p, 0).sum(1).reshape(4, 2, T).max(1)
+    found = np.asarray(training.target(at, lse))[0]
+    np.testing.assert_allclose(found[:, : T - WINDOW], np.log(mass[:, : T - WINDOW]), atol=1e-5)
+    np.testing.assert_array_equal(found[:, T - WINDOW :], FLOOR)
+    if over == "all":
+        by_head = np.where(later, p, 0).sum(1)
+        assert (by_head.sum(-1) <= T - WINDOW).all(), "of one query head: at most 1 a query"
+
+
+def test_targets_fall_as_scores_do(one):
+    training, at, (_, lse), _ = one
+    flat = changed(training, falls=False).target(at, lse)
+    log_gamma = training.admission.scorers.log_gamma()[:, None]
+    np.testing.assert_allclose(training.target(at, lse), flat - log_gamma * np.arange(T), rtol=1e-6)
+
+
+def test_the_mask_is_that_of_the_cache(one):
+    """Sinks and the last tokens, and of the others at most as many as there are places, of the highest priorities."""
+    training, at, _, mask = one
+    index = np.arange(T)
+    seen = (index[:, None] >= index) & (index[:, None] < np.asarray(mask.end[0])[:, None])
+    assert seen[:, :, :SINK][:, SINK:].all()
+    assert (seen.sum(-1) <= BUDGET).all()
+    assert (seen[:, -1].sum(-1) == BUDGET).all()
+    priority, _ = training.masks(at)
+    again = training.admission.score(
+        training.admission.init(shape_of(at)),
+        from_the_start(at, WINDOW - 1),
+        jnp.zeros(1, jnp.int32),
+        jnp.full(1, T),
+    )[1]
+    np.testing.assert_allclose(priority[..., : 1 - WINDOW], again[..., WINDOW - 1 :], rtol=1e-5)
+    last = np.asarray(priority[0, :, : T - WINDOW])
+    best = [set(np.argsort(-row, kind="stable")[: BUDGET - WINDOW]) for row in last]
+    assert [set(np.flatnonzero(row[: T - WINDOW])) for row in seen[:, -1]] == best
+
+
+def test_neither_loss_reaches_what_the_other_trains():
+    """The score loss trains scorers alone, decays among them; the tokens' loss the model alone. By exact zeros."""
+    model = tiny_model()
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, T)), jnp.int32)
+
+    def losses(scorers, model):
+        own = method(tiny_model())
+        own = changed(own, admission=changed(own.admission, scorers=scorers))
+        hidden, figures = student(own, model, tokens, window=WINDOW)
+        return next_token_loss(model, hidden, tokens), figures["score_loss"].mean()
+
+    with use_mesh(model):
+        scorers = method(model).admission.scorers
+        by_tokens, by_scores = (
+            jax.jit(jax.grad(lambda s, m, i=i: losses(s, m)[i], (0, 1)))(scorers, model) for i in (0, 1)
+        )
+    for nothing in (by_tokens[0], by_scores[1]):
+        for x in jax.tree.leaves(nothing):
+            np.testing.assert_array_equal(x, 0)
+    for something in (by_tokens[1], by_scores[0]):
+        assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(something) if x.ndim), (
+            "every array has a gradient"
+        )
