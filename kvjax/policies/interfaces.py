@@ -64,6 +64,8 @@ class Method:
     """How it is called, in `make_policy` and in reports."""
     made_for: MadeFor | None = None
     """The model of the files that it was read from, if they say."""
+    trained: ClassVar[str] = "gates"
+    """Its argument that takes what training left, if it has one; `make_policy` and commands take `gates` for it."""
 
     @property
     def label(self) -> str:

@@ -87,7 +87,7 @@ def make_policy(
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
             every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
             first and last: `Protected`). With an admission, or no eviction, `window`. All others are the own arguments
-            of `name`, the fields of its class.
+            of `name`, the fields of its class; `gates` is what training left for any of them, whatever it calls that.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -316,6 +316,10 @@ class _Part:
         open_ended = self.makes_policies and any(
             x.kind is x.VAR_KEYWORD for x in inspect.signature(self.method).parameters.values()
         )
+        trained = getattr(self.method, "trained", "gates")
+        arguments = {
+            trained if x == "gates" and trained in self.known else x: y for x, y in arguments.items()
+        }
         for argument in arguments:
             if argument in self.arguments:
                 raise UserError(f"{self.name} is given {argument} twice")

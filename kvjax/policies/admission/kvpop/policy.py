@@ -54,6 +54,7 @@ class KVPOP(Admission):
     """What the folder says."""
     name = "kvpop"
     owns_window = True
+    trained = "scorers"
 
     def __post_init__(self):
         scorers, said = self.scorers, {}
