@@ -11,9 +11,10 @@ PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """The messages through the chat template, which may raise whatever its author wanted."""
+    """The messages through the chat template, which may raise whatever its author wanted; the model's turn is begun
+    unless the options say otherwise."""
     try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+        return tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options)
     except jinja2.TemplateError as error:
         roles = ", ".join(one["role"] for one in messages)
         raise UserError(

@@ -19,8 +19,8 @@ from jaxtyping import Int
 from kvjax.chat_template import opening
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
-from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN, digest
-from kvjax.train.documents import Documents
+from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN
+from kvjax.train.documents import Documents, digest
 from kvjax.train.readers import open_hub
 
 TokenRow = Int[np.ndarray, " _"]

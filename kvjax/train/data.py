@@ -6,7 +6,6 @@ length, which is the largest that it fills. Some are held out for validation.
 """
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,14 +17,15 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
-from kvjax.train.documents import Documents
+from kvjax.train.conversation import Conversation
+from kvjax.train.documents import Documents, digest
+from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream
 from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
-from kvjax.train.rows import HeldRows, Rows
+from kvjax.train.rows import HeldRows, Rows, TokenRows
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
 
-TokenRows = Int[np.ndarray, "b t"]
 SHORTEST_BUILTIN = 64
 """Tokens that a sequence of built-in tasks needs for its questions."""
 FIRST_HELD_OUT = 2**31
@@ -76,7 +76,8 @@ def builtin_sequences(
 
 @dataclasses.dataclass(frozen=True)
 class Encoder:
-    """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template."""
+    """A document as tokens: one user turn, `instruction` before it, where the tokenizer has a chat template; a chat as
+    it is."""
 
     tokenizer: Any
     """The model's."""
@@ -86,6 +87,8 @@ class Encoder:
     """Tokens that are needed at most."""
 
     def __call__(self, text: str) -> Int[np.ndarray, " t"]:
+        if isinstance(text, Conversation):
+            return np.asarray(text.tokens(self.tokenizer), np.int32)
         # no tokenizer makes so few tokens of so many characters that the cut would show
         text = text[: 64 * self.longest]
         templated = getattr(self.tokenizer, "chat_template", None)
@@ -118,11 +121,6 @@ class Bins:
         """The sizes that belong to a length, in words."""
         above = [longer for longer in self.lengths if longer > length]
         return f"{length} to {above[0] - 1} tokens" if above else f"{length} or more tokens"
-
-
-def digest(text: str) -> bytes:
-    """What a document is known by, so that no copy of a held-out one is trained on."""
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 COUNTED = 64
@@ -300,6 +298,7 @@ def open_data(
     seed: int,
     tokenizer: Any = None,
     instruction: str = "",
+    packed: bool = False,
 ) -> Data:
     """The run's data.
 
@@ -308,6 +307,7 @@ def open_data(
         step_lengths: the length of every step.
         lengths: those that documents are cut to, rising.
         validation: the length of every held-out sequence.
+        packed: whether documents follow one another in sequences (`kvjax.train.packing`), instead of being cut to them.
 
     Raises:
         UserError: nothing there, no text in it, or no document long enough for one of the lengths.
@@ -327,6 +327,12 @@ def open_data(
             return HubReader(hub, group, groups)
 
     wanted = [int(length) for length in validation]
+    if packed:
+        encode = StreamEncoder(tokenizer)
+        sequences, held_out = hold_out_of_stream(readers(0, 1), encode, wanted, source)
+        stream = PackedSequences(readers, encode, rows.count, step_lengths, held_out)
+        prefetched = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=2)
+        return Data(iter(prefetched), sequences)
     sequences, held_out, remark = hold_out(
         readers(0, 1), bins, wanted, sorted(set(step_lengths.tolist())), source
     )

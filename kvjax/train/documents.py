@@ -2,14 +2,22 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvjax.errors import UserError
+from kvjax.train.conversation import COLUMNS, document
 
 BLOCK_LINES = 1024
+
+
+def digest(text: str) -> bytes:
+    """What a document is known by, so that no copy of a held-out one is trained on."""
+    return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +37,8 @@ class Block:
 class Documents:
     """The documents of a file or of a folder's files, shuffled by `seed`: blocks, and documents within a block.
 
-    A .txt file is one document, or one for every `piece` bytes of a long file; .jsonl has one a line under `text`;
-    .parquet has a column `text`.
+    A .txt file is one document, or one for every `piece` bytes of a long file; .jsonl has one a line under `text`, or
+    a chat under `messages`; .parquet has a column of either name.
 
     Raises:
         UserError: no such file, none of these kinds, a file that cannot be read, or nothing in it.
@@ -110,10 +118,8 @@ def _text_of(line: bytes, file: Path) -> str:
     if not line.strip():
         return ""
     try:
-        text = json.loads(line)["text"]
-        if not isinstance(text, str):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
+        text = document(dict(json.loads(line)))
+    except (ValueError, TypeError):
         shown = line[:60].decode("utf-8", errors="replace")
         raise UserError(f'--data {file}: expected lines such as {{"text": "…"}}, found {shown}') from None
     return text if text.strip() else ""
@@ -128,9 +134,7 @@ def _parquet_blocks(file: Path, piece: int) -> list[Block]:
     except pyarrow.ArrowInvalid as error:
         raise UserError(f"--data {file}: is no parquet file ({' '.join(str(error).split())})") from None
     with parquet:
-        names = parquet.schema_arrow.names
-        if "text" not in names:
-            raise UserError(f"--data {file}: has no column `text`, it has {', '.join(names)}")
+        _column(file, parquet)
         groups = range(parquet.metadata.num_row_groups)
         return [Block(file, group, 1, parquet.metadata.row_group(group).num_rows) for group in groups]
 
@@ -139,8 +143,18 @@ def _read_parquet(block: Block) -> list[str]:
     import pyarrow.parquet
 
     with pyarrow.parquet.ParquetFile(block.file) as parquet:
-        column = parquet.read_row_group(block.start, columns=["text"]).column("text").to_pylist()
-    return [text if isinstance(text, str) and text.strip() else "" for text in column]
+        name = _column(block.file, parquet)
+        values = parquet.read_row_group(block.start, columns=[name]).column(name).to_pylist()
+    texts = [document({name: value}) if value else "" for value in values]
+    return [text if text.strip() else "" for text in texts]
+
+
+def _column(file: Path, parquet: Any) -> str:
+    names = parquet.schema_arrow.names
+    for name in COLUMNS:
+        if name in names:
+            return name
+    raise UserError(f"--data {file}: has no column `text`, it has {', '.join(names)}")
 
 
 KINDS = {

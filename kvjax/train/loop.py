@@ -218,6 +218,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         seed=config.seed,
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
+        packed=config.packed,
     )
     model = load_model(config.model, dtype=config.dtype, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
+from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Documents
 
 HUB_SECONDS = 10.0
@@ -45,7 +46,7 @@ class FileReader:
 
 
 class HubReader:
-    """A streamed hub data set's `text` column, every `groups`-th document."""
+    """A streamed hub data set's `text` column, or chats in its `messages`, every `groups`-th document."""
 
     def __init__(self, dataset: Any, group: int, groups: int):
         from datasets.distributed import split_dataset_by_node
@@ -59,9 +60,12 @@ class HubReader:
         if row is None:
             self.set_state(self._start)
             return None
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
-        return row["text"]
+        try:
+            return document(row)
+        except ValueError:
+            raise UserError(
+                f"the data set has no `text` column of strings, it has {', '.join(row)}"
+            ) from None
 
     def get_state(self) -> Any:
         return self._dataset.state_dict()
@@ -72,8 +76,9 @@ class HubReader:
 
 
 def open_hub(name: str) -> Any:
-    """A hub data set, `NAME` or `NAME:CONFIG`, its train split streamed. Raises UserError if it cannot be had."""
-    path, _, config = name.partition(":")
+    """A hub data set, `NAME`, `NAME:CONFIG` or `NAME:CONFIG:SPLIT` (`NAME::SPLIT`), its train split unless another is
+    named, streamed. Raises UserError if it cannot be had."""
+    path, config, split = [*name.split(":", 2), "", ""][:3]
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) or Path(path).suffix in KINDS:
         raise UserError(f"--data {name}: no such file or folder")
 
@@ -83,7 +88,7 @@ def open_hub(name: str) -> Any:
     try:
         # asked once first: `datasets` tries a hub that does not answer for half a minute
         huggingface_hub.dataset_info(path, timeout=HUB_SECONDS)
-        return datasets.load_dataset(path, config or None, split="train", streaming=True)
+        return datasets.load_dataset(path, config or None, split=split or "train", streaming=True)
     except Exception as error:  # the hub's client raises dozens of kinds
         reason = " ".join(str(error).split())[:200]
         raise UserError(

@@ -137,6 +137,8 @@ class Recipe(abc.ABC):
     """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
     """Which of the logged scalars the progress bar shows, where they are logged, and how."""
+    packed: ClassVar[bool] = False
+    """Whether documents follow one another in a sequence, instead of being cut to one each."""
     unit: ClassVar[str] = "sequences"
     """What the rows of an update are, which `sequences` and `batch` count: another word where they are no sequences of
     tokens (`row`)."""

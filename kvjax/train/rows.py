@@ -4,9 +4,14 @@ import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Int
 
 from kvjax.mesh import BATCH, P
+
+TokenRows = Int[np.ndarray, "b t"]
+"""Rows that are sequences of tokens."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""Documents one after another in sequences: every token once and in order, from any position, and what is held out."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.train.conversation import Conversation
+from kvjax.train.data import open_data
+from kvjax.train.documents import Documents
+from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream
+from kvjax.train.readers import FileReader
+from kvjax.train.rows import Rows
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.train.texts import texts
+
+TEXTS = [f"{i:02}" + "abcdefghij"[: 1 + i % 10] * (1 + i % 3) for i in range(40)]
+
+
+def readers(path, group=0, groups=1):
+    return lambda: FileReader(Documents(path, 0, 10_000), group, groups)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return Path(texts(tmp_path, TEXTS))
+
+
+def in_order(path, encode, held_out=()):
+    """A pass over the documents as one stream."""
+    documents = Documents(path, 0, 10_000)
+    found = [encode(documents[i]) for i in range(len(documents)) if documents[i] not in held_out]
+    return np.concatenate(found)
+
+
+def test_sequences_are_the_stream_cut_where_they_are_full(path):
+    encode = StreamEncoder(byte_tokenizer())
+    stream = in_order(path, encode)
+    lengths = np.array([16, 16, 8, 16])
+    steps = list(PackedSequences(readers(path), encode, 2, lengths))
+    assert [x.shape for x in steps] == [(2, length) for length in lengths]
+    found = np.concatenate([x.reshape(-1) for x in steps])
+    np.testing.assert_array_equal(found, stream[: len(found)])
+    end = byte_tokenizer().eos_token_id
+    assert np.count_nonzero(stream == end) == len(TEXTS), "each document ends"
+
+
+def test_a_second_pass_follows_the_first(path):
+    encode = StreamEncoder(byte_tokenizer())
+    stream = in_order(path, encode)
+    size = len(stream) + 5
+    (found,) = PackedSequences(readers(path), encode, 1, np.array([size]))
+    np.testing.assert_array_equal(found[0], np.concatenate([stream, stream[:5]]))
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3, 6])
+def test_a_position_goes_through_json_and_continues_exactly(path, stop):
+    encode = StreamEncoder(byte_tokenizer())
+    dataset = PackedSequences(readers(path), encode, 2, np.full(8, 13))
+    whole, running = list(dataset), iter(dataset)
+    for _ in range(stop):
+        next(running)
+    resumed = iter(dataset)
+    resumed.set_state(json.loads(json.dumps(running.get_state())))
+    for mine, theirs in zip(resumed, whole[stop:], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_what_is_held_out_is_never_trained_on(path):
+    rows = Rows(0, 2, 2)
+    told = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
+    data = open_data(str(path), rows=rows, **told, tokenizer=byte_tokenizer(), packed=True)
+    assert [len(x) for x in data.held_out] == [16] * 3
+    decode = byte_tokenizer().decode
+    held = decode(np.concatenate(data.held_out)).split("<|im_end|>")
+    trained = decode(np.concatenate([x.reshape(-1) for x in data.sequences])).split("<|im_end|>")
+    assert len(set(trained)) > 20
+    assert not {x for x in held[:-1] if x} & set(trained)
+    documents = Documents(path, 0, 16 * 16)
+    assert held[:2] == [documents[1], documents[3]], "every second one"
+
+
+def test_processes_share_the_documents_out(path):
+    encode = StreamEncoder(byte_tokenizer())
+    found = [
+        byte_tokenizer().decode(
+            next(iter(PackedSequences(readers(path, g, 2), encode, 1, np.array([90]))))[0]
+        )
+        for g in range(2)
+    ]
+    own = [set(x.split("<|im_end|>")[:-1]) for x in found]
+    assert own[0]
+    assert not own[0] & own[1]
+
+
+@pytest.mark.parametrize(
+    ("documents", "what"), [(TEXTS, "to train on,"), (["x" * 900], "to hold out, every second document,")]
+)
+def test_too_little_text_is_one_line(tmp_path, documents, what):
+    reader = readers(Path(texts(tmp_path, documents)))()
+    with pytest.raises(
+        UserError, match=rf"there are \d+ tokens {what} which fill no sequence of --lengths 800"
+    ):
+        hold_out_of_stream(reader, StreamEncoder(byte_tokenizer()), [800], "texts.jsonl")
+
+
+RECORD = {
+    "problem": "1 + 1?",
+    "expected_answer": "2",
+    "messages": [
+        {"role": "user", "content": "1 + 1?", "reasoning_content": None},
+        {"role": "assistant", "content": "It is \\boxed{2}.", "reasoning_content": "one more than one"},
+    ],
+    "tools": [],
+}
+"""As in Nemotron-Math-v2's data/medium.jsonl."""
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_chats_are_read_as_the_template_writes_them(tmp_path, kind):
+    file = tmp_path / f"medium.{kind}"
+    if kind == "jsonl":
+        file.write_text(json.dumps(RECORD) + "\n")
+    else:
+        pandas = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pandas.Table.from_pylist([RECORD]), file)
+    document = Documents(file, 0, 1000)[0]
+    assert isinstance(document, Conversation)
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode(StreamEncoder(tokenizer)(document)) == (
+        "<|im_start|>user\n1 + 1?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\none more than one\n</think>\n\nIt is \\boxed{2}.<|im_end|>\n"
+    )
+
+
+def test_a_template_that_has_a_place_for_reasoning_is_given_it():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    chat = Conversation.of([{"role": "assistant", "content": "b", "reasoning_content": "a"}])
+    assert tokenizer.decode(chat.tokens(tokenizer)) == "[a|b]"
+
+
+def test_chats_that_cannot_be_read_are_one_line(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="has chats, for which the model's tokenizer has no chat template"):
+        Conversation.of(RECORD["messages"]).tokens(tokenizer)
+    file = tmp_path / "a.jsonl"
+    for wrong in ({"messages": []}, {"messages": [{"content": "x"}]}, {"messages": "x"}, {"title": "x"}):
+        file.write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(UserError, match="expected lines such as"):
+            Documents(file, 0, 1000)[0]
