@@ -162,6 +162,11 @@ def _fast_kvzip(sizing: Sizing) -> Policy:
     return _policy("fast_kvzip", sizing, gates=sizing.gates, ratio=sizing.ratio, chunk=sizing.chunk)
 
 
+def _kvpop(sizing: Sizing) -> Policy:
+    assert sizing.gates is not None  # the command line is refused without
+    return _policy("kvpop", sizing, gates=sizing.gates, budget=round(sizing.entries))
+
+
 def _calibrated_gates(sizing: Sizing) -> Policy:
     policy = _gated(sizing)
     _check_holds(sizing.entries, policy.window, f"its window of {policy.window}")
@@ -215,6 +220,7 @@ CONTENDERS = {
     "knorm": _eviction("knorm"),
     "kvzip": dataclasses.replace(_eviction("kvzip"), reads=""),
     "fast_kvzip": Contender(_fast_kvzip, gates="fast_kvzip", method="fast_kvzip"),
+    "kvpop": Contender(_kvpop, gates="kvpop", method="kvpop"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
         reads="all",
@@ -233,6 +239,7 @@ the prompt was read, NAME_chunked after every chunk, NAME_patched the same with 
 
 OWN_WORDS = {
     "ratio": "--budgets", "entries": "--budgets", "size": "--budgets", "threshold": "--budgets", "gates": "--gates",
+    "scorers": "--gates", "budget": "--budgets",
     "model": "--model", "tokenizer": "--model", "force": "--force", "name": "--policies",
 }  # fmt: skip
 """Arguments that an evaluation gives its policies itself, and the options that they come of."""

@@ -1,0 +1,171 @@
+"""KVPOP's runs: the two phases one after the other, the fixed mask beside the scored one, each group's own updates, what
+is exported, and wrong options."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+from kvjax.train.recipes.kvpop import ConstantCache
+from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.update import initial_state, make_update
+from tests.tiny_models import filled, tiny_config, tiny_model
+
+MODEL = str(builtin_model("test_model"))
+SIZES = dict(budget=14, window=6, sink=2, lengths=(32,), shares=(1.0,), sequences=32, batch=8)
+COMMON = [
+    *(
+        "--method",
+        "kvpop",
+        "--dtype",
+        "float32",
+        "--mesh",
+        "1",
+        "--lengths",
+        "64",
+        "--batch",
+        "4",
+        "--sequences",
+        "8",
+    ),
+    *("--validation", "2", "--report", "none"),
+]
+CACHE = ["--budget", "20", "--window", "6", "--sink", "2"]
+
+
+@pytest.fixture(scope="module")
+def uptrained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("up") / "run"
+    return train(
+        parse([*COMMON, "--model", MODEL, "--phase", "uptrain", "--lr", "1e-3", "--out", str(folder)])
+    )
+
+
+def sparsify(uptrained, folder, *more):
+    told = ["--phase", "sparsify", "--uptrained", str(uptrained.folder), *CACHE, *more]
+    return train(parse([*COMMON, *told, "--out", str(folder)]))
+
+
+def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
+    run = sparsify(uptrained, tmp_path / "run", "--scorer-warmup", "0")
+    assert (
+        "model: " + str(uptrained.folder / "parameters" / "model")
+        in (tmp_path / "run/config.yaml").read_text()
+    )
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    first = next(x for x in lines if x["step"] == 1 and "divergence" in x)
+    assert first["divergence"] > 1e-3, "the student has less than the teacher"
+    moved = [
+        float(jnp.abs(x - y).max())
+        for x, y in zip(jax.tree.leaves(run.model), jax.tree.leaves(uptrained.model), strict=True)
+    ]
+    assert 0 < max(moved) < 1e-3, "from there, by two small updates"
+
+    exported = tmp_path / "run" / "parameters"
+    model = load_model(exported / "model")
+    policy = make_policy("kvpop", gates=exported, model=model)
+    assert (policy.window, policy.admission.budget) == (6, 20)
+    assert policy.admission.made_for is not None
+    with pytest.raises(UserError, match="made for"):
+        make_policy("kvpop", gates=exported, model=load_model(MODEL))
+
+
+def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
+    """The student is then the teacher: of a budget that holds every token."""
+    recipe = ConstantCache(phase="sparsify", **SIZES | {"budget": 64})
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        params = jax.jit(recipe.init)(model)
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (8, 32)), jnp.int32)
+        loss, found = jax.jit(lambda p, m: recipe.loss(p, m, tokens, jax.random.key(0), jnp.int32(0)))(
+            params, model
+        )
+    assert float(found["divergence"]) == pytest.approx(0, abs=1e-6)
+    assert float(found["score_loss"]) == 0
+    assert float(loss) == pytest.approx(0.9 * float(found["cross_entropy"]), rel=1e-5)
+
+
+def step(recipe, model, **others):
+    """One update's change of the model's and the scorers' parameters."""
+    with jax.set_mesh(make_mesh()):
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        before = jax.device_get(state.params)
+        tokens = np.random.default_rng(0).integers(0, 61, (8, 32)).astype(np.int32)
+        batch = to_mesh(make_mesh(), Rows(0, 8, 8), tokens)
+        state, numbers = make_update(recipe)(state, model, batch, np.int32(0))
+        after = jax.device_get(state.params)
+    change = jax.tree.map(lambda x, y: np.abs(x - y).max(), after, before)
+    return {name: max(jax.tree.leaves(x)) for name, x in change.items()}, numbers
+
+
+def test_model_and_scorers_have_rates_of_their_own():
+    """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 holds the scorers back."""
+    told = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
+    moved, numbers = step(ConstantCache(**told, scorer_warmup=0), tiny_model())
+    assert moved["model"] == pytest.approx(1e-4, rel=0.05)
+    assert moved["scorers"] == pytest.approx(1e-2, rel=0.05)
+    assert 0 < float(numbers["agreement"]) < 1
+    moved, _ = step(ConstantCache(**told, scorer_warmup=2), tiny_model())
+    assert moved["model"] == pytest.approx(1e-4, rel=0.05)
+    assert moved["scorers"] == 0
+
+
+def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
+    recipe = ConstantCache(phase="sparsify", mask="streaming", **SIZES)
+    moved, numbers = step(recipe, tiny_model())
+    assert moved.keys() == {"model"}
+    assert "agreement" not in numbers
+    assert float(numbers["divergence"]) > 0
+    policy = recipe.deploy(None, tiny_model())
+    assert policy.name == "streaming_llm"
+    assert policy.window == 12
+    np.testing.assert_array_equal(policy.admission.sink, 2)
+
+
+def test_bytes_of_each_device_are_an_eighth():
+    """Parameters, moments and master weights, of the model and, by kv heads, of the scorers."""
+    recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
+    with jax.set_mesh(mesh):
+        model = filled(tiny_config(), jnp.bfloat16)
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
+    for part, shards in ((state.params["model"], 8), (state.params["scorers"], 4), (state.opt, 4)):
+        leaves = jax.tree.leaves(part)
+        total = sum(x.nbytes for x in leaves)
+        own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        assert own < 1.2 * total / shards
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (
+            ["--phase", "sparsify"],
+            "--phase sparsify needs --uptrained, the folder of a run of --phase uptrain",
+        ),
+        (["--phase", "sparsify", "--uptrained", "no/such"], "no/such"),
+        (["--uptrained", MODEL], "is for --phase sparsify: --phase uptrain makes it"),
+        (["--budget", "68"], r"--budget must be at least sinks \+ window \+ 1 = 69, got 68"),
+        (
+            ["--phase", "sparsify", "--uptrained", MODEL, "--lengths", "512"],
+            "--lengths 512 is not above --budget 512",
+        ),
+        (["--features", "none"], "--features none may be negative, for which --normaliser must be xlstm"),
+        (["--age", "0"], "--age must be at least 1, got 0"),
+        (["--distilled", "1.5"], "--distilled must be from 0 to 1, got 1.5"),
+    ],
+)
+def test_wrong_options_are_one_line(wrong, said, tmp_path):
+    with pytest.raises(UserError, match=said) as error:
+        train(parse(["--method", "kvpop", "--model", MODEL, "--out", str(tmp_path / "run"), *wrong]))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
