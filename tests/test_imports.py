@@ -113,9 +113,10 @@ METHODS = [
 
 @pytest.mark.parametrize("path", METHODS, ids=module_name)
 def test_a_method_writes_no_sharding(path):
-    """But gates, modules with parameters, which say beside each how it is split."""
+    """But gates and scorers, modules with parameters, which say beside each how it is split."""
     placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
-    gates = "kvjax.policies.admission.wgkv.", "kvjax.policies.eviction.fast_kvzip."
+    folders = "admission.wgkv", "admission.kvpop", "eviction.fast_kvzip"
+    gates = tuple(f"kvjax.policies.{folder}." for folder in folders)
     allowed = placing if module_name(path).startswith(gates) else set()
     assert not set(imports(path)) & placing - allowed
     assert allowed or "out_sharding" not in path.read_text(encoding="utf-8")

@@ -14,10 +14,11 @@ from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contend
 from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
+from kvjax.policies.admission.kvpop import save_scorers
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.policies.eviction import fast_kvzip
 from tests.tasks.model_tokenizers import byte_tokenizer
-from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
+from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 
 class Tokenizer:
@@ -48,7 +49,10 @@ def gates_of(model, gates, tmp_path_factory):
     """The folder of gates that a contender takes."""
     folder = tmp_path_factory.mktemp("fast_kvzip")
     fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
-    return lambda name: str(folder) if name == "fast_kvzip" else gates
+    scorers = tmp_path_factory.mktemp("kvpop")
+    save_scorers(scorers, tiny_scorers(model), {"budget": 99, "sink": 2, "window": 9})
+    own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
+    return lambda name: own.get(name, gates)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
@@ -74,6 +78,8 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
         assert schedule.when == ("chunk" if by_chunk else "prompt")
         assert schedule.patched == (way == "patched")
         assert schedule.chunk == (32 if schedule.in_chunks else 0)
+    elif small.most_stored is not None:
+        assert [policy.admission.budget for policy in policies] == [32, 64]
     elif small.selection is not None:
         assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
     else:
@@ -132,7 +138,7 @@ def test_those_compared_by_default_exist_and_are_the_papers():
     }
     by_chunk = {"snapkv", "adakv", "pyramidkv", "expected_attention", "keydiff", "h2o"}
     patched = {"snapkv_patched", "pyramidkv_patched"}
-    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest", "fast_kvzip"}
+    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest", "fast_kvzip", "kvpop"}
     assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
 
 
@@ -142,10 +148,10 @@ def test_of_those_compared_by_default_only_those_with_gates_are():
         return set(config.policies) - set(with_gates(config).policies)
 
     gated = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
-    assert left_out() == set()
-    assert left_out("--model", "a/model") == {*gated, "fast_kvzip"}
+    assert left_out() == {"kvpop"}, "its models are trained for it"
+    assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop"}
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
-    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == gated
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop"}
 
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from kvjax.mesh import use_mesh
+from kvjax.policies.admission.kvpop import Sizes
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
 from kvjax.step import Shape
@@ -15,11 +16,13 @@ from kvjax.step import Shape
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 with use_mesh():
     SINKS = SinkGate(3, 4, 2, 32, rngs=nnx.Rngs(0))
+    SCORERS = Sizes(3, 4, 8).make()
 NEEDED = {
     "fast_kvzip": {"gates": SINKS},
     "wgkv": {"gates": "builtin"},
     "head_pattern": {"pattern": RATES, "sink": 1},
     "random": {"ratio": 0.5},
+    "kvpop": {"scorers": SCORERS},
     "kvzip": {"instruction": [9], "resumption": [8]},
     "quest": {"tokens": 8},
 }

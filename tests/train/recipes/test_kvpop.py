@@ -1,5 +1,5 @@
-"""KVPOP's runs: the two phases one after the other, the fixed mask beside the scored one, each group's own updates, what
-is exported, and wrong options."""
+"""KVPOP's runs: the two phases one after the other, the fixed mask beside the scored one, each group's own updates,
+what is exported, and wrong options."""
 
 import json
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
@@ -75,7 +75,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     policy = make_policy("kvpop", gates=exported, model=model)
     assert (policy.window, policy.admission.budget) == (6, 20)
     assert policy.admission.made_for is not None
-    with pytest.raises(UserError, match="made for"):
+    with pytest.warns(Doubt, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
 
 
