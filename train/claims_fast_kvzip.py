@@ -8,16 +8,14 @@ there already is kept, so that the same command goes on where it was stopped.
 
 import dataclasses
 import json
-import shlex
 import statistics
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from claims import Scores, check_different, evaluated, gather, run, spread, table
+
 from kvjax.command.launch import parse_command, run_command
-from kvjax.errors import UserError
 from kvjax.files import write_text
 
 TASKS = "recall", "needle", "copy", "text"
@@ -69,17 +67,7 @@ class ClaimsConfig:
 
     def check(self) -> None:
         """Refuse what means nothing. Raises UserError."""
-        for name in ("seeds", "parts"):
-            if not getattr(self, name) or len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise UserError(f"--{name} must be different values, got {getattr(self, name)}")
-
-
-def run(*command: str) -> None:
-    """A command, shown before. Raises UserError if it fails."""
-    print(f"$ {shlex.join(('python', *command))}", flush=True)
-    code = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL).returncode
-    if code:
-        raise UserError(f"it ended with {code}: {shlex.join(command)}")
+        check_different(seeds=self.seeds, parts=self.parts)
 
 
 def gates_of(config: ClaimsConfig, seed: int, options: Sequence[str]) -> Path:
@@ -100,36 +88,8 @@ def cells(
     config: ClaimsConfig, seed: int, name: str, policies: Sequence[str], budgets: Sequence[float], gates: Path
 ) -> list[dict[str, Any]]:
     """The results of an evaluation, run if they are not all there."""
-    folder = config.out / f"seed-{seed}" / name
-    wanted = len(TASKS) * sum(1 if policy == "full" else len(budgets) for policy in policies)
-    file = folder / "results.jsonl"
-    if not file.exists() or len(file.read_text().splitlines()) < wanted:
-        told = "--seed", str(seed), "--samples", str(config.samples), "--gates", str(gates)
-        named = "--policies", *policies, "--budgets", *map(str, budgets), "--tasks", *TASKS
-        run("-m", "kvjax.evaluate", *named, *told, "--out", str(folder))
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-Scores = dict[str, dict[tuple[str, float], list[float]]]
-"""By row, and by task and budget: of each seed the score, in percent."""
-
-
-def gather(into: Scores, row: str | None, found: Sequence[Mapping[str, Any]]) -> None:
-    """Add a seed's cells, under their policies' names or all under one."""
-    for cell in found:
-        place = into.setdefault(row or cell["policy"], {})
-        place.setdefault((cell["task"], cell["budget"]), []).append(100 * cell["score"])
-
-
-def spread(values: Sequence[float]) -> str:
-    """The mean, and between which values the seeds are."""
-    mean, low, high = (f"{x:.0f}" for x in (statistics.mean(values), min(values), max(values)))
-    return mean if low == high else f"{mean} ({low}–{high})"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+    told = "--seed", str(seed), "--samples", str(config.samples), "--gates", str(gates)
+    return evaluated(config.out / f"seed-{seed}" / name, policies, budgets, TASKS, *told)
 
 
 def main_table(config: ClaimsConfig) -> tuple[str, Scores]:

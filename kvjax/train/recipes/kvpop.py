@@ -117,12 +117,15 @@ class ConstantCache(Recipe):
         assert isinstance(fitted, ConstantCache)
         if fitted.phase == "sparsify" and fitted.uptrained is not None:
             fitted = dataclasses.replace(fitted, model=_model_of(fitted.uptrained))
-        if fitted.sequences == 0:
-            fitted = dataclasses.replace(fitted, sequences=STEPS[fitted.phase] * fitted.rows)
         return fitted
 
+    @property
+    def steps(self) -> int:
+        return super().steps or STEPS[self.phase]
+
     def rules(self) -> Iterator[Rule]:
-        yield from super().rules()
+        yield from (rule for rule in super().rules() if rule[1] != "--sequences")
+        yield self.sequences >= 0, "--sequences", "at least 1, or 0 for the paper's updates", self.sequences
         yield self.sink >= 0, "--sink", "at least 0", self.sink
         yield self.window >= 1, "--window", "at least 1", self.window
         least = self.sink + self.window + 1
@@ -247,7 +250,8 @@ class ConstantCache(Recipe):
             return
         own = ("budget", "sink", "window", "delayed", "decay", "age")
         made = ("target", "falling_target", "temperature", "distilled", "teacher_tokens", "uptrained", "data")
-        description = {name: getattr(self, name) for name in (*own, *made, "sequences", "lengths", "seed")}
+        description = {name: getattr(self, name) for name in (*own, *made, "lengths", "seed")}
+        description |= {"updates": self.steps, "batch": self.rows}
         description |= {"validation": validation.numbers | {"sequences": validation.sequences}}
         whole = gather(params, *AXES)
         if jax.process_index() == 0:

@@ -131,6 +131,15 @@ def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
     np.testing.assert_array_equal(policy.admission.sink, 2)
 
 
+def test_each_phase_has_the_papers_updates_unless_told():
+    told = ["--method", "kvpop", "--config", "kvpop-qwen3-4b"]
+    up = parse(told)
+    assert (up.steps, up.rows, up.most_tokens) == (5000, 128, 8192)
+    later = parse([*told, "--phase", "sparsify", "--uptrained", "a/run"])
+    assert (later.steps, later.model) == (2000, "a/run")
+    assert parse([*told, "--sequences", "256"]).steps == 2
+
+
 def test_bytes_of_each_device_are_an_eighth():
     """Parameters, moments and master weights, of the model and, by kv heads, of the scorers."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
