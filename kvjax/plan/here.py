@@ -101,7 +101,7 @@ def check_memory(
         def need(
             length: int, phase: Recipe = phase, own: Any = own, read: Any = read, state: Any = state
         ) -> int:
-            arguments = state, read, batch_of(phase, mesh, length, read), np.int32(0)
+            arguments = state, read, batch_of(phase, mesh, length, shapes), np.int32(0)
             return _need(own, arguments)
 
         *shorter, longest = phase.lengths

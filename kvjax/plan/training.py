@@ -59,7 +59,7 @@ def update(
     own = phases[phase]
     ends = [0, *itertools.accumulate(each.steps for each in phases)]
     read = None if recipe.takes_model else model
-    batch = batch_of(own, mesh, length, read)
+    batch = batch_of(own, mesh, length, model)
     step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
     return Program(
         make_update(own, dtypes[phase], before=ends[phase]),
@@ -75,20 +75,20 @@ def update(
     )
 
 
-def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder | None) -> Any:
+def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
     """The shapes of what the recipe makes of an update's sequences, or of its rows of another kind. Raises UserError
-    where it needs the weights."""
+    where it needs the weights. `model`: shapes."""
 
     def place(x: Any) -> jax.ShapeDtypeStruct:
         spec = P(BATCH, *[None] * (x.ndim - 1))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    if model is not None and (row := recipe.row(model)) is not None:
+    if (row := recipe.row(model, length)) is not None:
         rows = recipe.rows
         return jax.tree.map(lambda x: place(jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)), row)
     sequences = iter([np.zeros((recipe.rows, length), np.int32)])
     try:
-        made = next(recipe.batches(sequences, model))
+        made = next(recipe.batches(sequences, None if recipe.takes_model else model))
     except Exception as error:  # another package's code, which was given shapes
         raise UserError(
             f"--method {recipe.method}: its batches cannot be planned without the model's weights ({error})"

@@ -6,11 +6,8 @@ a context is a folder, which is there whole or not at all and is written once; `
 
 import contextlib
 import dataclasses
-import errno
 import functools
-import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,14 +19,11 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import agreement
-from kvjax.files import partial_folder, write_text
+from kvjax.files import partial_folder
+from kvjax.train.kept import begin_kept, check_kept, check_room, mending, size
 
 VERSION = 1
 """Of the layout."""
-MANIFEST = "manifest.json"
-SPARE = 1 << 26
-"""Bytes of a disk that are left for checkpoints and logs."""
 HELD_OUT = 100
 """Of so many positions the first is held out."""
 
@@ -95,14 +89,13 @@ class Shards:
         self.folder, self.kind, self.sizes = folder, kind, tuple(sizes)
         arrays = {name: [list(shape), jnp.dtype(x).name] for name, (shape, x) in kind.arrays.items()}
         wanted = {"version": VERSION, **manifest, "arrays": arrays, "positions": list(sizes)}
-        wanted = json.loads(json.dumps(wanted))
-        if (folder / MANIFEST).exists():
-            _check(folder, wanted)
-        self._check_room()
+        check_kept(folder, wanted, "these targets", "--targets")
+        missing = [n for index, n in enumerate(self.sizes) if index not in self.finished]
+        remedy = "train on fewer contexts, or name a folder elsewhere (--targets)"
+        what = f"the targets of {sum(missing)} positions"
+        check_room(folder, sum(missing) * kind.bytes, what, remedy)
         with self._mending():
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / MANIFEST).exists():
-                write_text(folder / MANIFEST, json.dumps(wanted, indent=1))
+            begin_kept(folder, wanted)
 
     @property
     def finished(self) -> set[int]:
@@ -161,52 +154,8 @@ class Shards:
     def _at(self, index: int) -> Path:
         return self.folder / f"{index:05}"
 
-    def _check_room(self) -> None:
-        missing = [n for index, n in enumerate(self.sizes) if index not in self.finished]
-        need, nearest = sum(missing) * self.kind.bytes, self.folder.absolute()
-        while not nearest.exists():
-            nearest = nearest.parent
-        free = shutil.disk_usage(nearest).free
-        if missing and need + SPARE > free:
-            raise UserError(
-                f"the targets of {sum(missing)} positions take {size(need)} in {self.folder}, whose disk has "
-                f"{size(free)} free: train on fewer contexts, or name a folder elsewhere (--targets)"
-            )
-
-    @contextlib.contextmanager
-    def _mending(self) -> Iterator[None]:
-        """Errors of the disk as one line."""
-        try:
-            yield
-        except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            raise UserError(
-                f"{self.folder}: {'the disk is full' if full else error.strerror or error}: {len(self.finished)} of "
-                f"{len(self.sizes)} contexts are finished and stay; the same command with the same --out goes on from "
-                "there"
-            ) from None
-
-
-def _check(folder: Path, wanted: Mapping[str, Any]) -> None:
-    """Refuse a folder of other targets, in one line."""
-    remedy = "name another folder (--out, --targets), or remove it"
-    try:
-        found = dict(json.loads((folder / MANIFEST).read_text()))
-    except (OSError, ValueError, TypeError):
-        raise UserError(f"{folder / MANIFEST}: is damaged: {remedy}") from None
-    if found.get("version") != wanted["version"]:
-        raise UserError(
-            f"{folder}: these targets are of version {found.get('version')}, not {wanted['version']}: {remedy}"
-        )
-    theirs, own = (x.get("made_for", {}) for x in (found, wanted))
-    if agreement(str(theirs.get("fingerprint", "")), str(own.get("fingerprint", ""))) < 1:
-        raise UserError(f"{folder}: these targets are of the model {theirs.get('model')}, not of {own.get('model')}, "
-                        f"whose weights are others: {remedy}")  # fmt: skip
-    for name in sorted(wanted.keys() - {"made_for"}):
-        was, now = found.get(name), wanted[name]
-        if was != now:
-            words = f"{name} {was}, not {now}" if isinstance(now, str) else f"other {name}"
-            raise UserError(f"{folder}: these targets are of {words}: {remedy}")
+    def _mending(self) -> contextlib.AbstractContextManager[None]:
+        return mending(self.folder, lambda: f"{len(self.finished)} of {len(self.sizes)} contexts are")
 
 
 def _allocated(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -218,11 +167,6 @@ def _allocated(file: Path, shape: tuple[int, ...], dtype: Any) -> Any:
     with file.open("rb+") as opened:
         os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
     return mapped.view(wanted)
-
-
-def size(count: int) -> str:
-    """Bytes, in words."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
 class Features:

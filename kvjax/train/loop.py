@@ -8,7 +8,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,8 +220,16 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         instruction=config.instruction,
         packed=config.packed,
     )
-    model = load_model(config.model, dtype=config.dtype, max_length=longest)
-    return model, rows, lambda *_: data, rows.total * int(lengths.sum())
+    model, tokens = (
+        load_model(config.model, dtype=config.dtype, max_length=longest),
+        rows.total * int(lengths.sum()),
+    )
+
+    def prepared(model: Decoder, rows: Rows, folder: Path, say: Callable[[str], None]) -> Data:
+        config.prepare(model, data, mesh, tokens, say)
+        return data
+
+    return model, rows, prepared, tokens
 
 
 @contextlib.contextmanager

@@ -168,7 +168,7 @@ def _mean_by_parts(
         new = jnp.arange(part) + first >= done
         return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0)) for x in errors(cut))
 
-    starts = jnp.minimum(jnp.arange(-(-t // part)) * part, t - part)
+    starts = jnp.minimum(jnp.arange(-(-t // part), dtype=jnp.int32) * part, t - part)
     _, sums = jax.lax.scan(lambda done, first: (first + part, some(first, done)), jnp.int32(0), starts)
     return tuple(x.sum() / (b * (t - 1)) for x in sums)
 

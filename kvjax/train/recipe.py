@@ -18,12 +18,13 @@ from kvjax.errors import LARGEST_INT, UserError
 if TYPE_CHECKING:
     import jax
     import optax
+    from jax.sharding import Mesh
     from jaxtyping import Array
 
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.data import Open
+    from kvjax.train.data import Data, Open
 
 PLAIN = bool, int, float, str, type(None)
 """What `config.json` holds of an option, alone or in a tuple."""
@@ -249,9 +250,19 @@ class Recipe(abc.ABC):
         rows, over which no program of the whole mesh can be run."""
         return sequences
 
-    def row(self, model: Decoder) -> Any:
-        """Where an update's rows are no sequences of tokens: the shapes and dtypes of one, a pytree. The model may be
-        shapes, too. None: they are what `batches` makes of sequences."""
+    def row(self, model: Decoder, length: int) -> Any:
+        """The shapes and dtypes of a row of an update, of a sequence of `length` tokens if it is of one, a pytree. The
+        model may be shapes, too. None: they are what `batches` makes of any tokens."""
+        return None
+
+    def prepare(
+        self, model: Decoder, data: Data, mesh: Mesh, tokens: int, say: Callable[[str], None]
+    ) -> None:
+        """Compute what `batches` adds to the sequences, in files of the run's folder or of another that is named, once
+        and before the first update; the position of `data` is then as it was. `tokens`: of all sequences.
+
+        Raises UserError for a folder of something else, or a disk that fills.
+        """
         return None
 
     def collect(self) -> Open | None:

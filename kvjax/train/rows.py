@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 
 from kvjax.mesh import BATCH, P
 
@@ -72,3 +72,12 @@ def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:
         return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), part, dtype=own.dtype)
 
     return jax.tree.map(place, batch)
+
+
+def from_mesh(rows: Rows, x: jax.Array) -> Shaped[np.ndarray, "b ..."]:
+    """This process's own rows of an array that is split as `to_mesh` splits it."""
+    own = np.empty((rows.count, *x.shape[1:]), x.dtype)
+    for shard in x.addressable_shards:
+        start, stop, _ = shard.index[0].indices(rows.total)
+        own[start - rows.start : stop - rows.start] = shard.data
+    return own

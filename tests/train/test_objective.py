@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.struct import changed
@@ -85,3 +86,21 @@ def test_a_teacher_is_followed_over_its_likeliest_tokens():
         np.testing.assert_allclose(error, alone, rtol=1e-6)
     picked = np.take_along_axis(log(mine), tokens[:, 1:, None], -1)
     np.testing.assert_allclose(alone, -picked.mean(), rtol=1e-5)
+
+
+def test_token_losses_have_the_gradients_of_finite_differences():
+    """Of the hidden states, in float64, over two parts of a sequence."""
+    random = np.random.default_rng(4)
+    with jax.enable_x64(True), jax.set_mesh(make_mesh()):
+        model = jax.tree.map(lambda x: x.astype(jnp.float64), tiny_model(vocab_size=11))
+        tokens = put(random.integers(0, 11, (1, 520)))
+        hidden, wanted = (put(random.standard_normal((1, 520, width))) for width in (32, 3))
+        which = put(np.argsort(random.random((1, 520, 11)))[..., :3])
+        losses = {
+            "next": lambda x: next_token_loss(model, x, tokens),
+            "distilled": lambda x: distilled_token_loss(
+                model, x, tokens, lambda cut: (cut(wanted), cut(which))
+            )[1],
+        }
+        for loss in losses.values():
+            check_grads(loss, (hidden,), order=1, modes=["rev"], atol=1e-6, rtol=1e-6)

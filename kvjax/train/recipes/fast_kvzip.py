@@ -188,7 +188,7 @@ class KVzipGates(Recipe):
     def begin(self, params: SinkGate) -> SinkGate:
         return params if self.init_ is None else read_init(load_gates, self.init_)[0]
 
-    def row(self, model: Decoder) -> dict[str, jax.ShapeDtypeStruct]:
+    def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct]:
         kind = kind_of(model, self.inputs)
         return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in kind.arrays.items()}
 

@@ -2,16 +2,18 @@
 §4, App. A to D)."""
 
 import dataclasses
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
 from kvjax.mesh import AXES, gather
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -19,9 +21,11 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.interfaces import Trainable
+from kvjax.train.data import Data
 from kvjax.train.future_attention import KVPOPTraining
-from kvjax.train.objective import Deployed, distilled_token_loss, likeliest, next_token_loss, student
+from kvjax.train.objective import Deployed, Part, distilled_token_loss, likeliest, next_token_loss, student
 from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.teacher import Said, listen, shapes
 
 STEPS = {"uptrain": 5000, "sparsify": 2000}
 """The paper's updates of each phase (App. A)."""
@@ -75,6 +79,9 @@ class ConstantCache(Recipe):
     """Of the score loss."""
     distilled: float = 0.1
     """The share of the teacher's divergence in the model's loss; the others are next tokens'."""
+    teacher: str = "model"
+    """`model`: the uptrained model, beside the student; `store`: what it says of every sequence is computed before the
+    first update and kept in the run's folder; or a folder for that, which runs of other budgets share."""
     teacher_tokens: int = 256
     """The teacher's likeliest tokens, over which that divergence is."""
     lr: float = 8e-5
@@ -104,8 +111,16 @@ class ConstantCache(Recipe):
 
     @property
     def takes_model(self) -> bool:
-        """The teacher of a student is the model as it was loaded."""
-        return self.phase == "uptrain"
+        """But for a teacher, which is the model as it was loaded."""
+        return self.said is not None or self.phase == "uptrain"
+
+    @property
+    def said(self) -> Said | None:
+        """What a teacher said that is not beside the student."""
+        if self.teacher == "model":
+            return None
+        folder = Path(self.teacher).expanduser() if self.teacher != "store" else self.out or Path()
+        return Said(folder / "teacher" if self.teacher == "store" else folder, self.teacher_tokens)
 
     @property
     def has_scorers(self) -> bool:
@@ -149,6 +164,10 @@ class ConstantCache(Recipe):
             )
         if self.phase == "uptrain" and self.uptrained is not None:
             raise UserError(f"--uptrained {self.uptrained} is for --phase sparsify: --phase uptrain makes it")
+        if self.phase == "uptrain" and self.teacher != "model":
+            raise UserError(
+                f"--teacher {self.teacher} is for --phase sparsify: --phase uptrain has no teacher"
+            )
         if self.features == "none" and self.normaliser == "plain":
             raise UserError(
                 "--features none may be negative, for which --normaliser must be xlstm, got plain"
@@ -161,17 +180,39 @@ class ConstantCache(Recipe):
     def check_model(self, model: ModelConfig) -> None:
         if self.has_scorers and model.head_dim % 2:
             raise UserError(f"kvpop: scorers need an even head_dim, the model has {model.head_dim}")
+        if self.said is not None and self.teacher_tokens > model.vocab_size:
+            raise UserError(
+                f"--teacher-tokens must be at most the model's {model.vocab_size} where they are kept, got "
+                f"{self.teacher_tokens}"
+            )
 
     def _sizes(self, model: ModelConfig) -> Sizes:
         shape = model.num_layers, model.num_kv_heads, model.head_dim
         return Sizes(*shape, self.features, self.normaliser, self.capped)
 
     def init(self, model: Decoder) -> dict[str, Any]:
-        if self.phase == "uptrain":
-            return {"model": model}
         scorers = {"scorers": self._sizes(model.config).make(self.seed)} if self.has_scorers else {}
-        # the teacher is what was loaded, and stays
-        return scorers | {"model": jax.tree.map(jnp.copy, model)}
+        # a teacher is what was loaded, and stays
+        return scorers | {"model": model if self.takes_model else jax.tree.map(jnp.copy, model)}
+
+    def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct] | None:
+        return None if self.said is None else shapes(length, self.teacher_tokens)
+
+    def prepare(
+        self, model: Decoder, data: Data, mesh: Mesh, tokens: int, say: Callable[[str], None]
+    ) -> None:
+        if (said := self.said) is None:
+            return
+        said.begin(MadeFor.of(model, self.model).description)
+        say(f"teacher: the {said.count} likeliest tokens after each of {tokens:,}, in {said.folder}")
+        begin = data.sequences.get_state()
+        names = "data", "lengths", "shares", "sequences", "batch", "seed", "validation", "instruction"
+        of = {name: getattr(self, name) for name in names} | {"rows": self.rows}
+        listen(said, model, data.sequences, data.held_out, mesh=mesh, tokens=tokens, of=of)
+        data.sequences.set_state(begin)
+
+    def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
+        return sequences if self.said is None else map(self.said.read, sequences)
 
     def split(self, params: dict[str, Any]) -> tuple[Scorer | None, Decoder]:
         return params.get("scorers"), params["model"]
@@ -203,31 +244,32 @@ class ConstantCache(Recipe):
         self,
         params: dict[str, Any],
         frozen: Decoder | None,
-        batch: Int[Array, "b t"],
+        batch: Any,
         key: jax.Array,
         step: Int[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """Of uptrain the cross-entropy of next tokens. Of sparsify 0.9 of it and 0.1 of the teacher's divergence, for
         the model, beside the score loss, for the scorers: neither's gradient reaches the other."""
-        model = params["model"]
+        model, tokens = params["model"], batch if self.said is None else batch["tokens"]
         if self.phase == "uptrain":
-            error = next_token_loss(model, model.hidden(batch, remat=True), batch)
+            error = next_token_loss(model, model.hidden(tokens, remat=True), tokens)
             return error, {"cross_entropy": error}
-        assert frozen is not None, "the teacher"
         method, window = self.student(params)
-        hidden, figures = student(method, model, batch, window=window)
-        known = jax.lax.stop_gradient(frozen.hidden(batch))
-
-        def teacher(cut):
-            return likeliest(frozen, cut(known), self.teacher_tokens)
-
-        error, divergence = distilled_token_loss(model, hidden, batch, teacher)
+        hidden, figures = student(method, model, tokens, window=window)
+        error, divergence = distilled_token_loss(model, hidden, tokens, self._teacher(frozen, batch))
         own = (1 - self.distilled) * error + self.distilled * divergence
         found = {"cross_entropy": error, "divergence": divergence}
         if not self.has_scorers:
             return own, found
         means = {name: x.mean((1, 2)).mean() for name, x in figures.items()}
         return own + means["score_loss"], found | {x: means[x] for x in ("score_loss", "agreement")}
+
+    def _teacher(self, frozen: Decoder | None, batch: Any) -> Callable[[Part], tuple[Array, Array]]:
+        """Of a part of the sequences what the teacher says, or said."""
+        if frozen is None:
+            return lambda cut: (cut(batch["logits"]), cut(batch["which"]))
+        known = jax.lax.stop_gradient(frozen.hidden(batch))
+        return lambda cut: likeliest(frozen, cut(known), self.teacher_tokens)
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW, each of model and scorers with its own rate and its own norm of gradients."""

@@ -187,7 +187,9 @@ def test_every_gate_has_a_gradient(form, inputs):
         model = tiny_model()
         gates = jax.jit(recipe.init)(model)
         random = np.random.default_rng(0)
-        batch = {n: random.uniform(size=(8, *x.shape)).astype(x.dtype) for n, x in recipe.row(model).items()}
+        batch = {
+            n: random.uniform(size=(8, *x.shape)).astype(x.dtype) for n, x in recipe.row(model, 0).items()
+        }
         batch = to_mesh(mesh, Rows(0, 8, 8), batch)
         found = jax.jit(jax.grad(lambda gates: recipe.loss(gates, None, batch, jax.random.key(0), 0)[0]))(
             gates

@@ -2,6 +2,8 @@
 what is exported, and wrong options."""
 
 import json
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,51 @@ def test_model_and_scorers_have_rates_of_their_own():
     assert moved["scorers"] == 0
 
 
+def test_no_array_is_of_all_pairs():
+    """What the gradient of an update's loss over 8,192 tokens computes: nothing as large as each query with all that it
+    may see."""
+    length, recipe = 8192, ConstantCache(phase="sparsify", lengths=(8192,), shares=(1.0,))
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model(num_layers=1)
+        params, tokens = jax.jit(recipe.init)(model), jnp.zeros((1, length), jnp.int32)
+        key, at = jax.random.key(0), jnp.int32(0)
+        gradient = jax.jit(jax.grad(lambda p, m: recipe.loss(p, m, tokens, key, at)[0]))
+        text = gradient.lower(params, model).compile().as_text()
+    sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", text)]
+    assert length * model.config.width <= max(sizes) < length * (recipe.window + recipe.budget - 68)
+
+
+MESHES = {"8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Five updates of each phase on one device."""
+    return {phase: five(phase, make_mesh()) for phase in ("uptrain", "sparsify")}
+
+
+def five(phase, mesh):
+    """What is logged of five updates."""
+    recipe, numbers = ConstantCache(phase=phase, **SIZES | {"scorer_warmup": 2, "sequences": 40}), []
+    with jax.set_mesh(mesh):
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        update, read = make_update(recipe), None if recipe.takes_model else model
+        for at in range(5):
+            tokens = np.random.default_rng(at).integers(0, 61, (8, 32)).astype(np.int32)
+            state, found = update(state, read, to_mesh(mesh, Rows(0, 8, 8), tokens), np.int32(at))
+            numbers.append({name: float(x) for name, x in found.items()})
+    return numbers
+
+
+@pytest.mark.parametrize("phase", ["uptrain", "sparsify"])
+@pytest.mark.parametrize("name", [pytest.param("8", marks=pytest.mark.thorough), "4x2"])
+def test_five_updates_are_equal_on_every_mesh(alone, phase, name):
+    for mine, theirs in zip(five(phase, make_mesh(**MESHES[name])), alone[phase], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert alone[phase][4]["loss"] != alone[phase][0]["loss"]
+
+
 def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
     recipe = ConstantCache(phase="sparsify", mask="streaming", **SIZES)
     moved, numbers = step(recipe, tiny_model())
@@ -169,6 +216,11 @@ def test_bytes_of_each_device_are_an_eighth():
             "--lengths 512 is not above --budget 512",
         ),
         (["--features", "none"], "--features none may be negative, for which --normaliser must be xlstm"),
+        (["--teacher", "store"], "--teacher store is for --phase sparsify: --phase uptrain has no teacher"),
+        (
+            ["--phase", "sparsify", "--uptrained", MODEL, "--teacher", "store", "--teacher-tokens", "9999"],
+            "--teacher-tokens must be at most the model's .* where they are kept, got 9999",
+        ),
         (["--age", "0"], "--age must be at least 1, got 0"),
         (["--distilled", "1.5"], "--distilled must be from 0 to 1, got 1.5"),
     ],
@@ -178,3 +230,19 @@ def test_wrong_options_are_one_line(wrong, said, tmp_path):
         train(parse(["--method", "kvpop", "--model", MODEL, "--out", str(tmp_path / "run"), *wrong]))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def metrics_of(run):
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x[name] for name in ("cross_entropy", "divergence")} for x in lines if "divergence" in x]
+
+
+def test_what_the_teacher_said_stands_in_for_it(uptrained, tmp_path):
+    """No weights of a teacher are there, and the losses are those that they would give, but for half precision."""
+    told = "--teacher-tokens", "16", "--scorer-warmup", "0"
+    beside = sparsify(uptrained, tmp_path / "beside", *told)
+    kept = sparsify(uptrained, tmp_path / "kept", *told, "--teacher", "store")
+    for mine, theirs in zip(metrics_of(kept), metrics_of(beside), strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-3)
+    assert kept.validation.numbers == pytest.approx(beside.validation.numbers, rel=2e-3, abs=1e-4)
+    assert len(list((tmp_path / "kept/teacher").glob("??/*.npz"))) == 8 + 2, "sequences, and those held out"

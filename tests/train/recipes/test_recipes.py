@@ -63,7 +63,7 @@ def made(method, **changes):
 def batch_of(recipe, model, seed):
     """What an update's loss gets: of drawn sequences or, where the recipe has rows of its own, drawn as they are."""
     random = np.random.default_rng(seed)
-    if model is not None and (row := recipe.row(model)) is not None:
+    if model is not None and (row := recipe.row(model, 32)) is not None:
         return {name: random.uniform(size=(8, *x.shape)).astype(x.dtype) for name, x in row.items()}
     tokens = random.integers(0, 61, (8, 32)).astype(np.int32)
     return next(recipe.batches(iter([tokens]), model))

@@ -1,0 +1,191 @@
+"""What a teacher says of a run's sequences, computed once and kept on disk: the likeliest next tokens after each token.
+
+A file a sequence, found by the tokens themselves: whatever the order, the mesh or the processes, and for every run that
+trains on the same sequences. A file is there whole or not at all, so that what was stopped goes on.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Shaped
+
+from kvjax.errors import UserError
+from kvjax.files import write_text
+from kvjax.mesh import BATCH, P, batch_shards
+from kvjax.models.decoder import Decoder
+from kvjax.train.kept import begin_kept, check_kept, check_room, mending
+from kvjax.train.objective import TOKENS_AT_ONCE, likeliest
+from kvjax.train.pace import Pace
+from kvjax.train.rows import Rows, TokenRows, from_mesh, to_mesh
+
+VERSION = 1
+"""Of the layout."""
+FINISHED = "finished.json"
+OPTION = "--teacher"
+
+
+def shapes(length: int, count: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A sequence with what is said of it (`Said.read`)."""
+    return {
+        "tokens": jax.ShapeDtypeStruct((length,), jnp.int32),
+        "logits": jax.ShapeDtypeStruct((length, count), jnp.float16),
+        "which": jax.ShapeDtypeStruct((length, count), jnp.int32),
+    }
+
+
+class Said:
+    """A folder of a teacher's likeliest `count` tokens after each token of sequences: which they are, and their logits
+    less the largest of them."""
+
+    def __init__(self, folder: Path, count: int):
+        self.folder, self.count = folder, count
+
+    def begin(self, made_for: Mapping[str, Any]) -> None:
+        """Make the folder of this teacher (`MadeFor.description`).
+
+        Raises:
+            UserError: it holds what another teacher said, or so many other tokens, or is of another version.
+        """
+        manifest = {"version": VERSION, "teacher_tokens": self.count, **made_for}
+        check_kept(self.folder, manifest, "the teacher's logits", OPTION)
+        with self._mending():
+            begin_kept(self.folder, manifest)
+
+    @property
+    def bytes(self) -> int:
+        """Of a token."""
+        return sum(x.dtype.itemsize * x.size for name, x in shapes(1, self.count).items() if name != "tokens")
+
+    def has(self, row: Int[np.ndarray, " t"]) -> bool:
+        """Whether a sequence is there."""
+        return self._at(row).exists()
+
+    def write(
+        self, row: Int[np.ndarray, " t"], logits: Float[np.ndarray, "t n"], which: Int[np.ndarray, "t n"]
+    ) -> None:
+        """What is said of a sequence. Raises UserError: the disk fills."""
+        file = self._at(row)
+        partial = file.with_name(f".{file.name}.{os.getpid()}")
+        with self._mending():
+            try:
+                file.parent.mkdir(exist_ok=True)
+                with partial.open("wb") as out:
+                    np.savez(out, logits=logits, which=which)
+                    out.flush()
+                    os.fsync(out.fileno())
+                partial.replace(file)
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def read(self, rows: TokenRows) -> dict[str, Shaped[np.ndarray, "b t ..."]]:
+        """Sequences with what is said of them. Raises UserError for one that is missing or damaged."""
+        found = [self._one(row) for row in rows]
+        return {"tokens": rows} | {name: np.stack([one[name] for one in found]) for name in found[0]}
+
+    def _one(self, row: Int[np.ndarray, " t"]) -> dict[str, np.ndarray]:
+        file = self._at(row)
+        wanted = {name: x for name, x in shapes(len(row), self.count).items() if name != "tokens"}
+        try:
+            with file.open("rb") as opened:
+                arrays = np.load(opened)
+                found = {name: arrays[name] for name in wanted}
+            if any(found[name].shape != x.shape for name, x in wanted.items()):
+                raise ValueError("other shapes")
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise UserError(
+                f"{file}: is missing or damaged ({error}): remove it and {self.folder / FINISHED}, and go on with "
+                "--resume"
+            ) from None
+        return found
+
+    def _at(self, row: Int[np.ndarray, " t"]) -> Path:
+        name = hashlib.blake2b(np.asarray(row, np.int32).tobytes(), digest_size=12).hexdigest()
+        return self.folder / name[:2] / f"{name}.npz"
+
+    def _mending(self) -> contextlib.AbstractContextManager[None]:
+        return mending(self.folder, lambda: "sequences are")
+
+
+def listen(
+    said: Said,
+    teacher: Decoder,
+    steps: Iterable[TokenRows],
+    held_out: Sequence[Int[np.ndarray, " t"]],
+    *,
+    mesh: Mesh,
+    tokens: int,
+    of: Mapping[str, Any],
+) -> None:
+    """Keep what the teacher says of all sequences of a run and of those held out, but for those that are there.
+
+    Args:
+        steps: of each update this process's rows.
+        tokens: of the updates of all processes.
+        of: what the sequences depend on; where the folder was once finished for the same, nothing is read.
+
+    Raises:
+        UserError: the disk is too small, or fills.
+    """
+    wanted, finished = json.loads(json.dumps(of)), _finished(said.folder)
+    if wanted in finished:
+        return
+    there = sum(1 for _ in said.folder.glob("??/*.npz")) * len(held_out[0])
+    remedy = f"name a folder elsewhere ({OPTION}), or keep the teacher beside the student ({OPTION} model)"
+    what = f"the teacher's {said.count} likeliest after each of {tokens:,} tokens"
+    check_room(said.folder, max(0, tokens - there) * said.bytes, what, remedy)
+    rows = Rows.of_this_process(mesh, batch_shards())
+    with Pace("teacher", "tokens", tokens, 0) as pace:
+        for row in held_out:
+            _keep(said, teacher, np.broadcast_to(row, (rows.count, len(row))), mesh, rows)
+        for step in steps:
+            for first in range(0, len(step), rows.count):
+                _keep(said, teacher, step[first : first + rows.count], mesh, rows)
+                pace.advance(rows.total * step.shape[1])
+    if jax.process_index() == 0:
+        write_text(said.folder / FINISHED, json.dumps([*finished, wanted]))
+
+
+def _finished(folder: Path) -> list[Any]:
+    file = folder / FINISHED
+    return json.loads(file.read_text()) if file.exists() else []
+
+
+def _keep(said: Said, teacher: Decoder, own: TokenRows, mesh: Mesh, rows: Rows) -> None:
+    """Write those of this process's rows that are missing; where one is, all processes compute."""
+    missing = [not said.has(row) for row in own]
+    if not np.any(multihost_utils.process_allgather(np.array(missing))):
+        return
+    hidden, parts = _hidden(teacher, to_mesh(mesh, rows, own)), []
+    for first in range(0, own.shape[1], TOKENS_AT_ONCE):
+        found = _likeliest(teacher, hidden[:, first : first + TOKENS_AT_ONCE], said.count)
+        parts.append([from_mesh(rows, x) for x in found])
+    logits, which = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
+    for index in np.flatnonzero(missing):
+        said.write(own[index], logits[index], which[index])
+
+
+@jax.jit
+def _hidden(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    return model.hidden(tokens)
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def _likeliest(
+    model: Decoder, hidden: Float[Array, "b t d"], count: int
+) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
+    logits, which = likeliest(model, hidden, count)
+    # a divergence does not change with them, and half precision is finest near 0
+    below = (logits.astype(jnp.float32) - logits[..., :1]).astype(jnp.float16)
+    return tuple(jax.sharding.reshard(x, P(BATCH, None, None)) for x in (below, which.astype(jnp.int32)))

@@ -1,0 +1,116 @@
+"""What a teacher said: found by the tokens, written once, and refused where it is another's."""
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor
+from kvjax.mesh import make_mesh
+from kvjax.train import teacher
+from kvjax.train.objective import TOKENS_AT_ONCE
+from kvjax.train.teacher import Said, listen, shapes
+from tests.tiny_models import tiny_model
+
+COUNT, LENGTH = 5, 24
+ROWS = np.random.default_rng(0).integers(0, 61, (7, LENGTH)).astype(np.int32)
+STEPS, HELD_OUT = [ROWS[:2], ROWS[2:4], ROWS[4:6]], [ROWS[6]]
+
+
+def kept(folder, mesh, model=None, of=1):
+    """Of the tiny model by default."""
+    with jax.set_mesh(mesh):
+        model = tiny_model() if model is None else model
+        said = Said(folder, COUNT)
+        said.begin(MadeFor.of(model, "tiny").description)
+        listen(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, of={"data": of})
+    return said
+
+
+@pytest.fixture(scope="module")
+def logits():
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        return np.asarray(jax.jit(lambda x: model.logits(model.hidden(x)))(ROWS))
+
+
+def test_it_is_the_likeliest_tokens_and_their_logits_below_the_largest(tmp_path, logits, monkeypatch):
+    """On a mesh of which each device has some rows, in parts of a sequence."""
+    monkeypatch.setattr(teacher, "TOKENS_AT_ONCE", 10)
+    said = kept(tmp_path / "said", make_mesh(fsdp=2, tensor=2))
+    found = said.read(ROWS[3:7])
+    order = np.argsort(-logits[3:7], kind="stable")[..., :COUNT]
+    best = np.take_along_axis(logits[3:7], order, -1)
+    np.testing.assert_array_equal(found["which"], order)
+    np.testing.assert_allclose(found["logits"], best - best[..., :1], rtol=1e-3, atol=1e-3)
+    np.testing.assert_array_equal(found["tokens"], ROWS[3:7])
+    wanted = shapes(LENGTH, COUNT)
+    assert {name: (x.shape[1:], x.dtype) for name, x in found.items()} == {
+        name: (x.shape, x.dtype) for name, x in wanted.items()
+    }
+    assert TOKENS_AT_ONCE > LENGTH
+
+
+def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
+    folder, mesh, runs = tmp_path / "said", make_mesh(), []
+    own = teacher._hidden
+    monkeypatch.setattr(teacher, "_hidden", lambda *x: runs.append(1) or own(*x))
+    said = kept(folder, mesh)
+    assert len(runs) == 7
+    before = {file: file.stat().st_mtime_ns for file in folder.glob("??/*.npz")}
+    assert len(before) == 7
+    kept(folder, mesh)
+    assert len(runs) == 7
+    kept(folder, mesh, of=2)  # other data, which happens to have the same sequences
+    assert len(runs) == 7
+
+    lost = sorted(before)[2]
+    lost.unlink()
+    with pytest.raises(
+        UserError, match=rf"{lost.name}: is missing or damaged .*: remove it and .*finished.json"
+    ):
+        said.read(ROWS)
+    (folder / "finished.json").unlink()
+    kept(folder, mesh)
+    assert len(runs) == 8
+    assert {file: file.stat().st_mtime_ns for file in before if file != lost} == {
+        file: x for file, x in before.items() if file != lost
+    }
+    lost.write_bytes(lost.read_bytes()[:100])
+    with pytest.raises(UserError, match=rf"{lost.name}: is missing or damaged"):
+        said.read(ROWS)
+
+
+def test_a_folder_of_another_teacher_is_refused(tmp_path):
+    mesh = make_mesh()
+    said = kept(tmp_path / "said", mesh)
+    with pytest.raises(UserError, match=r"are of the model tiny, not of other.* \(--out, --teacher\)"):
+        said.begin({"made_for": {"model": "other", "fingerprint": "00" * 512}})
+    with pytest.raises(UserError, match="the teacher's logits are of teacher_tokens 5, not 6: name another"):
+        Said(tmp_path / "said", 6).begin(MadeFor.of(tiny_model(), "tiny").description)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_path, monkeypatch):
+    monkeypatch.setattr(teacher, "_hidden", None)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: type("Disk", (), {"free": 1 << 26}))
+    with pytest.raises(
+        UserError, match=r"likeliest after each of 144 tokens take 0.0 MiB in .*--teacher model"
+    ):
+        kept(tmp_path / "said", make_mesh())
+
+
+def test_a_disk_that_fills_keeps_what_is_finished(tmp_path, monkeypatch):
+    own, written = np.savez, []
+
+    def filling(out, **found):
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        written.append(1)
+        own(out, **found)
+
+    monkeypatch.setattr(np, "savez", filling)
+    with pytest.raises(
+        UserError, match="said: the disk is full: sequences are finished and stay; the same command"
+    ):
+        kept(tmp_path / "said", make_mesh())
+    assert len(list((tmp_path / "said").glob("??/*"))) == 3, "and nothing partial"
