@@ -115,6 +115,22 @@ def test_samples_are_the_prompt_repeated_in_order(model, tokens):
             sampling.sample(model, prompts, samples=3, **draw | refused)
 
 
+def test_an_answer_with_a_key_of_its_own_is_the_same_in_any_batch(model, tokens):
+    prompts, keys = [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]], jax.random.split(jax.random.key(5), 3)
+    draw = {"temperature": 1.5, "top_k": 20, "eos": (), "max_new_tokens": 6, "block": 4}
+    together = sampling.sample(model, prompts, key=keys, **draw).tokens
+    for order in ([2, 0], [1]):
+        some = sampling.sample(model, [prompts[i] for i in order], key=keys[np.array(order)], **draw).tokens
+        np.testing.assert_array_equal(some, [together[i] for i in order])
+    twice = sampling.sample(model, prompts[:1], samples=2, key=keys[:2], **draw).tokens
+    np.testing.assert_array_equal(twice[0], together[0])
+    assert not np.array_equal(*twice)
+    with pytest.raises(
+        UserError, match=r"one for each answer, of which there are 3, got keys of shape \(2,\)"
+    ):
+        sampling.sample(model, prompts, key=keys[:2], **draw)
+
+
 def test_prompts_of_about_one_length_share_programs(model):
     """Also where they end at another number of pages, and whatever the method is called."""
     programs = last_logits, sampling.decode_block
