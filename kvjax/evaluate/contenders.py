@@ -87,7 +87,11 @@ class Contender:
     method: str = ""
     """The method whose arguments may follow its name; none: it takes none."""
     choose: Callable[[Rivals, float], Choice] | None = None
-    """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
+    """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them. For contests,
+    which have none, it is the one of `make`."""
+    on: Literal["contexts", "contests", "both"] = "contexts"
+    """What it is measured on: contexts that are read and then asked about, or contests, whose cache grows with the
+    answer and keeps the budget all along."""
 
     @property
     def needs_gates(self) -> bool:
@@ -146,6 +150,22 @@ def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Conten
     return Contender(make, reads="all" if when == "prompt" else "", method=name)
 
 
+EVERY = 128
+"""Tokens between two compactions while an answer is written, as of R-KV and Fast KVzip."""
+
+
+def _decoding(name: str) -> Contender:
+    """An eviction at the prompt's end and whenever a sequence has a multiple of `EVERY` tokens."""
+    needs_gates = name == "fast_kvzip"
+
+    def make(sizing: Sizing) -> Policy:
+        own = {"gates": sizing.gates} if needs_gates else {}
+        told = {"entries": round(sizing.entries), "when": "position", "every": EVERY} | own
+        return _policy(name, sizing, **told)
+
+    return Contender(make, gates=name if needs_gates else "wgkv", method=name, on="contests")
+
+
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
     told = arguments | dict(sizing.arguments)
     tokenizer = sizing.tokenizer() if takes_tokenizer(name, **told) else None
@@ -197,8 +217,8 @@ def _without_arguments(sizing: Sizing) -> Sizing:
 
 
 CONTENDERS = {
-    "full": Contender(_full, one_size=True, reads="all"),
-    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window),
+    "full": Contender(_full, one_size=True, reads="all", on="both"),
+    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window, on="both"),
     "head_pattern": Contender(_head_pattern, choose=Rivals.head_pattern),
     "snapkv": _eviction("snapkv"),
     "snapkv_chunked": _eviction("snapkv", "chunk"),
@@ -220,7 +240,7 @@ CONTENDERS = {
     "knorm": _eviction("knorm"),
     "kvzip": dataclasses.replace(_eviction("kvzip"), reads=""),
     "fast_kvzip": Contender(_fast_kvzip, gates="fast_kvzip", method="fast_kvzip"),
-    "kvpop": Contender(_kvpop, gates="kvpop", method="kvpop"),
+    "kvpop": Contender(_kvpop, gates="kvpop", method="kvpop", on="both"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
         reads="all",
@@ -228,12 +248,17 @@ CONTENDERS = {
     ),
     "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all", method="quest"),
     "wgkv": Contender(_calibrated_gates, calibrated=True, method="wgkv"),
-    FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv"),
+    FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv", on="both"),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
+    **{
+        f"{name}_decoding": _decoding(name)
+        for name in ("snapkv", "expected_attention", "h2o", "r_kv", "tova", "keydiff", "knorm", "fast_kvzip")
+    },
 }
 """What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
-the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end.
+the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end,
+NAME_decoding while it answers.
 """
 
 
@@ -294,7 +319,8 @@ def _from_package(name: str) -> Contender | None:
             given.pop("entries", None)
         return _policy(name, sizing, **given)
 
-    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name)
+    on = "contexts" if role(make) == "eviction" else "both"
+    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name, on=on)
 
 
 def budget_policy(name: str, sizing: Sizing) -> Policy:
