@@ -88,8 +88,8 @@ class EvaluateConfig:
     hotpotqa: Path | None = None
     """qa_2: HotpotQA's JSON file."""
     contest_data: Path | None = None
-    """Contests: a .jsonl or .parquet file, a folder of files called as the tasks are, or a hub data set (OWNER/NAME); by
-    default each contest's own on the hub."""
+    """Contests: a .jsonl or .parquet file, a folder of files called as the tasks are, or a hub data set; by default
+    each contest's own on the hub."""
     temperature: float = 0.7
     """Contests: what answers are drawn at. The defaults are those that Qwen3-4B-Instruct-2507 is published with; for
     Qwen3's thinking models 0.6, and a top-p of 0.95."""

@@ -130,7 +130,9 @@ def _folder_rows(folder: Path, contest: str) -> Iterator[Row]:
         sorted(file for file in own.iterdir() if file.suffix in SUFFIXES) if own.is_dir() else []
     )
     if not files:
-        raise UserError(f"{OPTION} {folder}: there is no {contest}.jsonl, {contest}.parquet or folder {contest}")
+        raise UserError(
+            f"{OPTION} {folder}: there is no {contest}.jsonl, {contest}.parquet or folder {contest}"
+        )
     for file in files:
         yield from file_rows(file, OPTION)
 
@@ -212,6 +214,4 @@ class ContestProblems:
             return float(box is not None and self.grader(box, problem.answer))
 
         true = self.tokenizer(problem.answer, add_special_tokens=False, verbose=False)["input_ids"]
-        return Question(
-            as_tokens([]), as_tokens(true), problem.name, score, room, stops=True, concluded=said
-        )
+        return Question(as_tokens([]), as_tokens(true), problem.name, score, room, stops=True, concluded=said)
