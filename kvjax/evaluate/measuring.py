@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from kvjax.policies.interfaces import BIAS
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed
 from kvjax.tasks.sample import Question, Sample, Tokens
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -217,8 +220,8 @@ def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))
 
 
-def groups(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
-    """The samples, `batch` at a time."""
+def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
+    """The samples, or what stands for them, `batch` at a time."""
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 

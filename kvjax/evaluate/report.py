@@ -106,8 +106,8 @@ def _about_contests(config: EvaluateConfig) -> str:
         "mean over problems and draws, ± its standard error over the draws of these problems. Relative recovery is "
         f"pass@1 over that of {dense}, ± its standard error, taking the draws of both as independent. A budget is a "
         "share of the tokens that a prompt with its answer may have, so many entries of a kv head at any time; "
-        f"evictions hold up to {EVERY} more between two compactions. The KV footprint is what was really held, summed over the query steps of "
-        "prompt and answer, over full attention's at the same lengths."
+        f"evictions hold up to {EVERY} more between two compactions. The KV footprint is what was really held, summed "
+        "over the query steps of prompt and answer, over full attention's at the same lengths."
     )
 
 
@@ -299,9 +299,9 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
         lines = [
             f"## Sizes and speeds, {context} tokens",
             "Means over the tasks. Entries: share of the full cache's once the context was read, or a contest's answer "
-            "written. MiB: its pages in use. "
-            "Tokens per second: of a whole batch, rows that are done included, without compilation; –: methods "
-            "that differ only once the context was read are read together, which says nothing of one alone.",
+            "written. MiB: its pages in use. Tokens per second: of a whole batch, rows that are done included, without "
+            "compilation; –: methods that differ only once the context was read are read together, which says nothing "
+            "of one alone.",
             "",
             "| policy | budget | entries | footprint | all that was held | peak | MiB a context | prefill tokens/s | "
             "decode tokens/s |",

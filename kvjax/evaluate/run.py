@@ -288,7 +288,7 @@ def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
 
 
 def with_gates(config: EvaluateConfig) -> EvaluateConfig:
-    """Where no policies are named with those for the tasks that there are gates for."""
+    """Where no policies are named, with those for the tasks that need no gates or have some."""
     if config.policies != POLICIES:
         return config
 
