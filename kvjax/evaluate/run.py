@@ -325,8 +325,11 @@ def answers_contests(config: EvaluateConfig) -> bool:
 
 
 def check_policies(config: EvaluateConfig) -> None:
-    """Refuse policies that are none, and those that are not for the tasks. Raises UserError."""
+    """Refuse policies that are none, those that are not for the tasks, and --dense without contests. Raises
+    UserError."""
     drawn = answers_contests(config)
+    if config.dense is not None and not drawn:
+        raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
     for name in config.policies:
         entry = contender(name)
         if entry.on not in ("both", "contests" if drawn else "contexts"):

@@ -11,10 +11,10 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.inference.forward import last_logits
 from kvjax.inference.stop import settled, stop_place, stop_texts
-from kvjax.mesh import use_mesh
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, SnapKV, make_policy
-from tests.tiny_models import policies_for
+from tests.tiny_models import policies_for, tiny_model
 
 
 def test_sampling_greedily_is_the_argmax_of_the_logits(model, tokens):
@@ -122,6 +122,9 @@ def test_an_answer_with_a_key_of_its_own_is_the_same_in_any_batch(model, tokens)
     for order in ([2, 0], [1]):
         some = sampling.sample(model, [prompts[i] for i in order], key=keys[np.array(order)], **draw).tokens
         np.testing.assert_array_equal(some, [together[i] for i in order])
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        meshed = sampling.sample(tiny_model(), prompts, key=keys, **draw).tokens
+    np.testing.assert_array_equal(meshed, together)
     twice = sampling.sample(model, prompts[:1], samples=2, key=keys[:2], **draw).tokens
     np.testing.assert_array_equal(twice[0], together[0])
     assert not np.array_equal(*twice)
