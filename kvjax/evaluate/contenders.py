@@ -134,36 +134,28 @@ GATED = "gates"
 """What reads alike with the same gates: methods over what gates let in."""
 
 
+EVERY = 128
+"""Tokens between two compactions while an answer is written, as of R-KV and Fast KVzip."""
+
+
 def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Contender:
-    """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
+    """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's; or
+    at its end and whenever a sequence has a multiple of `EVERY` tokens."""
+    decoding = when == "position"
 
     def make(sizing: Sizing) -> Policy:
         told: dict[str, Any] = {"when": when, "observers": observers}
+        told |= {"entries": round(sizing.entries), "every": EVERY} if decoding else {"ratio": sizing.ratio}
         if when == "chunk":
             told["chunk"] = sizing.chunk
         if name == "snapkv":
             told["observed"] = sizing.observed
         elif name in WRAPPERS:
             told["eviction"] = SnapKV(sizing.observed)
-        return _policy(name, sizing, ratio=sizing.ratio, **told)
-
-    return Contender(make, reads="all" if when == "prompt" else "", method=name)
-
-
-EVERY = 128
-"""Tokens between two compactions while an answer is written, as of R-KV and Fast KVzip."""
-
-
-def _decoding(name: str) -> Contender:
-    """An eviction at the prompt's end and whenever a sequence has a multiple of `EVERY` tokens."""
-    needs_gates = name == "fast_kvzip"
-
-    def make(sizing: Sizing) -> Policy:
-        own = {"gates": sizing.gates} if needs_gates else {}
-        told = {"entries": round(sizing.entries), "when": "position", "every": EVERY} | own
         return _policy(name, sizing, **told)
 
-    return Contender(make, gates=name if needs_gates else "wgkv", method=name, on="contests")
+    reads, on = "all" if when == "prompt" else "", "contests" if decoding else "contexts"
+    return Contender(make, reads=reads, method=name, on=on)
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
@@ -180,6 +172,12 @@ def _gated(sizing: Sizing, **arguments: Any) -> Policy:
 def _fast_kvzip(sizing: Sizing) -> Policy:
     assert sizing.gates is not None  # the command line is refused without
     return _policy("fast_kvzip", sizing, gates=sizing.gates, ratio=sizing.ratio, chunk=sizing.chunk)
+
+
+def _fast_kvzip_decoding(sizing: Sizing) -> Policy:
+    assert sizing.gates is not None  # the command line is refused without
+    told = {"entries": round(sizing.entries), "when": "position", "every": EVERY}
+    return _policy("fast_kvzip", sizing, gates=sizing.gates, **told)
 
 
 def _kvpop(sizing: Sizing) -> Policy:
@@ -252,9 +250,12 @@ CONTENDERS = {
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
     **{
-        f"{name}_decoding": _decoding(name)
-        for name in ("snapkv", "expected_attention", "h2o", "r_kv", "tova", "keydiff", "knorm", "fast_kvzip")
+        f"{name}_decoding": _eviction(name, "position")
+        for name in ("snapkv", "expected_attention", "h2o", "r_kv", "tova", "keydiff", "knorm")
     },
+    "fast_kvzip_decoding": Contender(
+        _fast_kvzip_decoding, gates="fast_kvzip", method="fast_kvzip", on="contests"
+    ),
 }
 """What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
 the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end,

@@ -8,7 +8,7 @@ repository's configs/competitions), and is answered as the model likes, thinking
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -173,10 +173,10 @@ class ContestProblems:
     """What the score is, in words."""
     published: bool = True
     """Whether its samples are a published data set's."""
-    grader: Grader = field(init=False, repr=False)
 
-    def __post_init__(self):
-        object.__setattr__(self, "grader", CONTESTS[self.contest].grader())
+    @cached_property
+    def grader(self) -> Grader:
+        return CONTESTS[self.contest].grader()
 
     @cached_property
     def problems(self) -> list[Problem]:
