@@ -333,6 +333,9 @@ def budget_policy(name: str, sizing: Sizing) -> Policy:
         policy = contender(name).make(sizing)
         if policy.plan is not None:
             _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
+            policy.plan.check_bound(
+                policy.name, policy.window - 1, entry_bytes=1
+            )  # budgets are no bytes here
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

@@ -22,7 +22,7 @@ class Recovery:
     ratio: float
     """1: as good as the dense model."""
     error: float | None
-    """To first order, the draws of both being independent."""
+    """To first order, the draws of both being independent; none of the dense model itself."""
 
     def __str__(self) -> str:
         return f"{self.ratio:.2f}{'' if self.error is None else f' ± {self.error:.2f}'}"
@@ -39,6 +39,8 @@ def recovery(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> Re
     total = sum(rival.score for _, rival in pairs)
     if len(pairs) < len(cells) or total == 0:
         return None
+    if all(own == rival for own, rival in pairs):
+        return Recovery(1.0, None)
     ratio = sum(own.score for own, _ in pairs) / total
     errors = [(_error(own), _error(rival)) for own, rival in pairs]
     squares = [a**2 + (ratio * b) ** 2 for a, b in errors if a is not None and b is not None]

@@ -94,7 +94,7 @@ def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_pat
     for said in (
         f"is right; drawn at {SAID}; 2 problems, 2 draws of each.",
         "Relative recovery is pass@1 over that of this run's full cache",
-        "| full | 1 |  | 50.0 ± 5.0 | 1.00",
+        "| full | 1 |  | 50.0 ± 5.0 | 1.00 | ",
         # √(0.05² + (0.4 · 0.05)²) / 0.5
         "| streaming_llm | 0.25 | 40 | 20.0 ± 5.0 | 0.40 ± 0.11 | ",
         "| r_kv_decoding:every=16,observed=4 | 0.25 | 40 | 40.0 ± 5.0 | 0.80 ± 0.13 | ",
