@@ -5,8 +5,11 @@ sampling, and the share of right ones.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,10 @@ import numpy as np
 
 from kvjax.evaluate.answering import Answer
 from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
+from kvjax.files import write_text
 from kvjax.inference.record import Calls
 from kvjax.inference.sampling import stream
+from kvjax.inference.stop import decoded
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.tasks.sample import Sample, Tokens, as_tokens
@@ -59,6 +64,30 @@ def measure_drawn(
         keys = jnp.stack([drawing.key(*row) for row in group])
         _add(tally, model, policy, [problems[index] for index, _ in group], keys, drawing, manner)
     return dataclasses.replace(tally.total(), drawn=tally.drawn(drawing.draws))
+
+
+def write_answers(
+    file: Path, problems: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
+) -> None:
+    """A line for each answer of `measure_drawn`, for people to read, in its order: the problem, the draw, the true
+    answer, what was said in the end, whether that was cut off, and all of the text. Makes the folder."""
+    draws, rows = len(outputs) // len(problems), []
+    for index, (tokens,) in enumerate(outputs):
+        (question,) = problems[index // draws].questions
+        assert question.concluded is not None
+        rows.append(
+            {
+                "problem": question.kind,
+                "draw": index % draws,
+                "true": tokenizer.decode(question.answer.tolist()),
+                "said": question.concluded(tokens),
+                "cut": len(tokens) == question.answer_tokens,
+                "tokens": len(tokens),
+                "text": decoded(tokenizer, tokens),
+            }
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _add(

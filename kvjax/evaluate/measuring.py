@@ -91,7 +91,7 @@ class Measurement:
     peak: float
     """The most entries at one time, of full attention's."""
     kv_ratio: float
-    """Entries over those of a full cache once the contexts were read."""
+    """Entries over those of a full cache once the contexts were read, or drawn answers written."""
     kv_ratios: Float[np.ndarray, "l k"]
     """The same by layer and kv head."""
     rates: Float[np.ndarray, "l k"]

@@ -64,9 +64,9 @@ class Cell:
     peak_kv: float
     """The most entries at one time, of full attention's."""
     kv_ratio: float
-    """Share of the entries once the contexts were read."""
+    """Share of the entries once the contexts were read, or the answers to contests written."""
     bytes: int
-    """Of a context's pages in use."""
+    """Of a context's pages in use, at that time."""
     prefill_tok_s: int | None
     """Tokens read per second; None: not timed without compilation."""
     decode_tok_s: int | None

@@ -22,7 +22,7 @@ from kvjax.evaluate.gates import (
     of_method,
     own_tau,
 )
-from kvjax.evaluate.long_answers import Drawing, measure_drawn
+from kvjax.evaluate.long_answers import Drawing, measure_drawn, write_answers
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
@@ -38,6 +38,8 @@ from kvjax.policies.admission.wgkv import load_gates
 from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
 
+ANSWERS_FOLDER = "answers"
+"""The folder of what was answered to contests."""
 CHOICES = 10
 """Samples that static policies are chosen on."""
 
@@ -190,7 +192,9 @@ class Evaluation:
                 for name, own in candidates.items():
                     for budget, one in zip(todo[name], own, strict=True):
                         found = measure_drawn(self.model, one.policy, workload.samples, drawing, manner)
-                        yield self._cell(name, budget, one, workload, found)
+                        cell = self._cell(name, budget, one, workload, found)
+                        self._keep_answers(cell, workload, found)
+                        yield cell
             elif contender(next(iter(todo))).reads:
                 known = {name: list(own) for name, own in candidates.items()}
                 policies = [[one.policy for one in own] for own in known.values()]
@@ -205,6 +209,11 @@ class Evaluation:
                         yield self._cell(name, budget, one, workload, found)
         except UserError as error:
             raise UserError(f"{', '.join(todo)} on {workload.task}: {error}") from None
+
+    def _keep_answers(self, cell: Cell, workload: Workload, found: Measurement) -> None:
+        name = f"{cell.task}-{cell.context}-{cell.policy}-{cell.budget:g}.jsonl".replace("/", "_")
+        tokenizer = _tokenizer(self.config.model)
+        write_answers(self.config.out / ANSWERS_FOLDER / name, workload.samples, found.outputs, tokenizer)
 
     def _cell(self, name: str, budget: float, own: Candidate, workload: Workload, found: Measurement) -> Cell:
         return cell(name, budget, workload, found, self.config, own.gates, own_tau(own.policy), own.choice)

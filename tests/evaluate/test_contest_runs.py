@@ -76,6 +76,16 @@ def test_every_cell_says_what_was_drawn_and_held(evaluated):
     assert streaming["bytes"] < 0.6 * full["bytes"]
 
 
+def test_answers_are_there_to_be_read(evaluated):
+    for cell in lines(evaluated):
+        own = (evaluated / "answers" / f"aime_2024-160-{cell['policy']}-{cell['budget']:g}.jsonl").read_text()
+        rows = [json.loads(line) for line in own.splitlines()]
+        places = [(row["problem"], row["draw"], row["true"]) for row in rows]
+        assert places == [(f"2024-{i}", draw, str(2 * i)) for i in (1, 2) for draw in (0, 1)]
+        assert sum(row["cut"] for row in rows) == 4 * cell["drawn"]["cut"]
+        assert all(row["said"] is None and row["text"] and row["tokens"] for row in rows)
+
+
 def test_a_finished_cell_is_kept(data, evaluated, tmp_path):
     """The last one is taken away, and only that is drawn again, to the same."""
     out = shutil.copytree(evaluated, tmp_path / "run")
