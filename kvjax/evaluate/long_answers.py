@@ -1,7 +1,6 @@
 """Problems that are answered at length while the policy works: several draws of each, every one by its own key.
 
-As KVPOP (arXiv's workshop version, Sec. 2.2) evaluates: a short prompt through the chat template, a long answer by
-sampling, and the share of right ones.
+KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers are drawn).
 """
 
 import dataclasses

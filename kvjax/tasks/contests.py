@@ -3,8 +3,9 @@ r"""Mathematics contests in their published forms: AIME and HMMT, problems that 
 A row has the problem (`problem` or `question`), its `answer`, and mostly a name (`id` or `problem_idx`), whatever their
 case: so AIME 2024 is published as HuggingFaceH4/aime_2024 and Maxwell-Jia/AIME_2024, AIME 2025 as MathArena/aime_2025,
 opencompass/AIME2025, math-ai/aime25 and yentinglin/aime_2025, HMMT as MathArena/hmmt_feb_2025 and hmmt_nov_2025. A
-problem is the user's turn, behind the instruction that MathArena gives for its contest (arXiv:2505.23281; its
-repository's configs/competitions), and is answered as the model likes, thinking where its template lets it by itself.
+problem is the user's turn, behind an empty line and the instruction that MathArena gave for these contests
+(arXiv:2505.23281; its repository's configs/competitions), and is answered as the model likes, thinking where its
+template lets it by itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping
