@@ -18,12 +18,17 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.cache import parse_capacity
     from kvjax.command.lock import FolderLock
     from kvjax.command.progress import Progress
-    from kvjax.evaluate.config import FIXED_TAU
-    from kvjax.evaluate.contenders import contender
-    from kvjax.evaluate.gates import by_lambda
+    from kvjax.evaluate.recovery import check_dense
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results
-    from kvjax.evaluate.run import Evaluation, check_contexts, check_lengths, gates_for, pairs, with_gates
+    from kvjax.evaluate.run import (
+        Evaluation,
+        check_contexts,
+        check_lengths,
+        check_policies,
+        pairs,
+        with_gates,
+    )
     from kvjax.evaluate.workloads import workloads
     from kvjax.inference.checks import check_capacity
     from kvjax.models import load_model, read_config
@@ -31,10 +36,7 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.models.loading import model_shapes
 
     config = with_gates(config)
-    for name in config.policies:
-        contender(name)
-    if FIXED_TAU in config.policies:
-        by_lambda(gates_for(config, FIXED_TAU))
+    check_policies(config)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
         if config.capacity is not None:
             check_capacity(parse_capacity(config.capacity))
@@ -45,6 +47,7 @@ def main(args: list[str] | None = None) -> None:
         compared = workloads(config)
         results.check_contexts(compared)
         check_contexts(config, shapes, compared)
+        check_dense(config, compared)
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         results.check_model(model)
         evaluation = Evaluation(config, model, compared)

@@ -48,6 +48,8 @@ class Answer:
     """What was said."""
     log_likelihood: float
     """Of the true tokens where they are given, each after those before it (nats)."""
+    cut: bool = False
+    """Whether a drawn answer had no end where its tokens did."""
 
 
 def answer(

@@ -19,6 +19,10 @@ POLICIES = (
     *("kvzip", "fast_kvzip", "kvpop", "quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""
+ANSWERING = (
+    *("full", "streaming_llm", "h2o_decoding", "r_kv_decoding", "fast_kvzip_decoding", "kvpop", FIXED_TAU),
+)
+"""The same for contests, where the cache grows with the answer."""
 DTYPES = "float32", "bfloat16", "float16"
 
 
@@ -44,11 +48,12 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ("needle", "copy", "text")
     """needle, by depth; documents: questions about --documents; text: how it goes on, from --documents; recall and copy
     (built-in model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
-    qa_2."""
+    qa_2. Or contests, answered at length: aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
     context: tuple[int, ...] = (1024,)
-    """Tokens of a context with a question and its answer."""
+    """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
     samples: int = 192
-    """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12."""
+    """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12; every problem of a
+    contest is answered equally often, each time by draws of its own."""
     chunk: int | None = None
     """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
     of the shortest context, at most 32768."""
@@ -82,8 +87,21 @@ class EvaluateConfig:
     """qa_1: SQuAD's JSON file."""
     hotpotqa: Path | None = None
     """qa_2: HotpotQA's JSON file."""
+    contest_data: Path | None = None
+    """Contests: a .jsonl or .parquet file, a folder of files called as the tasks are, or a hub data set; by default
+    each contest's own on the hub."""
+    temperature: float = 0.7
+    """Contests: what answers are drawn at. The defaults are those that Qwen3-4B-Instruct-2507 is published with; for
+    Qwen3's thinking models 0.6, and a top-p of 0.95."""
+    top_p: float = 0.8
+    """Contests: of the most likely tokens the fewest whose probability reaches it."""
+    top_k: int = 20
+    """Contests: the most likely tokens that are drawn from; 0: all."""
+    dense: Path | None = None
+    """Contests: the folder of another evaluation, whose full cache pass@1 is held against; by default that of this
+    one."""
     chat: bool = True
-    """RULER and documents: use the tokenizer's chat template if it has one."""
+    """RULER, documents and contests: use the tokenizer's chat template if it has one."""
     seed: int = 0
     """Of the contexts and of what is random."""
     batch: int = 16
@@ -122,6 +140,12 @@ class EvaluateConfig:
         for name, value in numbers.items():
             if value is not None and value < 1:
                 raise UserError(f"--{name} must be at least 1, got {value}")
+        if not self.temperature > 0:
+            raise UserError(f"--temperature must be above 0, got {self.temperature:g}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"--top-p must be above 0 and at most 1, got {self.top_p:g}")
+        if self.top_k < 0:
+            raise UserError(f"--top-k must be at least 0, got {self.top_k}")
         if not 0 <= self.seed <= LARGEST_INT:
             raise UserError(f"--seed must be from 0 to {LARGEST_INT}, got {self.seed}")
         if self.page_size > min(self.context):

@@ -87,7 +87,11 @@ class Contender:
     method: str = ""
     """The method whose arguments may follow its name; none: it takes none."""
     choose: Callable[[Rivals, float], Choice] | None = None
-    """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them."""
+    """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them. For contests,
+    which have none, it is the one of `make`."""
+    on: Literal["contexts", "contests", "both"] = "contexts"
+    """What it is measured on: contexts that are read and then asked about, or contests, whose cache grows with the
+    answer and keeps the budget all along."""
 
     @property
     def needs_gates(self) -> bool:
@@ -130,20 +134,28 @@ GATED = "gates"
 """What reads alike with the same gates: methods over what gates let in."""
 
 
+EVERY = 128
+"""Tokens between two compactions while an answer is written, as of R-KV and Fast KVzip."""
+
+
 def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Contender:
-    """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's."""
+    """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's; or
+    at its end and whenever a sequence has a multiple of `EVERY` tokens."""
+    decoding = when == "position"
 
     def make(sizing: Sizing) -> Policy:
         told: dict[str, Any] = {"when": when, "observers": observers}
+        told |= {"entries": round(sizing.entries), "every": EVERY} if decoding else {"ratio": sizing.ratio}
         if when == "chunk":
             told["chunk"] = sizing.chunk
         if name == "snapkv":
             told["observed"] = sizing.observed
         elif name in WRAPPERS:
             told["eviction"] = SnapKV(sizing.observed)
-        return _policy(name, sizing, ratio=sizing.ratio, **told)
+        return _policy(name, sizing, **told)
 
-    return Contender(make, reads="all" if when == "prompt" else "", method=name)
+    reads, on = "all" if when == "prompt" else "", "contests" if decoding else "contexts"
+    return Contender(make, reads=reads, method=name, on=on)
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
@@ -160,6 +172,12 @@ def _gated(sizing: Sizing, **arguments: Any) -> Policy:
 def _fast_kvzip(sizing: Sizing) -> Policy:
     assert sizing.gates is not None  # the command line is refused without
     return _policy("fast_kvzip", sizing, gates=sizing.gates, ratio=sizing.ratio, chunk=sizing.chunk)
+
+
+def _fast_kvzip_decoding(sizing: Sizing) -> Policy:
+    assert sizing.gates is not None  # the command line is refused without
+    told = {"entries": round(sizing.entries), "when": "position", "every": EVERY}
+    return _policy("fast_kvzip", sizing, gates=sizing.gates, **told)
 
 
 def _kvpop(sizing: Sizing) -> Policy:
@@ -197,8 +215,8 @@ def _without_arguments(sizing: Sizing) -> Sizing:
 
 
 CONTENDERS = {
-    "full": Contender(_full, one_size=True, reads="all"),
-    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window),
+    "full": Contender(_full, one_size=True, reads="all", on="both"),
+    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window, on="both"),
     "head_pattern": Contender(_head_pattern, choose=Rivals.head_pattern),
     "snapkv": _eviction("snapkv"),
     "snapkv_chunked": _eviction("snapkv", "chunk"),
@@ -220,7 +238,7 @@ CONTENDERS = {
     "knorm": _eviction("knorm"),
     "kvzip": dataclasses.replace(_eviction("kvzip"), reads=""),
     "fast_kvzip": Contender(_fast_kvzip, gates="fast_kvzip", method="fast_kvzip"),
-    "kvpop": Contender(_kvpop, gates="kvpop", method="kvpop"),
+    "kvpop": Contender(_kvpop, gates="kvpop", method="kvpop", on="both"),
     "random_eviction": Contender(
         lambda s: _policy("random_eviction", s, ratio=s.ratio, seed=s.seed),
         reads="all",
@@ -228,12 +246,20 @@ CONTENDERS = {
     ),
     "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all", method="quest"),
     "wgkv": Contender(_calibrated_gates, calibrated=True, method="wgkv"),
-    FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv"),
+    FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv", on="both"),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
+    **{
+        f"{name}_decoding": _eviction(name, "position")
+        for name in ("snapkv", "expected_attention", "h2o", "r_kv", "tova", "keydiff", "knorm")
+    },
+    "fast_kvzip_decoding": Contender(
+        _fast_kvzip_decoding, gates="fast_kvzip", method="fast_kvzip", on="contests"
+    ),
 }
 """What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
-the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end.
+the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end,
+NAME_decoding while it answers.
 """
 
 
@@ -294,7 +320,8 @@ def _from_package(name: str) -> Contender | None:
             given.pop("entries", None)
         return _policy(name, sizing, **given)
 
-    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name)
+    on = "contexts" if role(make) == "eviction" else "both"
+    return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name, on=on)
 
 
 def budget_policy(name: str, sizing: Sizing) -> Policy:
@@ -306,6 +333,9 @@ def budget_policy(name: str, sizing: Sizing) -> Policy:
         policy = contender(name).make(sizing)
         if policy.plan is not None:
             _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
+            policy.plan.check_bound(
+                policy.name, policy.window - 1, entry_bytes=1
+            )  # budgets are no bytes here
     except UserError as error:
         raise UserError(f"{name} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

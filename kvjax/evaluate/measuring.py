@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from kvjax.policies.policy import Policy
 from kvjax.struct import changed
 from kvjax.tasks.sample import Question, Sample, Tokens
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class Manner:
@@ -49,6 +52,22 @@ class Manner:
     """As in `prefill`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """Times what is run."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Problems answered several times, each answer right or not: what pass@1, the mean over problems and draws, rests
+    on."""
+
+    draws: int
+    """Answers to each problem."""
+    error: float | None
+    """pass@1's standard error over the draws, of these problems: √(Σ p(1 − p) / (draws − 1)) / problems, p being a
+    problem's own. None: there is but one draw."""
+    cut: float
+    """The share of answers that their length cut off, which are wrong."""
+    without: float
+    """The share of the others that come to no answer, which are wrong, too."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +91,7 @@ class Measurement:
     peak: float
     """The most entries at one time, of full attention's."""
     kv_ratio: float
-    """Entries over those of a full cache once the contexts were read."""
+    """Entries over those of a full cache once the contexts were read, or drawn answers written."""
     kv_ratios: Float[np.ndarray, "l k"]
     """The same by layer and kv head."""
     rates: Float[np.ndarray, "l k"]
@@ -83,6 +102,8 @@ class Measurement:
     """Tokens per second without compilation; None: there was nothing to time."""
     decode: float | None
     """The same of decoding."""
+    drawn: Drawn | None = None
+    """Of problems whose answers are drawn."""
 
 
 @dataclass(frozen=True)
@@ -199,8 +220,8 @@ def _own_reading(reading: Reading, index: int, method: Policy) -> Reading:
     return dataclasses.replace(reading, cache=dataclasses.replace(reading.cache, **own))
 
 
-def groups(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
-    """The samples, `batch` at a time."""
+def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
+    """The samples, or what stands for them, `batch` at a time."""
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 
@@ -226,7 +247,8 @@ class Tally:
         self._entries: list[Float[np.ndarray, "l k"]] = []
         self._past_ring, self._left, self._tokens = np.zeros(()), 0, 0
         self._bytes, self._contexts, self._answers = 0, 0, 0
-        self._reading, self._decoding = Pace(), Pace()
+        self._cut, self._without = 0, 0
+        self.reading, self.decoding = Pace(), Pace()
 
     def add(
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
@@ -234,18 +256,19 @@ class Tally:
         """Ask a group of contexts, which are in their cache (donated), their questions."""
         if policy.continuing.eviction is not None:
             raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
-        self._add_reading(reading, policy, len(group))
+        tokens = self.add_entries(reading.cache, policy, len(group))
+        self.reading.add(tokens, reading.seconds, reading.compiled)
         later, cache = for_answers(policy, reading.cache)
         for questions in zip(*(sample.questions for sample in group), strict=True):
             calls = Calls()
-            records = {"calls": calls, "pace": self._decoding, "watch": watch}
+            records = {"calls": calls, "pace": self.decoding, "watch": watch}
             stop = model.config.eos_ids
             group_answers, cache = answer(model, later, cache, questions, stop=stop, **records)
-            self._add_answers(questions, group_answers, _join(reading.calls, calls))
+            self.add_answers(questions, group_answers, _join(reading.calls, calls))
 
-    def _add_reading(self, reading: Reading, policy: Policy, count: int) -> None:
-        """A group of `count` contexts is in its cache."""
-        sizes = caches.stats(reading.cache, count)
+    def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
+        """A group of `count` contexts is in its cache. Returns how many tokens."""
+        sizes = caches.stats(cache, count)
         ring = np.minimum(sizes.tokens, policy.window - 1)
         self._outputs += [[] for _ in range(count)]
         self._entries.append(sizes.entries.sum(1))
@@ -254,14 +277,17 @@ class Tally:
         self._tokens += int(sizes.tokens.sum())
         self._bytes += sizes.bytes // sizes.pool_pages * sizes.pages
         self._contexts += count
-        self._reading.add(int(sizes.tokens.sum()), reading.seconds, reading.compiled)
+        return int(sizes.tokens.sum())
 
-    def _add_answers(self, questions: Sequence[Question], answers: Sequence[Answer], calls: Calls) -> None:
+    def add_answers(self, questions: Sequence[Question], answers: Sequence[Answer], calls: Calls) -> None:
         """A question of each context of the group that was read last was answered."""
         group = self._outputs[-len(questions) :]
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
             group[row].append(one.tokens)
-            self._scores[question.kind].append(question.score(one.tokens))
+            self._scores[question.kind].append(0.0 if one.cut else question.score(one.tokens))
+            if question.concluded is not None:
+                self._cut += one.cut
+                self._without += not one.cut and question.concluded(one.tokens) is None
             if question.given:
                 self._given += question.answer_tokens
                 self._log_likelihood += one.log_likelihood
@@ -287,6 +313,13 @@ class Tally:
             kv_ratios=kv_ratios,
             rates=self._past_ring / max(self._left, 1),
             bytes=self._bytes // self._contexts,
-            prefill=self._reading.per_second,
-            decode=self._decoding.per_second,
+            prefill=self.reading.per_second,
+            decode=self.decoding.per_second,
         )
+
+    def drawn(self, draws: int) -> Drawn:
+        """Of problems, each of which was answered `draws` times."""
+        own = [float(np.mean(scores)) for scores in self._scores.values()]
+        spread = [p * (1 - p) for p in own]
+        error = math.sqrt(sum(spread) / (draws - 1)) / len(own) if draws > 1 else None
+        return Drawn(draws, error, self._cut / self._answers, self._without / self._answers)

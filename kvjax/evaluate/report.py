@@ -4,7 +4,7 @@ import json
 import math
 import platform
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -13,21 +13,24 @@ import numpy as np
 from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.contenders import CONTENDERS, contender
+from kvjax.evaluate.contenders import CONTENDERS, EVERY, contender
 from kvjax.evaluate.footprint import critical_footprint
+from kvjax.evaluate.recovery import FULL, Recovery, dense_cells, recovery
 from kvjax.evaluate.results import Cell
 from kvjax.policies.assignments import with_arguments
 
-FULL = "full"
-"""The policy that others are held against."""
 CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
 
 
 def report(config: EvaluateConfig, cells: Sequence[Cell], command: str) -> str:
     """Write the report of all `cells` into the folder, and return its tables."""
-    scores = [_scores(config, own) for own in _panels(cells).values()]
-    tables = "\n\n".join([*_overviews(cells), *scores, *_choices(cells), *_speeds(cells)])
+    dense = dense_cells(config, cells)
+    scores = [
+        _scores(config, own) if own[0].drawn is None else _pass_at_1(own, dense)
+        for own in _panels(cells).values()
+    ]
+    tables = "\n\n".join([*_overviews(cells, dense), *scores, *_choices(cells), *_speeds(cells)])
     text = f"# Policies compared\n\n{_about(config, cells)}\n\n{tables}\n\n{_environment(command)}\n"
     (config.out / "report.md").write_text(text, encoding="utf-8")
     _draw(config.out, cells)
@@ -50,6 +53,8 @@ def _by_policy(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 
 def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
+    if any(cell.drawn is not None for cell in cells):
+        return _about_contests(config)
     if config.question_aware:
         how = (
             "**Question-aware**: each question was read with its context and both were compressed, observed by the "
@@ -92,6 +97,50 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
     return "\n\n".join(lines)
 
 
+def _about_contests(config: EvaluateConfig) -> str:
+    dense = "this run's full cache" if config.dense is None else f"the full cache of {config.dense}"
+    return (
+        "**Answered at length**: the problem is the prompt, and the policy works while the answer is written. Every "
+        "draw has a key of its own, of the seed, the problem and the draw, the same for all policies and in any batch. "
+        "An answer that its length cuts off counts as wrong, and so does one without a box. pass@1 is in percent, the "
+        "mean over problems and draws, ± its standard error over the draws of these problems. Relative recovery is "
+        f"pass@1 over that of {dense}, ± its standard error, taking the draws of both as independent. A budget is a "
+        "share of the tokens that a prompt with its answer may have, so many entries of a kv head at any time; "
+        f"evictions hold up to {EVERY} more between two compactions. The KV footprint is what was really held, summed "
+        "over the query steps of prompt and answer, over full attention's at the same lengths."
+    )
+
+
+def _pass_at_1(cells: list[Cell], dense: Mapping[tuple[str, int], Cell]) -> str:
+    """A contest's table."""
+    first = cells[0]
+    assert first.drawn is not None
+    lines = [
+        f"## {first.task}, {first.context} tokens",
+        f"{first.metric}; {len(first.by_kind)} problems, {first.drawn.draws} draws of each.",
+        "",
+        "| policy | budget | entries of a kv head | pass@1 | relative recovery | cut off | without a box | footprint | "
+        "peak |",
+        "|---" * 9 + "|",
+    ]
+    for cell in sorted(cells, key=lambda cell: (cell.policy != FULL, cell.policy == FIXED_TAU, cell.budget)):
+        drawn = cell.drawn
+        assert drawn is not None
+        error = "" if drawn.error is None else f" ± {100 * drawn.error:.1f}"
+        fixed = cell.policy not in (FULL, FIXED_TAU)
+        entries = f"{cell.budget * cell.context:.0f}" if fixed else ""
+        lines.append(
+            f"| {cell.policy} | {cell.at} | {entries} | {100 * cell.score:.1f}{error} | "
+            f"{_shown(recovery([cell], dense))} | {100 * drawn.cut:.0f}% | "
+            f"{100 * drawn.without:.0f}% | {cell.footprint:.3f} | {cell.peak_kv:.3f} |"
+        )
+    return "\n".join(lines)
+
+
+def _shown(found: Recovery | None) -> str:
+    return "–" if found is None else str(found)
+
+
 CellRows = dict[tuple[str, float], list[Cell | None]]
 """The cells of each policy and budget by task, None where one is missing."""
 
@@ -106,17 +155,20 @@ def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], CellRows]]:
             yield context, tasks, {row: [found.get((*row, task)) for task in tasks] for row in rows}
 
 
-def _overviews(cells: Sequence[Cell]) -> list[str]:
+def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> list[str]:
     """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
     tables = []
+    contests = any(cell.drawn is not None for cell in cells)
+    ahead = " relative recovery |" if contests else ""
+    beside = " Relative recovery is that of the mean." if contests else ""
     for context, tasks, rows in _across(cells):
         lines = [
             f"## All tasks, {context} tokens",
             "Scores in percent as below, the text's with its perplexity; mean, footprint and MiB of a context: means "
-            "over the tasks.",
+            f"over the tasks.{beside}",
             "",
-            f"| policy | budget | {' | '.join(tasks)} | mean | footprint | MiB |",
-            "|---" * (len(tasks) + 5) + "|",
+            f"| policy | budget | {' | '.join(tasks)} | mean |{ahead} footprint | MiB |",
+            "|---" * (len(tasks) + 5 + contests) + "|",
         ]
         for row in sorted(rows, key=lambda row: (row[0] != FULL, row[0] == FIXED_TAU, row[1])):
             own = rows[row]
@@ -125,7 +177,11 @@ def _overviews(cells: Sequence[Cell]) -> list[str]:
             footprint = np.mean([cell.footprint for cell in known])
             scores = " | ".join("" if cell is None else _score(cell) for cell in own)
             mean = f"{100 * np.mean([cell.score for cell in known]):.1f}" if len(known) == len(tasks) else ""
-            lines.append(f"| {row[0]} | {known[0].at} | {scores} | {mean} | {footprint:.2f} | {size:.1f} |")
+            found = recovery(known, dense) if len(known) == len(tasks) else None
+            recovered = f" {_shown(found)} |" if contests else ""
+            lines.append(
+                f"| {row[0]} | {known[0].at} | {scores} | {mean} |{recovered} {footprint:.2f} | {size:.1f} |"
+            )
         tables.append("\n".join(lines))
     return tables
 
@@ -242,9 +298,10 @@ def _speeds(cells: Sequence[Cell]) -> list[str]:
                 own.setdefault((cell.policy, cell.at), []).append(cell)
         lines = [
             f"## Sizes and speeds, {context} tokens",
-            "Means over the tasks. Entries: share of the full cache's once the context was read. MiB: its pages in "
-            "use. Tokens per second: of a whole batch, rows that are done included, without compilation; –: methods "
-            "that differ only once the context was read are read together, which says nothing of one alone.",
+            "Means over the tasks. Entries: share of the full cache's once the context was read, or a contest's answer "
+            "written. MiB: its pages in use. Tokens per second: of a whole batch, rows that are done included, without "
+            "compilation; –: methods that differ only once the context was read are read together, which says nothing "
+            "of one alone.",
             "",
             "| policy | budget | entries | footprint | all that was held | peak | MiB a context | prefill tokens/s | "
             "decode tokens/s |",

@@ -11,21 +11,24 @@ from typing import Any
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.measuring import Measurement
+from kvjax.evaluate.measuring import Drawn, Measurement
 from kvjax.evaluate.workloads import Workload
 from kvjax.exported.fingerprint import contents
 from kvjax.exported.folder import digest
 from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies.admission.pattern_folder import pattern_digest
+from kvjax.tasks.contests import CONTESTS
 
 MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
     *("dtype", "order_contexts", "order_length"),
 )
 """Settings that all cells of a folder share."""
-READ = "documents", "ruler_data", "essays", "squad", "hotpotqa"
+READ = "documents", "ruler_data", "essays", "squad", "hotpotqa", "contest_data"
 """Files and folders that they share, too: their contents, wherever these are."""
+DRAWN_WITH = "temperature", "top_p", "top_k"
+"""Settings of contests alone; None in a folder of other tasks."""
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
 """Of the files of a folder that are read."""
 HEADS_FOLDER = "heads"
@@ -61,9 +64,9 @@ class Cell:
     peak_kv: float
     """The most entries at one time, of full attention's."""
     kv_ratio: float
-    """Share of the entries once the contexts were read."""
+    """Share of the entries once the contexts were read, or the answers to contests written."""
     bytes: int
-    """Of a context's pages in use."""
+    """Of a context's pages in use, at that time."""
     prefill_tok_s: int | None
     """Tokens read per second; None: not timed without compilation."""
     decode_tok_s: int | None
@@ -84,6 +87,8 @@ class Cell:
     """Their threshold."""
     choice: str
     """What was chosen on calibration contexts, in words."""
+    drawn: Drawn | None = None
+    """Of contests: what pass@1 rests on."""
 
     @property
     def key(self) -> tuple[str, float, str, int]:
@@ -122,7 +127,7 @@ def cell(
         budget=budget,
         task=workload.task,
         context=workload.length,
-        metric=workload.source.metric,
+        metric=metric_of(config, workload),
         contexts=workload.digest,
         samples=found.answers,
         score=round(found.score, 6),
@@ -142,7 +147,16 @@ def cell(
         gates=gates,
         tau=tau,
         choice=choice,
+        drawn=found.drawn,
     )
+
+
+def metric_of(config: EvaluateConfig, workload: Workload) -> str:
+    """What the score of a workload is, in words; of answers that are drawn, how."""
+    if not workload.drawn:
+        return workload.source.metric
+    how = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
+    return f"{workload.source.metric}; drawn at {how}"
 
 
 class Results:
@@ -155,6 +169,8 @@ class Results:
     def __init__(self, config: EvaluateConfig):
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
         self._settings = {name: getattr(config, name) for name in MEASURED_WITH}
+        contests = all(task in CONTESTS for task in config.tasks)
+        self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
         self._settings |= {name: _read_from(getattr(config, name)) for name in READ} | {
             "gates": [[folder, digest(folder)] for folder in config.gates],
             "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
@@ -215,11 +231,7 @@ class Results:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             write_text(self._file, whole)
-        cells = {}
-        for number, line in enumerate(whole.splitlines(), 1):
-            found = _cell(line, f"{self._file}: line {number}")
-            cells[found.key] = found
-        return cells
+        return read_cells(self._file)
 
     def add(self, found: Cell) -> None:
         """Append a line, which is on disk when this returns."""
@@ -230,15 +242,24 @@ class Results:
         self.cells[found.key] = found
 
 
+def read_cells(file: Path) -> dict[tuple[str, float, str, int], Cell]:
+    """The cells of a results.jsonl by their keys. Raises UserError for a line that is none."""
+    lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+    found = [_cell(line, f"{file}: line {number}") for number, line in lines]
+    return {cell.key: cell for cell in found}
+
+
 def _cell(line: str, at: str) -> Cell:
     try:
         values = dict(json.loads(line))
     except (ValueError, TypeError):
         raise UserError(f"{at} is no JSON object, it starts {line[:60]}") from None
-    missing = [field.name for field in dataclasses.fields(Cell) if field.name not in values]
+    needed = [field.name for field in dataclasses.fields(Cell) if field.default is dataclasses.MISSING]
+    missing = [name for name in needed if name not in values]
     if missing:
         raise UserError(f"{at} has no field `{missing[0]}`")
-    return Cell(**{field.name: values[field.name] for field in dataclasses.fields(Cell)})
+    drawn = values.get("drawn")
+    return Cell(**{name: values[name] for name in needed}, drawn=None if drawn is None else Drawn(**drawn))
 
 
 def _read_from(path: Path | None) -> list[str | None] | None:

@@ -11,8 +11,8 @@ from kvjax import cache as caches
 from kvjax.command.progress import Progress
 from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
-from kvjax.evaluate.config import POLICIES, EvaluateConfig
-from kvjax.evaluate.contenders import GATED, Sizing, budget_policy, contender, known_orders
+from kvjax.evaluate.config import ANSWERING, FIXED_TAU, POLICIES, EvaluateConfig
+from kvjax.evaluate.contenders import CONTENDERS, GATED, Sizing, budget_policy, contender, known_orders
 from kvjax.evaluate.gates import (
     TauSearch,
     by_lambda,
@@ -22,6 +22,7 @@ from kvjax.evaluate.gates import (
     of_method,
     own_tau,
 )
+from kvjax.evaluate.long_answers import Drawing, measure_drawn, write_answers
 from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
@@ -34,8 +35,11 @@ from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.pattern_folder import pattern_made_for
 from kvjax.policies.admission.wgkv import load_gates
+from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
 
+ANSWERS_FOLDER = "answers"
+"""The folder of what was answered to contests."""
 CHOICES = 10
 """Samples that static policies are chosen on."""
 
@@ -105,7 +109,7 @@ class Evaluation:
 
     def _choice_samples(self, workload: Workload) -> ChoiceSamples:
         config, shape = self.config, self.model.config
-        chosen = [name for name in config.policies if contender(name).choose is not None]
+        chosen = [name for name in config.policies if self._chooses(name, workload)]
         length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
         several = any(
@@ -119,6 +123,10 @@ class Evaluation:
             for_rivals(workload, config, workload.batch, workload.length) if several else [],
         )
 
+    def _chooses(self, name: str, workload: Workload) -> bool:
+        """Whether a policy is the best of its kind on calibration contexts: where there are any."""
+        return contender(name).choose is not None and not workload.drawn
+
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
         return name == "head_pattern" and not self.config.pattern
@@ -129,6 +137,10 @@ class Evaluation:
     def _manner(self, workload: Workload) -> Manner:
         config = self.config
         assert config.chunk is not None
+        if workload.drawn:
+            # what a policy is expected to hold, unless it is stated: it is all that answers at length need
+            stated = None if config.capacity is None else caches.parse_capacity(config.capacity)
+            return Manner(workload.batch, config.chunk, workload.length, stated, config.page_size, self.watch)
         length = workload.length + BLOCK
         # by default everything fits, whatever the budget, so that pools and page tables have one size
         capacity = 2 * length if config.capacity is None else caches.parse_capacity(config.capacity)
@@ -175,7 +187,15 @@ class Evaluation:
             name: self._candidates(name, budgets, workload, manner) for name, budgets in todo.items()
         }
         try:
-            if contender(next(iter(todo))).reads:
+            if workload.drawn:
+                drawing = drawing_of(self.config, workload)
+                for name, own in candidates.items():
+                    for budget, one in zip(todo[name], own, strict=True):
+                        found = measure_drawn(self.model, one.policy, workload.samples, drawing, manner)
+                        cell = self._cell(name, budget, one, workload, found)
+                        self._keep_answers(cell, workload, found)
+                        yield cell
+            elif contender(next(iter(todo))).reads:
                 known = {name: list(own) for name, own in candidates.items()}
                 policies = [[one.policy for one in own] for own in known.values()]
                 found = iter(measure_together(self.model, policies, workload.samples, manner))
@@ -189,6 +209,11 @@ class Evaluation:
                         yield self._cell(name, budget, one, workload, found)
         except UserError as error:
             raise UserError(f"{', '.join(todo)} on {workload.task}: {error}") from None
+
+    def _keep_answers(self, cell: Cell, workload: Workload, found: Measurement) -> None:
+        name = f"{cell.task}-{cell.context}-{cell.policy}-{cell.budget:g}.jsonl".replace("/", "_")
+        tokenizer = _tokenizer(self.config.model)
+        write_answers(self.config.out / ANSWERS_FOLDER / name, workload.samples, found.outputs, tokenizer)
 
     def _cell(self, name: str, budget: float, own: Candidate, workload: Workload, found: Measurement) -> Cell:
         return cell(name, budget, workload, found, self.config, own.gates, own_tau(own.policy), own.choice)
@@ -208,7 +233,7 @@ class Evaluation:
         for budget in budgets:
             possible = possible_policies(self.config, name, sizing := self._sizing(workload, name, budget))
             (gates, policy), choice = next(iter(possible.items())), ""
-            if entry.choose is not None:
+            if entry.choose is not None and self._chooses(name, workload):
                 chosen = entry.choose(rivals(), sizing.entries)
                 policy, choice = chosen.pattern.policy(self.model), chosen.words
             if entry.calibrated:
@@ -272,7 +297,7 @@ def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
 
 
 def with_gates(config: EvaluateConfig) -> EvaluateConfig:
-    """Without the policies that there are no gates for, where none are named."""
+    """Where no policies are named, with those for the tasks that need no gates or have some."""
     if config.policies != POLICIES:
         return config
 
@@ -280,7 +305,58 @@ def with_gates(config: EvaluateConfig) -> EvaluateConfig:
         entry = contender(policy)
         return not entry.needs_gates or bool(of_method(config.gates, entry.gates or entry.method))
 
-    return dataclasses.replace(config, policies=tuple(filter(runs, POLICIES)))
+    policies = ANSWERING if answers_contests(config) else POLICIES
+    return dataclasses.replace(config, policies=tuple(filter(runs, policies)))
+
+
+def answers_contests(config: EvaluateConfig) -> bool:
+    """Whether the tasks are contests.
+
+    Raises UserError for contests beside other tasks, with questions known ahead, or several from one place.
+    """
+    contests = [task for task in config.tasks if task in CONTESTS]
+    others = [task for task in config.tasks if task not in CONTESTS]
+    if not contests:
+        return False
+    if others:
+        raise UserError(
+            f"--tasks {contests[0]} is answered at length and {others[0]} is asked about a context: evaluate them in "
+            "folders of their own"
+        )
+    if config.question_aware:
+        raise UserError(f"--question-aware is for questions about a context, which {contests[0]} has none of")
+    if config.contest_data is not None and not config.contest_data.is_dir() and len(contests) > 1:
+        raise UserError(
+            f"--contest-data {config.contest_data} holds one contest, got --tasks {' '.join(contests)}: give a folder "
+            "with a file for each"
+        )
+    return True
+
+
+def check_policies(config: EvaluateConfig) -> None:
+    """Refuse policies that are none, those that are not for the tasks, and --dense without contests. Raises
+    UserError."""
+    drawn = answers_contests(config)
+    if config.dense is not None and not drawn:
+        raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
+    for name in config.policies:
+        entry = contender(name)
+        if entry.on not in ("both", "contests" if drawn else "contexts"):
+            fits = [other for other, one in CONTENDERS.items() if one.on in ("both", "contests")]
+            raise UserError(
+                f"--policies {name}: its cache grows with an answer, whatever the budget; for {config.tasks[0]}: "
+                f"{', '.join(fits)}"
+                if drawn
+                else f"--policies {name} evicts while it answers at length, which is measured on contests: "
+                f"{', '.join(CONTESTS)}"
+            )
+    if FIXED_TAU in config.policies:
+        by_lambda(gates_for(config, FIXED_TAU))
+
+
+def drawing_of(config: EvaluateConfig, workload: Workload) -> Drawing:
+    """How a contest's answers are drawn."""
+    return Drawing(workload.draws, config.temperature, config.top_p, config.top_k, config.seed)
 
 
 def sizing_of(

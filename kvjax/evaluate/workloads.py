@@ -34,18 +34,27 @@ class Workload:
     """Those that τ is searched on; none where it is not searched."""
     batch: int
     """Samples at a time."""
+    draws: int = 1
+    """Answers to each."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether its samples are problems, whose answers are drawn."""
+        return self.samples[0].drawn
 
     @property
     def tokens(self) -> int:
         """Of a context, on average, to a sixteenth of the length: tasks whose contexts differ by a few tokens then get
-        the same windows, and run the same programs."""
+        the same windows, and run the same programs. Of a problem with its answer: all of the length."""
+        if self.drawn:
+            return self.length
         mean, step = np.mean([len(sample.context) for sample in self.samples]), max(1, self.length // 16)
         return step * max(1, round(mean / step))
 
     @property
     def shortest(self) -> int:
-        """Tokens of its shortest context."""
-        return min(len(sample.context) for sample in self.samples)
+        """Tokens of its shortest context; of a problem with its answer all of the length."""
+        return self.length if self.drawn else min(len(sample.context) for sample in self.samples)
 
     @cached_property
     def digest(self) -> str:
@@ -68,7 +77,9 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
     Raises UserError for a task or a length that does not do.
     """
     files = Files(config.essays, config.squad, config.hotpotqa)
-    material = Material(config.model, files, config.ruler_data, config.chat, config.documents)
+    material = Material(
+        config.model, files, config.ruler_data, config.chat, config.documents, config.contest_data
+    )
     sources = {task: source(task, material) for task in config.tasks}
     return [
         _workload(task, length, sources[task], config) for length in config.context for task in config.tasks
@@ -78,6 +89,9 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
 def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Workload:
     count = _count(own, length, config)
     samples = own.samples(Split(config.seed, count), count, length)
+    if samples[0].drawn:
+        draws = -(-config.samples // len(samples))
+        return Workload(task, length, own, samples, [], _batch(len(samples) * draws, config), draws)
     searched = any(contender(name).calibrated for name in config.policies)
     others = Split(config.seed, count, calibration=True)
     calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
@@ -85,8 +99,12 @@ def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Wo
         samples, calibration = question_aware(samples), question_aware(one_question(calibration))
     else:
         check_separable(task, samples)
-    batches = -(-len(samples) // config.batch)
-    return Workload(task, length, own, samples, calibration, -(-len(samples) // batches))
+    return Workload(task, length, own, samples, calibration, _batch(len(samples), config))
+
+
+def _batch(count: int, config: EvaluateConfig) -> int:
+    """Samples at a time, of so many, in batches of about one size."""
+    return -(-count // -(-count // config.batch))
 
 
 def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Sample]:

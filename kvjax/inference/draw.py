@@ -67,8 +67,14 @@ class Draw:
         return own.sum(-1) - jax.nn.logsumexp(logits, -1)
 
 
+def nth_key(key: jax.Array, index: Int[Array, ""] | int) -> jax.Array:
+    """The key of a sequence's token by its number, of one key or of each sequence's own."""
+    return jax.vmap(jax.random.fold_in, (0, None))(key, index) if key.ndim else jax.random.fold_in(key, index)
+
+
 def draw_token(logits: Float[Array, "b v"], draw: Draw, key: jax.Array, greedy: bool) -> Int[Array, " b"]:
-    """The next token of each sequence."""
+    """The next token of each sequence. key: one, or one for each sequence, whose noise is then the same in any
+    batch."""
     logits = jax.sharding.reshard(logits.astype(jnp.float32), P(BATCH, None))
     if greedy:
         return jnp.argmax(logits, -1).astype(jnp.int32)
@@ -83,18 +89,29 @@ def draw_token(logits: Float[Array, "b v"], draw: Draw, key: jax.Array, greedy: 
     floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
     floor = jnp.maximum(jnp.maximum(floor_k, floor_p), ranked[:, 0] + jnp.log(draw.min_p))
     logits = jnp.where(logits >= floor[:, None], logits, -jnp.inf)
-    noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
+    if key.ndim:
+        noise = jax.vmap(lambda own: jax.random.gumbel(own, (vocabulary,)))(key)
+    else:
+        noise = jax.random.gumbel(key, logits.shape, out_sharding=P(BATCH, None))
     return jnp.argmax(logits + noise, -1).astype(jnp.int32)
 
 
-def checked_key(key: Any, greedy: bool) -> jax.Array:
-    """One random key; any where nothing is drawn by it. Raises UserError for what is none."""
+def checked_key(key: Any, greedy: bool, answers: int) -> jax.Array:
+    """One random key, or one for each of the answers; any where nothing is drawn by it. Raises UserError for what is
+    neither."""
     if key is None and greedy:
         return jax.random.key(0)
     if key is None:
         raise UserError("sampling at a temperature above 0 needs key=jax.random.key(seed)")
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim:
+        if key.shape != (answers,):
+            raise UserError(
+                f"sample: key must be one key or one for each answer, of which there are {answers}, got keys of "
+                f"shape {key.shape}"
+            )
+        return key
     try:
         jax.eval_shape(jax.random.fold_in, key, 0)
     except (TypeError, ValueError):
         raise UserError(f"sample: key must be one jax.random.key(seed), got {shown(key)}") from None
-    return key
+    return key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)

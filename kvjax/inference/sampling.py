@@ -30,7 +30,7 @@ from kvjax.inference.checks import (
     tokens_of,
 )
 from kvjax.inference.decode import Before, Recurring, decode
-from kvjax.inference.draw import Draw, checked_key, draw_token
+from kvjax.inference.draw import Draw, checked_key, draw_token, nth_key
 from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
@@ -132,7 +132,7 @@ def decode_block(
 
     def draw_next(carry, index, logits):
         token, running = carry
-        new = draw_token(logits, draw, jax.random.fold_in(key, drawn_before + index), greedy)
+        new = draw_token(logits, draw, nth_key(key, drawn_before + index), greedy)
         new = jnp.where(running & (index < limit), new, token)
         return (new, running & ~draw.ends(new)), (new, draw.logprob(logits, new))
 
@@ -294,8 +294,8 @@ def stream(
     greedy = draw.greedy
     check_samples(samples, greedy, cache is not None)
     prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
-    key = checked_key(key, greedy)
     prompts = [prompt for prompt in prompts for _ in range(samples)]
+    key = checked_key(key, greedy, len(prompts))
     watch = Watch(tokenizer, texts)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
@@ -323,7 +323,8 @@ def stream(
                 model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
             )
             held = schedule.at_end(model, policy, held, len(rows))
-        token = _first_draw(after, draw, jax.random.fold_in(key, 0), greedy)
+        key = _row_keys(key, held.seen.shape[0])
+        token = _first_draw(after, draw, nth_key(key, 0), greedy)
         live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
         running = live & ~draw.ends(token)
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
@@ -350,6 +351,13 @@ def stream(
             running = _still(running, watch, parts)
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
         yield parts, held
+
+
+def _row_keys(key: jax.Array, rows: int) -> jax.Array:
+    """One key as it is; of each answer's own one a row, the rows that a mesh adds among them."""
+    if not key.ndim:
+        return key
+    return put(key[np.minimum(np.arange(rows), key.size - 1)], BATCH)
 
 
 def _parts(
@@ -420,7 +428,8 @@ def sample(
             top_p, then those at least min_p times as likely as the most likely.
         samples: answers drawn of each prompt, one after another in the result: those of prompt i are
             `tokens[i * samples : (i + 1) * samples]`. The prompt is repeated, and each answer has noise of its own.
-        key: a JAX random key; the same key gives the same tokens.
+        key: a JAX random key; the same key gives the same tokens. Or a key for each answer: it is then drawn as it
+            would be alone, whatever else is in the batch.
         eos: stop tokens; by default every eos id of the model's generation_config.json.
         stop: texts that end an answer, which is cut before the first; looked for between blocks, so that the cache may
             hold some tokens more. One that is a token of the tokenizer's own is a stop token.

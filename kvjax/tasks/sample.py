@@ -35,6 +35,8 @@ class Question:
     """Whether the model is fed `answer` instead of what it said, and says each token after the true ones before it."""
     stops: bool = False
     """Whether the model's stop tokens end its answer."""
+    concluded: Callable[[Tokens], str | None] | None = None
+    """Of a problem that is answered at length, drawn and several times: what an answer comes to, None: to nothing."""
 
     @property
     def answer_tokens(self) -> int:
@@ -66,6 +68,11 @@ class Sample:
     known: bool = False
     """Whether its only question is known when it is compressed: the question's tokens are then read behind the context,
     observed by the policy, and asked anew of what it kept."""
+
+    @property
+    def drawn(self) -> bool:
+        """Whether it is a problem, all of it in the context, whose answer is drawn."""
+        return self.questions[0].concluded is not None
 
     @property
     def room(self) -> int:

@@ -1,4 +1,5 @@
-"""Where samples come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples.
+"""Where samples come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples,
+contests.
 
 A source gives samples of a length: some to compare on, and others to calibrate on; one line in `SOURCES` adds a task.
 """
@@ -13,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from kvjax.errors import UserError
 from kvjax.models.folder import load_tokenizer, speaks_builtin
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
+from kvjax.tasks.contests import CONTESTS, ContestProblems
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.document_questions import QUESTIONS, document_questions
 from kvjax.tasks.needle import Needle
@@ -79,6 +81,8 @@ class Material:
     """Whether prompts go through the chat template, if there is one."""
     documents: Path | None = None
     """A text file or a folder of them."""
+    contests: Path | None = None
+    """Problems of a contest; None: each contest's own data set on the hub."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -309,6 +313,15 @@ def _copy(length: int) -> Task:
     return Copy(builtin_vocabulary(), builtin_text("evaluate"), families=max(1, length // 256))
 
 
+def _contest(name: str) -> Callable[[Material], Source]:
+    def for_model(material: Material) -> Source:
+        own = ContestProblems(name, material.contests, material.tokenizer, material.chat)
+        _ = own.problems  # read now
+        return own
+
+    return for_model
+
+
 SOURCES: dict[str, Callable[[Material], Source]] = {
     "recall": _builtin("recall", lambda length: builtin_task(Recall)),
     "needle": _needle,
@@ -316,6 +329,7 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
     "text": _text,
     "documents": _documents,
     **{name: _ruler(name) for name in RULER_TASKS},
+    **{name: _contest(name) for name in CONTESTS},
 }
 
 

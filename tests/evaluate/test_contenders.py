@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.evaluate.config import POLICIES, parse
+from kvjax.evaluate.config import ANSWERING, POLICIES, parse
 from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
 from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
@@ -52,14 +53,19 @@ def gates_of(model, gates, tmp_path_factory):
     scorers = tmp_path_factory.mktemp("kvpop")
     save_scorers(scorers, tiny_scorers(model), {"budget": 99, "sink": 2, "window": 9})
     own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
-    return lambda name: own.get(name, gates)
+    return lambda name: own.get(name.removesuffix("_decoding"), gates)
+
+
+def sizing_of(name, model, ratio, gates_of):
+    """Of a context, or of a contest's longer answers."""
+    tokens, shortest = (1024, 1024) if contender(name).on == "contests" else (128, 120)
+    return Sizing(model, ratio, tokens, shortest, 32, 4, gates_of(name), tokenizer=Tokenizer)
 
 
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
     policies: list[Any] = [
-        budget_policy(name, Sizing(model, ratio, 128, 120, 32, 4, gates_of(name), tokenizer=Tokenizer))
-        for ratio in (0.25, 0.5)
+        budget_policy(name, sizing_of(name, model, ratio, gates_of)) for ratio in (0.25, 0.5)
     ]
     small, large = policies
     if name in ("streaming_llm", "head_pattern"):
@@ -70,7 +76,10 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
     shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(policy.traced)) for policy in policies]
     assert shapes[0] == shapes[1]
     assert jax.tree.structure(small.traced) == jax.tree.structure(large.traced)
-    if small.plan is not None:
+    if small.plan is not None and contender(name).on == "contests":
+        assert [policy.plan.budget.entries for policy in policies] == [256, 512]
+        assert (small.plan.moment.when, small.plan.moment.every) == ("position", 128)
+    elif small.plan is not None:
         assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
         way = name.rpartition("_")[2]
         schedule = small.plan.moment
@@ -142,6 +151,23 @@ def test_those_compared_by_default_exist_and_are_the_papers():
     assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
 
 
+def test_contests_are_compared_with_what_keeps_a_budget_while_it_answers():
+    assert all(contender(name).on in ("both", "contests") for name in ANSWERING)
+    assert {contender(name).on for name in POLICIES} == {"both", "contexts"}
+    told = "--out", "out", "--tasks", "aime_2024", "hmmt_feb_2025"
+    assert with_gates(parse(told)).policies == tuple(name for name in ANSWERING if name != "kvpop")
+    own = with_gates(parse([*told, "--policies", "full", "wgkv"])).policies
+    assert own == ("full", "wgkv"), "said to be wrong only later"
+
+
+def test_what_always_stays_is_no_more_than_the_budget_of_an_answer(model, gates_of):
+    sizing = Sizing(model, 0.25, 528, 528, 32, 4, gates_of("fast_kvzip"))
+    assert budget_policy("fast_kvzip_decoding", sizing).plan.budget.entries == 132
+    message = "fast_kvzip_decoding at 0.25 of 524 tokens: .* of 131 entries per kv head is below the 132 that"
+    with pytest.raises(UserError, match=message):
+        budget_policy("fast_kvzip_decoding", dataclasses.replace(sizing, tokens=524, shortest=524))
+
+
 def test_of_those_compared_by_default_only_those_with_gates_are():
     def left_out(*args):
         config = parse(["--out", "out", *args])
@@ -156,12 +182,8 @@ def test_of_those_compared_by_default_only_those_with_gates_are():
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
 def test_each_is_the_method_of_its_name(name, model, gates_of):
-    policy = budget_policy(
-        name, Sizing(model, 0.25, 128, 120, 32, 4, gates_of(name), seed=7, tokenizer=Tokenizer)
-    )
-    method = (
-        name.removesuffix("_fixed_tau").removesuffix("_chunked").removesuffix("_patched").partition("+")[0]
-    )
+    policy = budget_policy(name, dataclasses.replace(sizing_of(name, model, 0.25, gates_of), seed=7))
+    method = re.sub("_(fixed_tau|chunked|patched|decoding)$", "", name).partition("+")[0]
     assert policy.name.partition("+")[0] == method
     if policy.plan is not None and method in ("snapkv", "pyramidkv", "adakv", "critical_kv"):
         assert policy.plan.observed == 4

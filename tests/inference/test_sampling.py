@@ -11,10 +11,10 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.inference.forward import last_logits
 from kvjax.inference.stop import settled, stop_place, stop_texts
-from kvjax.mesh import use_mesh
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, SnapKV, make_policy
-from tests.tiny_models import policies_for
+from tests.tiny_models import policies_for, tiny_model
 
 
 def test_sampling_greedily_is_the_argmax_of_the_logits(model, tokens):
@@ -113,6 +113,25 @@ def test_samples_are_the_prompt_repeated_in_order(model, tokens):
     for refused in ({"temperature": 0.0}, {"cache": sampling.prefill(model, prompts)}):
         with pytest.raises(UserError, match="samples=3"):
             sampling.sample(model, prompts, samples=3, **draw | refused)
+
+
+def test_an_answer_with_a_key_of_its_own_is_the_same_in_any_batch(model, tokens):
+    prompts, keys = [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]], jax.random.split(jax.random.key(5), 3)
+    draw = {"temperature": 1.5, "top_k": 20, "eos": (), "max_new_tokens": 6, "block": 4}
+    together = sampling.sample(model, prompts, key=keys, **draw).tokens
+    for order in ([2, 0], [1]):
+        some = sampling.sample(model, [prompts[i] for i in order], key=keys[np.array(order)], **draw).tokens
+        np.testing.assert_array_equal(some, [together[i] for i in order])
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        meshed = sampling.sample(tiny_model(), prompts, key=keys, **draw).tokens
+    np.testing.assert_array_equal(meshed, together)
+    twice = sampling.sample(model, prompts[:1], samples=2, key=keys[:2], **draw).tokens
+    np.testing.assert_array_equal(twice[0], together[0])
+    assert not np.array_equal(*twice)
+    with pytest.raises(
+        UserError, match=r"one for each answer, of which there are 3, got keys of shape \(2,\)"
+    ):
+        sampling.sample(model, prompts, key=keys[:2], **draw)
 
 
 def test_prompts_of_about_one_length_share_programs(model):

@@ -1,15 +1,10 @@
 """Where rows of RULER's own data come from: a folder's .jsonl and .parquet files, or a hub data set."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from kvjax.errors import UserError
-from kvjax.files import read_text
-
-Row = tuple[str, dict[str, Any]]
-"""Where it stands, and its fields."""
+from kvjax.tasks.rows import Row, file_rows
 
 OPTION = "--ruler-data"
 
@@ -45,39 +40,10 @@ def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
         )
     for name in (f"{task}.jsonl", f"{task}.parquet", f"{task}/validation.jsonl"):
         if (folder / name).is_file():
-            yield from _file_rows(folder / name)
+            yield from file_rows(folder / name, OPTION)
             return
     for file in sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet")):
-        yield from ((at, row) for at, row in _file_rows(file, task) if row.get("task") == task)
-
-
-def _file_rows(file: Path, task: str | None = None) -> Iterator[Row]:
-    """A file's rows; of a .parquet file those of the task alone, if one is named."""
-    return _jsonl_rows(file) if file.suffix == ".jsonl" else _parquet_rows(file, task)
-
-
-def _jsonl_rows(file: Path) -> Iterator[Row]:
-    for number, line in enumerate(read_text(file, OPTION).split("\n"), 1):
-        if line.strip():
-            at = f"{OPTION} {file}: line {number}"
-            try:
-                yield at, dict(json.loads(line))
-            except (ValueError, TypeError):
-                raise UserError(f"{at} is no JSON object, it starts {line[:60]}") from None
-
-
-def _parquet_rows(file: Path, task: str | None) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            named = "task" in opened.schema_arrow.names
-        wanted = None if task is None else [("task", "=", task)]
-        rows = [] if wanted and not named else pyarrow.parquet.read_table(file, filters=wanted).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{OPTION} {file}: is no parquet file ({' '.join(str(error).split())})") from None
-    return ((f"{OPTION} {file}: row {index}", row) for index, row in enumerate(rows))
+        yield from ((at, row) for at, row in file_rows(file, OPTION, task) if row.get("task") == task)
 
 
 def _hub_rows(name: str, task: str, configuration: str) -> Iterator[Row]:

@@ -1,0 +1,124 @@
+"""Problems that are answered at length while the policy works: several draws of each, every one by its own key.
+
+KVPOP's evaluation (Sec. 2.2 and Table 1, which do not say how answers are drawn).
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.evaluate.answering import Answer
+from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
+from kvjax.files import write_text
+from kvjax.inference.record import Calls
+from kvjax.inference.sampling import stream
+from kvjax.inference.stop import decoded
+from kvjax.models.decoder import Decoder
+from kvjax.policies.policy import Policy
+from kvjax.tasks.sample import Sample, Tokens, as_tokens
+
+BLOCK = 64
+"""Tokens between two looks of the host."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How answers are drawn."""
+
+    draws: int
+    """Answers to each problem."""
+    temperature: float
+    """What logits are divided by."""
+    top_p: float
+    """Of the most likely tokens the fewest whose probability reaches it."""
+    top_k: int
+    """The most likely tokens that are drawn from; 0: all."""
+    seed: int = 0
+    """Of the draws."""
+
+    def key(self, problem: int, draw: int) -> jax.Array:
+        """That of an answer: of the seed, the problem's place and the draw, so that it is the same for every policy and
+        in every batch."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), problem), draw)
+
+
+def measure_drawn(
+    model: Decoder, policy: Policy, problems: Sequence[Sample], drawing: Drawing, manner: Manner
+) -> Measurement:
+    """Answer each problem `drawing.draws` times. An answer that its length cuts off is wrong.
+
+    manner: its length is that of a prompt with its answer, for which pools and tables are made. The measurement's
+    `outputs` are by problem and draw, its kinds the problems, its entries those at the answers' ends.
+    """
+    tally = Tally()
+    rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
+    for group in groups(rows, manner.batch):
+        keys = jnp.stack([drawing.key(*row) for row in group])
+        _add(tally, model, policy, [problems[index] for index, _ in group], keys, drawing, manner)
+    return dataclasses.replace(tally.total(), drawn=tally.drawn(drawing.draws))
+
+
+def write_answers(
+    file: Path, problems: Sequence[Sample], outputs: Sequence[Sequence[Tokens]], tokenizer: Any
+) -> None:
+    """A line for each answer of `measure_drawn`, for people to read, in its order: the problem, the draw, the true
+    answer, what was said in the end, whether that was cut off, and all of the text. Makes the folder."""
+    draws, rows = len(outputs) // len(problems), []
+    for index, (tokens,) in enumerate(outputs):
+        (question,) = problems[index // draws].questions
+        assert question.concluded is not None
+        rows.append(
+            {
+                "problem": question.kind,
+                "draw": index % draws,
+                "true": tokenizer.decode(question.answer.tolist()),
+                "said": question.concluded(tokens),
+                "cut": len(tokens) == question.answer_tokens,
+                "tokens": len(tokens),
+                "text": decoded(tokenizer, tokens),
+            }
+        )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _add(
+    tally: Tally,
+    model: Decoder,
+    policy: Policy,
+    group: Sequence[Sample],
+    keys: jax.Array,
+    drawing: Drawing,
+    manner: Manner,
+) -> None:
+    """An answer to each problem of a group, all of which have room for equally long ones."""
+    watch, calls = manner.watch, Calls()
+    questions, prompts = [sample.questions[0] for sample in group], [sample.context for sample in group]
+    watch.lap()
+    written = stream(
+        model, prompts, policy=policy, max_new_tokens=questions[0].answer_tokens, key=keys,
+        temperature=drawing.temperature, top_p=drawing.top_p, top_k=drawing.top_k, capacity=manner.capacity,
+        max_tokens=manner.length, page_size=manner.page_size, chunk=manner.chunk, block=BLOCK, calls=calls,
+    )  # fmt: skip
+    parts: list[list[Tokens]] = []
+    for part, held in written:
+        cache, seconds = held, watch.lap()
+        if parts:
+            # a step costs the same however many of its rows are done
+            tally.decoding.add(len(group) * max(map(len, part)), seconds, watch.compiled)
+        else:
+            tally.reading.add(sum(map(len, prompts)), seconds, watch.compiled)
+        parts.append(part)
+    answers = []
+    for tokens in map(np.concatenate, zip(*parts, strict=True)):
+        ended = bool(np.isin(tokens[-1], model.config.eos_ids))
+        answers.append(Answer(as_tokens(tokens[: len(tokens) - ended]), 0.0, cut=not ended))
+    tally.add_entries(cache, policy, len(group))
+    tally.add_answers(questions, answers, calls)

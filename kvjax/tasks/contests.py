@@ -1,0 +1,218 @@
+r"""Mathematics contests in their published forms: AIME and HMMT, problems that are answered at length.
+
+A row has the problem (`problem` or `question`), its `answer`, and mostly a name (`id` or `problem_idx`), whatever their
+case: so AIME 2024 is published as HuggingFaceH4/aime_2024 and Maxwell-Jia/AIME_2024, AIME 2025 as MathArena/aime_2025,
+opencompass/AIME2025, math-ai/aime25 and yentinglin/aime_2025, HMMT as MathArena/hmmt_feb_2025 and hmmt_nov_2025. A
+problem is the user's turn, behind an empty line and the instruction that MathArena gave for these contests
+(arXiv:2505.23281; its repository's configs/competitions), and is answered as the model likes, thinking where its
+template lets it by itself.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError
+from kvjax.models.chat import encode
+from kvjax.tasks.contest_answers import Expressions, Grader, Integers, last_box
+from kvjax.tasks.rows import Row, file_rows
+from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
+from kvjax.tasks.splits import Split
+
+OPTION = "--contest-data"
+INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
+INTEGERS = "\nThe answer is an integer between 0 and 999 inclusive."
+SUFFIXES = ".jsonl", ".parquet"
+LEAST = 16
+"""Tokens that an answer needs at least."""
+PROBLEM, ANSWER, NAME = ("problem", "question"), ("answer",), ("id", "problem_idx")
+"""A row's columns."""
+PASS_AT_1 = r"pass@1: the last \boxed{…} is right"
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A contest: where it is published, and how its problems are asked and graded."""
+
+    hub: str
+    """The data set on the hub that is read unless another is named."""
+    instruction: str
+    """Before the problem."""
+    grader: Callable[[], Grader]
+    """Says which answer is right."""
+
+
+def _aime(hub: str) -> Contest:
+    return Contest(hub, INSTRUCTION + INTEGERS, Integers)
+
+
+def _hmmt(hub: str) -> Contest:
+    return Contest(hub, INSTRUCTION, Expressions)
+
+
+CONTESTS = {
+    "aime_2024": _aime("HuggingFaceH4/aime_2024"),
+    "aime_2025": _aime("MathArena/aime_2025"),
+    "hmmt_feb_2025": _hmmt("MathArena/hmmt_feb_2025"),
+    "hmmt_nov_2025": _hmmt("MathArena/hmmt_nov_2025"),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A row of a contest."""
+
+    name: str
+    """Its number or name, by which it is reported."""
+    text: str
+    """In LaTeX."""
+    answer: str
+    """The true one."""
+
+
+def read_problems(contest: str, data: Path | None, grader: Grader) -> list[Problem]:
+    """The problems of a contest, in their order.
+
+    Args:
+        data: a .jsonl or .parquet file; a folder with CONTEST.jsonl, CONTEST.parquet or a folder CONTEST of such files;
+            or a hub data set, OWNER/NAME. None: the contest's own on the hub.
+
+    Raises:
+        UserError: nothing there, a file that cannot be read, a row without a problem or a valid answer.
+    """
+    found = [_problem(row, at, index, grader) for index, (at, row) in enumerate(_rows(contest, data), 1)]
+    if not found:
+        raise UserError(f"{OPTION} {data}: there are no problems of {contest}")
+    if len({problem.name for problem in found}) < len(found):
+        # those of two contests of a year, each of which counts for itself
+        return [Problem(str(index), one.text, one.answer) for index, one in enumerate(found, 1)]
+    return found
+
+
+def _problem(row: Mapping[str, Any], at: str, index: int, grader: Grader) -> Problem:
+    known = {name.lower(): value for name, value in row.items()}
+
+    def value(names: tuple[str, ...]) -> str | None:
+        """The first of these columns that is there and has a text or a number."""
+        values = [known[name] for name in names if isinstance(known.get(name), str | int | float)]
+        return str(values[0]).strip() if values else None
+
+    text, answer = value(PROBLEM), value(ANSWER)
+    for names, one in ((PROBLEM, text), (ANSWER, answer)):
+        if not one:
+            raise UserError(f"{at} has no field `{'` or `'.join(names)}`, it has {', '.join(row) or 'none'}")
+    assert text is not None
+    assert answer is not None
+    if not grader.valid(answer):
+        raise UserError(f"{at}: expected the answer to be {grader.expects}, got {answer[:60]}")
+    return Problem(value(NAME) or str(index), text, answer)
+
+
+def _rows(contest: str, data: Path | None) -> Iterator[Row]:
+    if data is None:
+        return _hub_rows(CONTESTS[contest].hub)
+    if data.is_file() and data.suffix in SUFFIXES:
+        return file_rows(data, OPTION)
+    if data.is_dir():
+        return _folder_rows(data, contest)
+    if data.is_file() or len(data.parts) != 2 or data.is_absolute():
+        raise UserError(
+            f"{OPTION} {data}: expected a .jsonl or .parquet file, a folder of them, or a hub data set, OWNER/NAME"
+        )
+    return _hub_rows(data.as_posix())
+
+
+def _folder_rows(folder: Path, contest: str) -> Iterator[Row]:
+    own = folder / contest
+    files = [own.with_name(contest + suffix) for suffix in SUFFIXES]
+    files = [file for file in files if file.is_file()][:1] or (
+        sorted(file for file in own.iterdir() if file.suffix in SUFFIXES) if own.is_dir() else []
+    )
+    if not files:
+        raise UserError(
+            f"{OPTION} {folder}: there is no {contest}.jsonl, {contest}.parquet or folder {contest}"
+        )
+    for file in files:
+        yield from file_rows(file, OPTION)
+
+
+def _hub_rows(name: str) -> Iterator[Row]:
+    """The rows of all configurations, `test` of each where there are several splits."""
+    import datasets
+
+    found: list[Row] = []
+    try:
+        for configuration in datasets.get_dataset_config_names(name):
+            splits = datasets.load_dataset(name, configuration)
+            split = "test" if "test" in splits else next(iter(splits))
+            rows = (dict(row) for row in splits[split])
+            found += [(f"{OPTION} {name}: {configuration}, row {i}", row) for i, row in enumerate(rows)]
+    except Exception as error:  # the hub's client raises dozens of kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{OPTION} {name}: no such file or folder, and as a hub data set it cannot be had "
+            f"({type(error).__name__}: {reason})"
+        ) from None
+    return iter(found)
+
+
+@dataclass(frozen=True)
+class ContestProblems:
+    """The problems of a contest as samples: the context is the whole prompt, the answer what is left of the length."""
+
+    contest: str
+    """A name in `CONTESTS`."""
+    data: Path | None
+    """As in `read_problems`."""
+    tokenizer: Any
+    """The model's."""
+    chat: bool = True
+    """Whether prompts go through the chat template, if there is one."""
+    metric: str = PASS_AT_1
+    """What the score is, in words."""
+    published: bool = True
+    """Whether its samples are a published data set's."""
+
+    @cached_property
+    def grader(self) -> Grader:
+        return CONTESTS[self.contest].grader()
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        return read_problems(self.contest, self.data, self.grader)
+
+    def worth(self, length: int) -> int:
+        return 1
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        """All problems, whatever is asked for: a contest is answered whole. Each has as many tokens for its answer."""
+        prompts = [self._prompt(problem) for problem in self.problems]
+        room = length - max(map(len, prompts))
+        if room < LEAST:
+            raise UserError(
+                f"--context {length}: the longest prompt of {self.contest} takes {length - room} tokens, which leaves "
+                f"fewer than {LEAST} for an answer"
+            )
+        return [
+            Sample(prompt, (self._question(problem, room),))
+            for prompt, problem in zip(prompts, self.problems, strict=True)
+        ]
+
+    def _prompt(self, problem: Problem) -> Tokens:
+        text = f"{CONTESTS[self.contest].instruction}\n\n{problem.text}"
+        if self.chat:
+            return as_tokens(encode(self.tokenizer, text))
+        return as_tokens(self.tokenizer(text, verbose=False)["input_ids"])
+
+    def _question(self, problem: Problem, room: int) -> Question:
+        def said(tokens: Tokens) -> str | None:
+            return last_box(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+        def score(tokens: Tokens) -> float:
+            box = said(tokens)
+            return float(box is not None and self.grader(box, problem.answer))
+
+        true = self.tokenizer(problem.answer, add_special_tokens=False, verbose=False)["input_ids"]
+        return Question(as_tokens([]), as_tokens(true), problem.name, score, room, stops=True, concluded=said)

@@ -1,0 +1,232 @@
+"""Whole evaluations on contests: their cells, that finished ones are kept, what the report says, what is refused."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.recovery import Recovery, recovery
+from kvjax.evaluate.results import read_cells
+from tests.evaluate.whole_run import lines, without_speeds
+
+LENGTH = 160
+POLICIES = ["full", "streaming_llm", "r_kv_decoding:every=16,observed=4"]
+SAID = "temperature 0.7, top-p 0.8, top-k 20"
+
+
+def command(data, out, *args, tasks=("aime_2024",), policies=POLICIES):
+    return [
+        *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
+        *("--context", str(LENGTH), "--samples", "4", "--batch", "4", "--budgets", "0.25"),
+        *("--contest-data", str(data), "--tasks", *tasks, "--policies", *policies, "--out", str(out), *args),
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("contests")
+    for year in (2024, 2025):
+        rows = [{"ID": f"{year}-{i}", "Problem": f"What is {i} + {i}?", "Answer": 2 * i} for i in (1, 2)]
+        (folder / f"aime_{year}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def evaluated(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "run"
+    main(command(data, out))
+    return out
+
+
+def rewritten(folder, out, **scores):
+    """A copy of the folder whose cells have these scores, and a standard error of 0.05."""
+    shutil.copytree(folder, out)
+    cells = lines(folder)
+    for cell in cells:
+        cell["score"] = scores[cell["policy"].partition(":")[0]]
+        cell["drawn"]["error"] = 0.05
+    (out / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
+    return out
+
+
+def test_every_cell_says_what_was_drawn_and_held(evaluated):
+    full, streaming, evicting = lines(evaluated)
+    for cell in (full, streaming, evicting):
+        assert (cell["task"], cell["context"], cell["samples"], cell["score"]) == (
+            "aime_2024",
+            LENGTH,
+            4,
+            0.0,
+        )
+        assert cell["metric"] == rf"pass@1: the last \boxed{{…}} is right; drawn at {SAID}"
+        assert cell["by_kind"] == {"2024-1": 0.0, "2024-2": 0.0}
+        assert cell["drawn"]["draws"] == 2
+        assert cell["drawn"]["cut"] + cell["drawn"]["without"] == 1
+        assert cell["published"]
+    assert (full["budget"], full["footprint"], full["kv_ratio"]) == (1.0, 1.0, 1.0)
+    # a quarter of the length; an eviction holds up to 16 more
+    assert 40 / LENGTH < streaming["peak_kv"] < 0.5
+    assert streaming["kv_ratio"] < 0.5
+    assert evicting["footprint"] < 1
+    assert streaming["bytes"] < 0.6 * full["bytes"]
+
+
+def test_answers_are_there_to_be_read(evaluated):
+    for cell in lines(evaluated):
+        own = (evaluated / "answers" / f"aime_2024-160-{cell['policy']}-{cell['budget']:g}.jsonl").read_text()
+        rows = [json.loads(line) for line in own.splitlines()]
+        places = [(row["problem"], row["draw"], row["true"]) for row in rows]
+        assert places == [(f"2024-{i}", draw, str(2 * i)) for i in (1, 2) for draw in (0, 1)]
+        assert sum(row["cut"] for row in rows) == 4 * cell["drawn"]["cut"]
+        assert all(row["said"] is None and row["text"] and row["tokens"] for row in rows)
+
+
+def test_a_finished_cell_is_kept(data, evaluated, tmp_path):
+    """The last one is taken away, and only that is drawn again, to the same."""
+    out = shutil.copytree(evaluated, tmp_path / "run")
+    known = (out / "results.jsonl").read_text().splitlines(keepends=True)
+    (out / "results.jsonl").write_text("".join([known[0].replace('"score": 0.0', '"score": 1.0'), known[1]]))
+    main(command(data, out))
+    again = lines(out)
+    assert again[0]["score"] == 1.0
+    assert without_speeds(again[1:]) == without_speeds(lines(evaluated)[1:])
+
+
+def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_path):
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    main(command(data, out))
+    report = (out / "report.md").read_text()
+    for said in (
+        f"is right; drawn at {SAID}; 2 problems, 2 draws of each.",
+        "Relative recovery is pass@1 over that of this run's full cache",
+        "| full | 1 |  | 50.0 ± 5.0 | 1.00 | ",
+        # √(0.05² + (0.4 · 0.05)²) / 0.5
+        "| streaming_llm | 0.25 | 40 | 20.0 ± 5.0 | 0.40 ± 0.11 | ",
+        "| r_kv_decoding:every=16,observed=4 | 0.25 | 40 | 40.0 ± 5.0 | 0.80 ± 0.13 | ",
+    ):
+        assert said in report, said
+
+
+def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
+    """KVPOP's is the model before it had a small cache."""
+    dense = rewritten(evaluated, tmp_path / "dense", full=0.8, streaming_llm=0.1, r_kv_decoding=0.1)
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    main(command(data, out, "--dense", str(dense)))
+    report = (out / "report.md").read_text()
+    assert f"pass@1 over that of the full cache of {dense}" in report
+    assert "| streaming_llm | 0.25 | 40 | 20.0 ± 5.0 | 0.25 ± " in report
+    for args, message in (
+        (["--context", "170"], "aime_2024 at 170 tokens is not there, answered by the full cache"),
+        (["--temperature", "0.6"], f"drawn at {SAID}; expected .* drawn at temperature 0.6"),
+    ):
+        with pytest.raises(UserError, match=message):
+            main(command(data, tmp_path / "new", "--dense", str(dense), *args))
+    other = tmp_path / "aime_2024.jsonl"
+    other.write_text(json.dumps({"problem": "Another?", "answer": "1"}))
+    with pytest.raises(UserError, match="is of other problems, or of another tokenizer's"):
+        main(command(other, tmp_path / "new", "--dense", str(dense)))
+    with pytest.raises(UserError, match=r"--dense .*nowhere: there is no results.jsonl"):
+        main(command(data, tmp_path / "new", "--dense", str(tmp_path / "nowhere")))
+
+
+def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
+    """As in KVPOP's Table 1: 0.80 is the mean of its row over that of the dense model, as 0.12 is StreamingLLM's."""
+    cell = read_cells(evaluated / "results.jsonl")["full", 1.0, "aime_2024", LENGTH]
+    names = "aime_2024", "aime_2025", "hmmt_feb_2025", "hmmt_nov_2025"
+
+    def row(*scores, error=0.02):
+        assert cell.drawn is not None
+        drawn = dataclasses.replace(cell.drawn, error=error)
+        return [
+            dataclasses.replace(cell, task=task, score=score, drawn=drawn)
+            for task, score in zip(names, scores, strict=True)
+        ]
+
+    dense = {(one.task, one.context): one for one in row(0.49, 0.43, 0.20, 0.30)}
+    for scores, ratio in (((0.38, 0.33, 0.18, 0.25), 0.80), ((0.03, 0.07, 0.05, 0.02), 0.12)):
+        found = recovery(row(*scores), dense)
+        assert round(found.ratio, 2) == ratio
+        error = math.sqrt(4 * 0.02**2 * (1 + found.ratio**2)) / 1.42
+        assert found.error == pytest.approx(error)
+    single = recovery(row(0.38, 0.33, 0.18, 0.25)[:1], dense)
+    assert round(single.ratio, 2) == 0.78
+    assert str(Recovery(1.125, None)) == "1.12"
+    assert recovery(row(0.1, 0.1, 0.1, 0.1, error=None), dense).error is None
+    assert recovery(row(0.1, 0.1, 0.1, 0.1), dict(list(dense.items())[1:])) is None
+    nothing = {key: dataclasses.replace(one, score=0.0) for key, one in dense.items()}
+    assert recovery(row(0.1, 0.1, 0.1, 0.1), nothing) is None
+
+
+def test_several_contests_stand_side_by_side(data, evaluated, tmp_path):
+    """With the recovery of their mean; the cells of the second are those of the first here."""
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    known = lines(out)
+    both = known + [cell | {"task": "aime_2025", "score": cell["score"] / 2} for cell in known]
+    (out / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in both))
+    main(command(data, out))
+    report = (out / "report.md").read_text()
+    assert (
+        "| policy | budget | aime_2024 | aime_2025 | mean | relative recovery | footprint | MiB |" in report
+    )
+    assert "| streaming_llm | 0.25 | 20.0 | 10.0 | 15.0 | 0.40 ± " in report
+
+
+def test_other_draws_are_another_folder_s(data, evaluated):
+    for option, was, now in (("--temperature", "0.7", "0.6"), ("--top-p", "0.8", "0.9"), ("--top-k", 20, 5)):
+        with pytest.raises(UserError, match=f"holds results with {option} {was}, got {now}: name another"):
+            main(command(data, evaluated, option, str(now)))
+    contexts = command(data, evaluated, tasks=["needle"], policies=["full"])
+    with pytest.raises(UserError, match="holds results with --temperature 0.7, got None"):
+        main(contexts)
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "message"),
+    [
+        (
+            {"tasks": ["aime_2024", "needle"]},
+            [],
+            "aime_2024 is answered at length and needle is asked about a context",
+        ),
+        ({}, ["--question-aware"], "--question-aware is for questions about a context, which aime_2024 has"),
+        (
+            {"policies": ["snapkv"]},
+            [],
+            "--policies snapkv: its cache grows with an answer, .* for aime_2024: full, streaming_llm, kvpop",
+        ),
+        ({"policies": ["wgkv"]}, ["--gates", "builtin"], "--policies wgkv: its cache grows with an answer"),
+        (
+            {"tasks": ["needle"], "policies": ["r_kv_decoding"]},
+            [],
+            "r_kv_decoding evicts while it answers at length, which is measured on contests: aime_2024, aime",
+        ),
+        ({}, ["--context", "64"], "--context 64: the longest prompt of aime_2024 takes"),
+        (
+            {},
+            ["--budgets", "0.02"],
+            "streaming_llm at 0.02 of 160 tokens: a budget of 3.2 entries of each kv",
+        ),
+        ({}, ["--temperature", "0"], "--temperature must be above 0, got 0"),
+        ({}, ["--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
+        ({}, ["--top-k", "-1"], "--top-k must be at least 0, got -1"),
+        ({"tasks": ["needle"], "policies": ["full"]}, ["--dense", "x"], "--dense is for contests"),
+    ],
+)
+def test_what_means_nothing_is_refused_in_one_line(given, args, message, data, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        main(command(data, tmp_path / "run", *args, **given))
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run" / "results.jsonl").exists()
+
+
+def test_a_file_holds_one_contest(data, tmp_path):
+    file = data / "aime_2024.jsonl"
+    with pytest.raises(
+        UserError, match=r"aime_2024.jsonl holds one contest, got --tasks aime_2024 aime_2025"
+    ):
+        main(command(file, tmp_path / "run", tasks=["aime_2024", "aime_2025"]))

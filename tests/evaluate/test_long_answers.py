@@ -1,0 +1,159 @@
+"""Problems answered at length, several draws of each: what is right, what is held, and that draws repeat."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from kvjax.evaluate.long_answers import Drawing, measure_drawn
+from kvjax.evaluate.measuring import Manner
+from kvjax.inference.sampling import sample
+from kvjax.policies import make_policy
+from kvjax.tasks.sample import Question, Sample
+from tests.tiny_models import tiny_model, tiny_scorers
+
+LENGTH, ENDS = 64, (5, 6)
+DRAWING = Drawing(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
+MANNER = Manner(batch=6, length=LENGTH, page_size=4)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One that stops at two of its 61 tokens."""
+    return tiny_model(eos_ids=ENDS)
+
+
+def concluded(tokens):
+    """An answer's last token is what it comes to, a small one being none."""
+    return str(tokens[-1]) if len(tokens) and tokens[-1] > 30 else None
+
+
+@pytest.fixture(scope="module")
+def problems():
+    """A right answer ends in an odd token."""
+    rng = np.random.default_rng(3)
+    return [
+        Sample(
+            rng.integers(7, 61, size),
+            (
+                Question(
+                    np.zeros(0, np.int32), np.arange(1), f"problem {size}",
+                    lambda tokens: float(concluded(tokens) is not None and tokens[-1] % 2),
+                    LENGTH - 14, stops=True, concluded=concluded,
+                ),
+            ),
+        )
+        for size in (11, 14, 7, 12)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def full(model, problems):
+    return measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER)
+
+
+def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
+    """Worked out from the answers, which are those of `sample` with each one's key."""
+    right, cut, without = np.zeros((4, 3)), 0, 0
+    for index, problem in enumerate(problems):
+        for draw in range(3):
+            (said,) = full.outputs[3 * index + draw]
+            alone = sample(
+                model, [problem.context], key=DRAWING.key(index, draw), temperature=1.5, top_p=0.95, top_k=20,
+                max_new_tokens=LENGTH - 14, max_tokens=LENGTH, page_size=4, block=64,
+            )  # fmt: skip
+            np.testing.assert_array_equal(said, alone.tokens[0])
+            if alone.stop_reasons == ["length"]:
+                cut += 1
+            elif concluded(said) is None:
+                without += 1
+            else:
+                right[index, draw] = said[-1] % 2
+    assert full.score == right.mean()
+    assert 0 < full.score < 1
+    assert full.by_kind == {
+        f"problem {size}": own.mean() for size, own in zip((11, 14, 7, 12), right, strict=True)
+    }
+    assert full.answers == 12
+    # of each problem's mean the variance is that of its draws (ddof 1) over their number
+    error = math.sqrt((right.var(1, ddof=1) / 3).sum()) / 4
+    assert full.drawn.error == pytest.approx(error)
+    assert (full.drawn.draws, full.drawn.cut, full.drawn.without) == (3, cut / 12, without / 12)
+    assert min(cut, without) > 0
+    assert len({tuple(said.tolist()) for (said,) in full.outputs}) == 12
+
+
+def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, full):
+    policy = make_policy("full", model=model)
+    other = measure_drawn(model, policy, problems, DRAWING, dataclasses.replace(MANNER, batch=5))
+    for (one,), (same,) in zip(full.outputs, other.outputs, strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert (other.score, other.footprint, other.drawn) == (full.score, full.footprint, full.drawn)
+    np.testing.assert_array_equal(other.kv_ratios, full.kv_ratios)
+    seeded = dataclasses.replace(DRAWING, seed=5)
+    another = measure_drawn(model, policy, problems, seeded, MANNER)
+    assert all(
+        len(one) != len(same) or (one != same).any()
+        for (one,), (same,) in zip(full.outputs, another.outputs, strict=True)
+    )
+
+
+def test_one_draw_has_no_error(model, problems):
+    drawing = dataclasses.replace(DRAWING, draws=1)
+    found = measure_drawn(model, make_policy("full", model=model), problems, drawing, MANNER)
+    assert (found.answers, found.drawn.draws, found.drawn.error) == (4, 1, None)
+
+
+def test_an_answer_that_is_cut_off_is_wrong(model, problems):
+    """Whatever it says so far."""
+    always = [
+        dataclasses.replace(
+            one, questions=(dataclasses.replace(one.questions[0], scorer=lambda tokens: 1.0),)
+        )
+        for one in problems
+    ]
+    found = measure_drawn(model, make_policy("full", model=model), always, DRAWING, MANNER)
+    assert found.score == pytest.approx(1 - found.drawn.cut)
+
+
+@pytest.mark.parametrize("name", ["kvpop", "streaming_llm"])
+def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
+    """Each query step over what is stored: no more than the budget, of sinks, ring and the best between."""
+    budget = 12
+    policy = {
+        "kvpop": lambda: make_policy(
+            "kvpop", model=model, scorers=tiny_scorers(model), budget=budget, sink=2, window=6
+        ),
+        "streaming_llm": lambda: make_policy("streaming_llm", model=model, sink=2, window=budget - 2),
+    }[name]()
+    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    footprints, held, seen = [], 0, 0
+    for index, (said,) in enumerate(found.outputs):
+        prompt = len(problems[index // 3].context)
+        # what is drawn last is not run; a stop token is not among what was said
+        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        # a prompt is read in one call, over itself
+        steps = prompt * (prompt + 1) / 2 + sum(min(n, budget - 1) + 1 for n in range(prompt, tokens))
+        footprints.append(steps / (tokens * (tokens + 1) / 2))
+        held, seen = held + min(tokens, budget - 1), seen + tokens
+    assert found.footprint == pytest.approx(np.mean(footprints))
+    assert found.footprint < 0.9
+    assert found.kv_ratio == pytest.approx(held / seen)
+    assert (
+        found.bytes
+        < 0.7 * measure_drawn(model, make_policy("full", model=model), problems, DRAWING, MANNER).bytes
+    )
+
+
+def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
+    """At every eighth token of a sequence."""
+    policy = make_policy("r_kv", model=model, entries=16, when="position", every=8, observed=4)
+    found = measure_drawn(model, policy, problems, DRAWING, MANNER)
+    held, seen = 0, 0
+    for index, (said,) in enumerate(found.outputs):
+        prompt = len(problems[index // 3].context)
+        tokens = prompt + min(len(said), LENGTH - 14 - 1)
+        held, seen = held + (tokens if tokens < 24 else 16 + tokens % 8), seen + tokens
+    assert found.kv_ratio == pytest.approx(held / seen)
+    assert found.footprint < 0.95
