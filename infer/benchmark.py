@@ -14,6 +14,11 @@ as long as the best in the warm-up is not repeated.
 times these beside it, by their names in `kvjax.evaluate`, at the same share and with its chunks: a quarter of the
 context. What evicts has done so by the end of its prefill; how much of that a single eviction was is a row of its own:
 with Knorm's scores, which cost next to nothing, it is what moving entries costs.
+
+    python infer/benchmark.py --positions 1024 4096 16384 65536
+
+times a decode step of KVPOP's cache of constant size, of 512 entries a kv head, after so many tokens instead, beside
+the full cache's.
 """
 
 import dataclasses
@@ -56,6 +61,9 @@ class BenchmarkConfig:
     policies: tuple[str, ...] = ()
     """Policies to time as well, each at the same share of what stays: the names of kvjax.evaluate, less wgkv, whose
     speed is that of the random admission with gates, which is always timed. Heads of a pattern are drawn."""
+    positions: tuple[int, ...] = ()
+    """Time decoding after so many tokens instead: KVPOP, of which untrained scorers cost what trained ones do, and the
+    full cache."""
     repeats: int = 3
     """Timings of each path, of which the median counts."""
     json: Path | None = None
@@ -70,8 +78,15 @@ def main(args: list[str] | None = None) -> None:
     import jax
 
     with jax.set_mesh(mesh):
-        rows = run(config)
+        rows = run_positions(config) if config.positions else run(config)
     for row in rows:
+        if config.positions:
+            print(
+                f"decode after {row['position']:>7} tokens: full {row['full_s']:.5f} s, kvpop {row['policy_s']:.5f} s, "
+                f"{row['beside_first']:.2f} of its first; {row['bytes'] / 2**20:.1f} MiB against "
+                f"{row['full_bytes'] / 2**20:.1f}"
+            )
+            continue
         print(
             f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: "
             f"full {row['full_s']:.4f} s ({row['rival']}), {row['policy']} {row['policy_s']:.4f} s, "
@@ -163,49 +178,118 @@ def eviction(
     return cache, lambda cache: at_prompt_end(model, policy, cache, [tokens])
 
 
-def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows: for each policy one for prefill and one for decode (seconds a token)."""
+def narrow_model(config: BenchmarkConfig) -> Any:
+    """A random model of the sizes that are told."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from dense_attention import dense_paths
     from flax import nnx
 
-    from kvjax import cache as caches
-    from kvjax.inference import sampling
-    from kvjax.mesh import BATCH, put
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
-    from kvjax.policies import make_policy
 
     shape = ModelConfig(
         model_type="qwen3", vocab_size=512, num_layers=config.layers, width=config.width, mlp_width=config.mlp_width,
         num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
+        max_position=max(config.context, *config.positions, 0) + config.new_tokens,
     )  # fmt: skip
-    model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
-    tokens = np.random.default_rng(0).integers(0, 512, config.context)
-    draw = sampling.Draw()
+    return jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
+
+
+def prefilled(model: Any, policy: Any, tokens: Any, config: BenchmarkConfig) -> Any:
+    """A policy's cache of the tokens, with room for those that are decoded."""
+    from kvjax.inference import sampling
+
+    return sampling.prefill(
+        model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
+    )
+
+
+def decoded(model: Any, policy: Any, cache: Any, config: BenchmarkConfig) -> Any:
+    """The cache, which is taken over, after so many more tokens."""
+    import jax
+    import numpy as np
+
+    from kvjax.inference import sampling
+    from kvjax.mesh import BATCH, put
+
     first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)
+    given = first, running, sampling.Draw(), jax.random.key(0), np.int32(1)
+    return sampling.decode_block(
+        model, policy.continuing.traced, cache, *given, count=config.new_tokens, greedy=True
+    )[0]
+
+
+def clock(f: Callable[..., Any], *a: Any) -> tuple[float, Any]:
+    """Seconds, and what it gives."""
+    import jax
+
+    began = time.perf_counter()
+    out = jax.block_until_ready(f(*a))
+    return time.perf_counter() - began, out
+
+
+def copied(state: Any) -> Any:
+    """For what takes its memory over."""
+    import jax
+    import jax.numpy as jnp
+
+    return jax.block_until_ready(jax.tree.map(jnp.copy, state))
+
+
+def run_positions(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """A row for each position: seconds a decoded token of KVPOP's cache and of the full one, interleaved."""
+    import numpy as np
+
+    from kvjax import cache as caches
+    from kvjax.policies import make_policy
+    from kvjax.policies.admission.kvpop import Sizes
+
+    model = narrow_model(config)
+    scorers = Sizes(config.layers, config.kv_heads, config.head_dim).make(0)
+    policies = {
+        "full": make_policy("full", window=config.window),
+        "kvpop": make_policy("kvpop", scorers=scorers, model=model),
+    }
+    tokens = np.random.default_rng(0).integers(0, 512, max(config.positions))
+    states = {
+        (name, at): prefilled(model, policy, tokens[:at], config)
+        for at in config.positions
+        for name, policy in policies.items()
+    }
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in states}
+    for repeat in range(config.repeats + 1):
+        for (name, at), state in states.items():
+            seconds, _ = clock(decoded, model, policies[name], copied(state), config)
+            if repeat:
+                times[name, at].append(seconds / config.new_tokens)
+    median = {key: float(np.median(found)) for key, found in times.items()}
+    first = median["kvpop", config.positions[0]]
+    return [
+        {
+            "phase": "decode", "position": at, "full_s": median["full", at], "policy_s": median["kvpop", at],
+            "beside_first": median["kvpop", at] / first,
+            "bytes": caches.stats(states["kvpop", at]).bytes, "full_bytes": caches.stats(states["full", at]).bytes,
+        }
+        for at in config.positions
+    ]  # fmt: skip
+
+
+def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """The rows: for each policy one for prefill and one for decode (seconds a token)."""
+    import jax.numpy as jnp
+    import numpy as np
+    from dense_attention import dense_paths
+
+    from kvjax import cache as caches
+    from kvjax.policies import make_policy
+
+    model = narrow_model(config)
+    tokens = np.random.default_rng(0).integers(0, 512, config.context)
 
     def paged(policy):
         """A policy's (prefill, decode)."""
-        return (
-            lambda _: sampling.prefill(
-                model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
-            ),
-            lambda cache: sampling.decode_block(
-                model, policy.continuing.traced, cache, first, running, draw, jax.random.key(0), np.int32(1),
-                count=config.new_tokens, greedy=True,
-            )[0],
-        )  # fmt: skip
-
-    def clock(f, *a):
-        began = time.perf_counter()
-        out = jax.block_until_ready(f(*a))
-        return time.perf_counter() - began, out
-
-    def copied(state):
-        return jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        return lambda _: prefilled(model, policy, tokens, config), lambda cache: decoded(
+            model, policy, cache, config
+        )
 
     policies = {"random + gates": random_gated(model, config)}
     policies |= {name: at_share(name, model, config) for name in config.policies}

@@ -39,6 +39,19 @@ def test_benchmark_writes_a_row_for_each_phase(tmp_path):
     assert done.stdout.count("75% sparse") == len(rows)
 
 
+def test_benchmark_times_a_constant_cache_by_position(tmp_path):
+    small = ["--layers", "1", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4"]
+    more = ["--positions", "600", "1200", "--repeats", "1", "--json", "figures.json"]
+    done = run("benchmark.py", *small, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert (first["position"], last["position"]) == (600, 1200)
+    assert first["bytes"] == last["bytes"] < first["full_bytes"] < 0.6 * last["full_bytes"]
+    assert first["beside_first"] == 1
+    assert last["beside_first"] == pytest.approx(last["policy_s"] / first["policy_s"])
+    assert "decode after    1200 tokens: full " in done.stdout
+
+
 def test_needle_draws_what_it_prints(tmp_path):
     few = ["--lengths", "128", "--depths", "2", "--samples", "2", "--out", "picture.png"]
     done = run("needle.py", *few, "--policy", "streaming_llm", "--window", "16", cwd=tmp_path)
