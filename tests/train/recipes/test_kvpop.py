@@ -4,6 +4,7 @@ what is exported, and wrong options."""
 import json
 import math
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,21 @@ def test_wrong_options_are_one_line(wrong, said, tmp_path):
         train(parse(["--method", "kvpop", "--model", MODEL, "--out", str(tmp_path / "run"), *wrong]))
     assert "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_phase_goes_on_on_another_mesh(uptrained, tmp_path):
+    """From its first update's checkpoint, on four devices; stopped as `SIGKILL` would, with what is on the disk."""
+    told = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0", "--checkpoint-every", "1"
+    whole = sparsify(uptrained, tmp_path / "whole", *told, "--keep", "9")
+    left = tmp_path / "left"
+    shutil.copytree(whole.folder, left, ignore=shutil.ignore_patterns("parameters", "2"))
+    config = (left / "config.yaml").read_text().replace(str(whole.folder), str(left))
+    (left / "config.yaml").write_text(config)
+    resumed = train(parse(["--resume", "--out", str(left), "--mesh", "2x2"]))
+    assert metrics_of(resumed)[1] == pytest.approx(metrics_of(whole)[1], rel=1e-5)
+    assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-4)
+    for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=5e-4)
 
 
 def metrics_of(run):

@@ -10,6 +10,7 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
+from kvjax.inference.sampling import stream
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, load_scorers, save_scorers
@@ -104,12 +105,36 @@ def test_a_cache_keeps_what_training_sees(model, told, calls):
     assert int(cache.layers.length.max()) == min(told.get("budget", 15) - 6, LENGTH - 5)
 
 
-def test_the_pool_does_not_grow(model):
-    """Whatever comes: a budget's entries and the pages that they are in."""
-    policy = made(model)
-    sizes = [caches.stats(cached_logits(model, policy, TOKENS[:, :n], [n])[1]) for n in (20, 30, LENGTH)]
-    assert len({int(np.sum(x.bytes)) for x in sizes}) == 1
-    np.testing.assert_array_equal(sizes[-1].entries, 14)  # what comes next is the window's sixth
+def test_a_cache_has_one_size_whatever_comes():
+    """Of its arrays, after a prompt and after 4,096 more tokens; a conversation goes on from it, as it does from what
+    was put away and brought back."""
+    model = tiny_model(max_position=8192)
+    policy = make_policy("kvpop", scorers=tiny_scorers(model), model=model, **SIZES)
+
+    def said(prompt, count, **told):
+        """Greedily drawn tokens, and the cache of all but the last of them."""
+        blocks = list(stream(model, [prompt], policy=policy, max_new_tokens=count, eos=(), **told))
+        return [int(x) for parts, _ in blocks for x in parts[0]], blocks[-1][1]
+
+    def sizes(cache):
+        return sum(x.nbytes for x in jax.tree.leaves(cache)), caches.stats(cache).pages
+
+    prompt = TOKENS[0].tolist()
+    _, short = said(prompt, 1)
+    drawn, long = said(prompt, 4096)
+    assert int(long.seen[0]) == len(prompt) + 4096 - 1
+    assert sizes(long) == sizes(short)
+    np.testing.assert_array_equal(
+        caches.stats(long).entries, 14
+    )  # what comes next is the sixth of the window
+
+    away = jax.tree.map(np.asarray, long)
+    back = jax.tree.map(lambda x, was: jax.device_put(x, was.sharding), away, long)
+    turn = [*drawn[-1:], 7, 8, 9]
+    wanted, last = said([*prompt, *drawn[:-1], *turn], 6)
+    for cache in (long, back):
+        assert said(turn, 6, cache=cache)[0] == wanted
+    assert sizes(last) == sizes(long)
 
 
 def test_files_hold_what_was_trained(model, tmp_path):
