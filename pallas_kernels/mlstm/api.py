@@ -7,11 +7,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choose import choose
 from pallas_kernels.mlstm.reference import reference
+from pallas_kernels.mlstm.tpu import CHUNK, tpu
 from pallas_kernels.mlstm.xla import xla
 from pallas_kernels.varying import alike
 
-IMPLEMENTATIONS = {"xla": xla, "reference": reference}
-FASTEST = {"cpu": "xla", "tpu": "xla", "gpu": "xla"}
+IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu}
+FASTEST = {"cpu": "xla", "tpu": "tpu", "gpu": "xla"}
 """The default of each backend."""
 
 Normaliser = Literal["plain", "xlstm"]
@@ -44,7 +45,7 @@ def mlstm(
     memory: Memory | None = None,
     *,
     normaliser: Normaliser = "plain",
-    chunk: int = 64,
+    chunk: int | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b k t e"], Memory]:
     """What every query reads of the tokens up to its own, and the memory after the last one.
@@ -78,13 +79,13 @@ def mlstm(
     inputs, before = alike(inputs, before)
     if not q.size:
         return inputs[2], before
-    return call(*inputs, before, normaliser, min(chunk, t))
+    return call(*inputs, before, normaliser, chunk)
 
 
 def _check(q, k, v, log_i, log_f, memory, normaliser, chunk):
     if normaliser not in ("plain", "xlstm"):
         raise ValueError(f"mlstm: normaliser is {normaliser!r}, but must be plain or xlstm")
-    if chunk < 1:
+    if chunk is not None and chunk < 1:
         raise ValueError(f"mlstm: chunk is {chunk}, but must be at least 1")
     b, heads, t, d = q.shape
     e = v.shape[-1]
