@@ -7,13 +7,20 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.choose import choose
 from pallas_kernels.mlstm.reference import reference
-from pallas_kernels.mlstm.tpu import CHUNK, tpu
+from pallas_kernels.mlstm.tpu import tpu
+from pallas_kernels.mlstm.tpu_chunk import CHUNK
 from pallas_kernels.mlstm.xla import xla
 from pallas_kernels.varying import alike
 
 IMPLEMENTATIONS = {"xla": xla, "reference": reference, "tpu": tpu}
 FASTEST = {"cpu": "xla", "tpu": "tpu", "gpu": "xla"}
-"""The default of each backend."""
+"""The default of each backend, for tokens of at least a chunk of the kernel's; for fewer XLA's form on all of them.
+
+TPU, not run but compiled, one sequence of 8192 tokens, 8 heads, keys of 128 and values of 64, against XLA's form at its
+best chunk by XLA's estimate: on v5e 0.35 million cycles against 3.1 and with the gradient 1.2 against 11.0, on v6e 0.40
+against 2.5 and 1.3 against 10.7. A token of 16 sequences takes 0.05 in XLA and 0.24 in the kernel, 128 tokens 0.55 and
+0.19.
+"""
 
 Normaliser = Literal["plain", "xlstm"]
 
@@ -64,15 +71,19 @@ def mlstm(
     Args:
         memory: of the tokens before these; None: there are none.
         chunk: tokens that see each other as in attention, those before them through the memory. Its size does not
-            change the result but for rounding: 1 is the recurrent form, t the parallel one.
-        implementation: "xla", or "reference" (all pairs at once); None: the fastest here, `FASTEST`.
+            change the result but for rounding: 1 is the recurrent form, t the parallel one. None: the implementation's
+            own; "tpu" takes no other.
+        implementation: "xla", "tpu" (a kernel: float32, keys and values of at most 512 numbers), "reference" (all pairs
+            at once); None: the fastest here, `FASTEST`.
 
     Raises:
         ValueError: shapes that disagree, a chunk below 1, an unknown normaliser or implementation.
     """
+    if implementation is None and q.shape[2] < CHUNK:
+        implementation = "xla"
     call = choose(IMPLEMENTATIONS, implementation, "mlstm", FASTEST)
     _check(q, k, v, log_i, log_f, memory, normaliser, chunk)
-    b, heads, t, d = q.shape
+    b, heads, _, d = q.shape
     before = empty_memory(b, heads, d, v.shape[3]) if memory is None else memory
     exact = jnp.promote_types(q.dtype, jnp.float32)
     inputs = tuple(x.astype(exact) for x in (q, k, v, log_i, log_f))

@@ -17,7 +17,7 @@ from pallas_kernels.supported import require
 
 LANES = 128
 BLOCK = 8
-"""Most chunks that are on chip together, of keys of 128 numbers: their products overlap."""
+"""Most chunks that are on chip together: their products overlap. Fewer of wide keys and values."""
 WIDEST = 512
 """Most numbers of a key or a value."""
 
@@ -33,12 +33,15 @@ def tpu(q, k, v, log_i, log_f, memory, normaliser, chunk, interpret: Any = None)
         (max(d, e) <= WIDEST, f"keys and values of at most {WIDEST} numbers, not {d} and {e}"),
     )
     wide, tall = _up(d, LANES), _up(e, SUBLANES)
-    block = CHUNK * max(1, min(BLOCK * LANES // wide, -(-t // CHUNK)))
+    fitting = BLOCK * LANES**2 // (wide * max(tall, LANES))
+    block = CHUNK * max(1, min(fitting, -(-t // CHUNK)))
     form = Form(normaliser, 1.0 if normaliser == "plain" else d**-0.5, block, interpret)
     pad = functools.partial(_pad, tokens=_up(t, block) - t)
     q, k = (pad(x.reshape(-1, t, d), wide=wide - d) for x in (q, k))
     v = pad(v.reshape(-1, t, e), wide=tall - e)
-    log_i, log_f = (pad(x.reshape(-1, t, 1), fill=fill)[..., 0] for x, fill in ((log_i, -jnp.inf), (log_f, 0.0)))
+    log_i, log_f = (
+        pad(x.reshape(-1, t, 1), fill=fill)[..., 0] for x, fill in ((log_i, -jnp.inf), (log_f, 0.0))
+    )
     c, z, m = (x.reshape(b * heads, *x.shape[2:]) for x in memory)
     c = jnp.concatenate([_pad(c, 0, tall - e), _pad(z[..., None], 0, SUBLANES - 1)], 2)
     h, after, m = _mlstm(form, q, k, v, log_i, log_f, _pad(c, wide - d).swapaxes(1, 2), m)
@@ -88,7 +91,7 @@ def _backward(form, saved, cotangents):
     dh, dmemory, dm = cotangents
     found = backward(form, inputs, read, dh.swapaxes(1, 2), dmemory)
     r, t = found.gates.shape[::2]
-    from_later = jnp.sum(found.m, 2)
+    from_later = jnp.sum(found.m, (2, 3))
     dm = jnp.where(jnp.isneginf(read.m[:, 0, -1]), 0.0, dm)
     ddecay, dwritten = found.gates[:, 0], found.gates[:, 1]
     ddecay = (ddecay - dwritten).reshape(r, -1, CHUNK)

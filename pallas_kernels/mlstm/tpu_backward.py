@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
     gates: jax.Array
     """`[r 2 t]`: of the first two, but for what reaches the first through m."""
     m: jax.Array
-    """`[r n d]`: of m before each chunk, to be summed."""
+    """`[r n 1 d]`: of m before each chunk, to be summed."""
     memory: jax.Array
     """`[r x d]`: of the memory before the first token."""
 
@@ -52,7 +52,7 @@ def backward(form: Form, inputs: Inputs, read: Read, dh: jax.Array, dmemory: jax
     e, x, n = inputs.v.shape[1], inputs.memory.shape[1], t // CHUNK
     at = Specs(form, n, backwards=True)
     scalars = functools.partial(at.row, scalars=True)
-    shapes = [(r, t, d), (r, t, d), (r, e, t), (r, 2, t), (r, n, d), (r, x, d)]
+    shapes = [(r, t, d), (r, t, d), (r, e, t), (r, 2, t), (r, n, 1, d), (r, x, d)]
     found = pl.pallas_call(
         functools.partial(_kernel, form),
         grid=(r, at.grid),
@@ -62,7 +62,7 @@ def backward(form: Form, inputs: Inputs, read: Read, dh: jax.Array, dmemory: jax
         ],
         out_specs=[
             *(at.tokens(d), at.tokens(d), at.lanes(e), at.lanes(2)),
-            *(at.row(n, d), at.row(x, d)),
+            *(at.memories(1, d), at.row(x, d)),
         ],
         out_shape=[output(shape, jnp.float32, inputs.q) for shape in shapes],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
@@ -102,7 +102,7 @@ def _kernel(
         dwritten = jnp.sum(v * dv, axis=0, keepdims=True)
         dgates_ref[0, :, at] = jnp.concatenate([ddecay, dwritten])
         dmemory = gates.kept * dmemory + dot(from_memory, q)
-        dm_ref[0, pl.ds(first + c, 1)] = jnp.sum(memory * dmemory, axis=0, keepdims=True)
+        dm_ref[0, c] = jnp.sum(memory * dmemory, axis=0, keepdims=True)
     dmemory_ref[0] = dmemory
 
 

@@ -53,7 +53,9 @@ def forward(form: Form, inputs: Inputs, save: bool) -> Read:
     return Read(*found)
 
 
-def _kernel(form, q_ref, k_ref, v_ref, gates_ref, last_ref, m0_ref, memory0_ref, h_ref, m_ref, memory_ref, *saved):
+def _kernel(
+    form, q_ref, k_ref, v_ref, gates_ref, last_ref, m0_ref, memory0_ref, h_ref, m_ref, memory_ref, *saved
+):
     e, d = v_ref.shape[1], q_ref.shape[2]
     block = pl.program_id(1)
 
