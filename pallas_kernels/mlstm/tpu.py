@@ -22,7 +22,7 @@ WIDEST = 512
 """Most numbers of a key or a value."""
 
 
-def tpu(q, k, v, log_i, log_f, memory, normaliser, chunk, interpret: Any = None):
+def tpu(q, k, v, log_i, log_f, memory: Any, normaliser, chunk, interpret: Any = None):
     b, heads, t, d = q.shape
     e = v.shape[3]
     require(
@@ -33,21 +33,26 @@ def tpu(q, k, v, log_i, log_f, memory, normaliser, chunk, interpret: Any = None)
         (max(d, e) <= WIDEST, f"keys and values of at most {WIDEST} numbers, not {d} and {e}"),
     )
     wide, tall = _up(d, LANES), _up(e, SUBLANES)
-    fitting = BLOCK * LANES**2 // (wide * max(tall, LANES))
-    block = CHUNK * max(1, min(fitting, -(-t // CHUNK)))
+    block = _block(t, max(1, BLOCK * LANES**2 // (wide * max(tall, LANES))))
     form = Form(normaliser, 1.0 if normaliser == "plain" else d**-0.5, block, interpret)
     pad = functools.partial(_pad, tokens=_up(t, block) - t)
     q, k = (pad(x.reshape(-1, t, d), wide=wide - d) for x in (q, k))
     v = pad(v.reshape(-1, t, e), wide=tall - e)
-    log_i, log_f = (
-        pad(x.reshape(-1, t, 1), fill=fill)[..., 0] for x, fill in ((log_i, -jnp.inf), (log_f, 0.0))
-    )
+    log_i = pad(log_i.reshape(-1, t, 1), fill=-jnp.inf)[..., 0]
+    log_f = pad(log_f.reshape(-1, t, 1))[..., 0]
     c, z, m = (x.reshape(b * heads, *x.shape[2:]) for x in memory)
     c = jnp.concatenate([_pad(c, 0, tall - e), _pad(z[..., None], 0, SUBLANES - 1)], 2)
-    h, after, m = _mlstm(form, q, k, v, log_i, log_f, _pad(c, wide - d).swapaxes(1, 2), m)
+    found: Any = _mlstm(form, q, k, v, log_i, log_f, _pad(c, wide - d).swapaxes(1, 2), m)
+    h, after, m = found
     after = after.swapaxes(1, 2).reshape(b, heads, wide, -1)[:, :, :d]
     h = h.reshape(b, heads, *h.shape[1:])[:, :, :t, :e]
     return h, type(memory)(after[..., :e], after[..., tall], m.reshape(b, heads))
+
+
+def _block(t: int, most: int) -> int:
+    """Tokens of equal blocks of at most so many chunks."""
+    chunks = -(-t // CHUNK)
+    return CHUNK * -(-chunks // -(-chunks // most))
 
 
 def _up(x: int, multiple: int) -> int:

@@ -131,5 +131,5 @@ class Specs:
 
     def row(self, *shape: int, scalars: bool = False) -> pl.BlockSpec:
         """`[r …]`, for all of the row's blocks."""
-        where = {"memory_space": pltpu.SMEM} if scalars else {}
-        return pl.BlockSpec((1, *shape), lambda r, i: (r, 0, 0), **where)
+        space = pltpu.SMEM if scalars else pltpu.VMEM
+        return pl.BlockSpec((1, *shape), lambda r, i: (r, 0, 0), memory_space=space)
