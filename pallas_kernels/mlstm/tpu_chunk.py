@@ -43,11 +43,13 @@ class Form(NamedTuple):
     """What the kernels are made for."""
 
     normaliser: str
+    """The op's."""
     scale: float
-    """1/√d, of the keys as they were given."""
+    """Of what is read, 1/√d of the keys as they were given; with the plain normaliser 1."""
     block: int
     """Tokens that are on chip together: whole chunks."""
     interpret: Any
+    """As `pallas_call` takes it; None: where there is no TPU."""
 
     @property
     def chunks(self) -> int:
