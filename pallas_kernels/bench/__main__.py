@@ -11,6 +11,7 @@ import jax
 
 from pallas_kernels.bench import (
     attention_mass,
+    mlstm,
     paged_decode,
     report,
     running_topk,
@@ -30,6 +31,7 @@ OPS = {
     "paged_decode": paged_decode,
     "running_topk": running_topk,
     "attention_mass": attention_mass,
+    "mlstm": mlstm,
 }
 
 

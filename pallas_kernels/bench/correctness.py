@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench.offered import OFFERED
+from pallas_kernels.mlstm import mlstm
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.running_topk import ranks, running_topk
 from pallas_kernels.vertical_slash import ends, vertical_slash
@@ -104,7 +105,7 @@ def _error_of_queries(actual, expected) -> float:
 
 def _cases(key: jax.Array) -> Iterator[Case]:
     for at, dtype in enumerate(LIMITS):
-        for case in (_attention, _gradient, _decode, functools.partial(_decode, tokens=12), _mass):
+        for case in (_attention, _gradient, _decode, functools.partial(_decode, tokens=12), _mass, _memory):
             key, own = jax.random.split(jax.random.fold_in(key, at))
             yield case(own, dtype)
     yield _threshold(key)
@@ -169,6 +170,24 @@ def _mass(key, dtype):
         )
 
     return Case("attention_mass", call, (q, k), ("logsumexp", "sum", "max"), dtype)
+
+
+def _memory(key, dtype):
+    """What is read and handed on, and the gradient."""
+    q, k, v = _normal(key, dtype, (2, 2, S, H), (2, 2, S, H), (2, 2, S, H // 2))
+    log_i, log_f, weight = _normal(key, jnp.float32, (2, 2, S), (2, 2, S), (2, 2, S, H // 2))
+
+    def call(implementation, *args):
+        def total(*args):
+            h, memory = mlstm(*args, implementation=implementation)
+            return jnp.sum(h * weight), (h, *memory)
+
+        gradients, found = jax.grad(total, tuple(range(len(args))), has_aux=True)(*args)
+        return *found, *(x.astype(jnp.float32) for x in gradients)
+
+    args = jnp.abs(q), jnp.abs(k), v, log_i, -jnp.abs(log_f) / 9
+    results = "h", "c", "z", "m", "dq", "dk", "dv", "d log_i", "d log_f"
+    return Case("mlstm", call, args, results, dtype, gradient=True)
 
 
 def _threshold(key) -> Case:

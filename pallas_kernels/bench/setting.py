@@ -46,6 +46,8 @@ class Setting:
     """Contexts of which the last `OBSERVED` queries are counted."""
     topk: tuple[int, ...]
     """Lengths of the running top-k."""
+    mlstm: tuple[int, ...]
+    """Tokens of an mLSTM's sequence, forward and backward."""
     mask: int
     """Longest context whose mask torch gets in full."""
     logits: int
@@ -85,6 +87,7 @@ GPU = Setting(
     mass=(8192, 32768),
     observation=(32768, 131072),
     topk=(8192, 32768, 131072),
+    mlstm=(8192, 32768),
     mask=8192,
     logits=1 << 34,
     inner=32,
@@ -115,6 +118,7 @@ CPU = Setting(
     mass=(4096,),
     observation=(16384,),
     topk=(8192,),
+    mlstm=(4096, 8192, 16384),
     mask=0,
     logits=1 << 30,
     inner=1,

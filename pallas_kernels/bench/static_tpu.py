@@ -21,6 +21,8 @@ from pallas_kernels.ahead import compile_for_tpu
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench.bundles import Kernel, Tile, read
 from pallas_kernels.bench.cycles import estimated_cycles
+from pallas_kernels.mlstm import mlstm, tpu
+from pallas_kernels.mlstm.tpu_chunk import CHUNK
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.running_topk import running_topk
 from pallas_kernels.vertical_slash import vertical_slash
@@ -34,6 +36,8 @@ PAGED_KEYS = 1024
 BYTES_A_SECOND = {"v5e": 819e9, "v6e": 1640e9}
 CYCLES_A_SECOND = {"v5e": 1.5e9, "v6e": 1.75e9}
 TOPK = 8192
+XLA_CHUNK = 512
+"""Of `mlstm` in XLA: of 64 to 512 the one of least cycles."""
 
 Shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 Q, K = Shape((1, N, S, H)), Shape((1, HEADS, S, H))
@@ -74,11 +78,11 @@ def attend(q, k, v, end):
     return vertical_slash(q, k, v, end, window=WINDOW, implementation="tpu")
 
 
-def gradient(attention, *args):
+def gradient(attention, *args, of=range(3)):
     def loss(*args):
         return jnp.sum(attention(*args)[0].astype(jnp.float32))
 
-    return jax.grad(loss, (0, 1, 2))(*args)
+    return jax.grad(loss, tuple(of))(*args)
 
 
 def splash_attention(kind: Callable, q, k, v):
@@ -168,11 +172,37 @@ def running_topk_rows(compile: Compiler) -> Iterator[dict]:
     yield compile.row(f"running_topk, a key of {TOPK}", Tile(bundles, 0), "XLA", Tile(cycles, 0), program)
 
 
+def mlstm_rows(compile: Compiler) -> Iterator[dict]:
+    """Cycles of the whole program, as KVPOP trains: XLA's by its own estimate, and the kernels' bundles."""
+    heads, s = 8, 8192
+    wide, flat = (1, heads, s), jax.ShapeDtypeStruct((1, heads, s), jnp.float32)
+    args = *(jax.ShapeDtypeStruct((*wide, x), jnp.float32) for x in (H, H, H // 2)), flat, flat
+
+    def forward(*args, **options):
+        return mlstm(*args, **options)[0]
+
+    def backward(*args, **options):
+        return gradient(lambda *args: (forward(*args, **options),), *args, of=range(5))
+
+    blocks = heads * s // (CHUNK * tpu.BLOCK)
+    for op, call, passes in (("forward", forward, 1), ("forward and backward", backward, 2)):
+        _, rival = compile(functools.partial(call, implementation="xla", chunk=XLA_CHUNK), *args)
+        kernels, program = compile(functools.partial(call, implementation="tpu"), *args)
+        kernels = [kernels(f"mlstm_{x}") for x in ("forward", "backward")[:passes]]
+        bundles = blocks * sum(x.loop(depth=1, turns=1) for x in kernels)
+        spills = sum(x.spills for kernel in kernels for x in kernel.bundles)
+        ours = Tile(bundles + estimated_cycles(program.as_text()), spills)
+        of_rival = Tile(estimated_cycles(rival.as_text()), 0)
+        name = f"mlstm {op}, {heads} heads of {s} tokens"
+        yield compile.row(name, ours, f"XLA, chunks of {XLA_CHUNK}", of_rival, program)
+
+
 OPS = {
     "vertical_slash": vertical_slash_rows,
     "paged_decode": paged_decode_rows,
     "attention_mass": attention_mass_rows,
     "running_topk": running_topk_rows,
+    "mlstm": mlstm_rows,
 }
 
 

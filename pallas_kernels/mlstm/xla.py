@@ -6,10 +6,13 @@ import jax.numpy as jnp
 from jax import lax
 
 EPSILON = 1e-6
+CHUNK = 64
+"""Tokens of a chunk, if it is not said."""
 
 
 def xla(q, k, v, log_i, log_f, memory, normaliser, chunk):
     t = q.shape[2]
+    chunk = min(chunk or CHUNK, t)
     count = -(-t // chunk)
 
     def chunks(x, fill=0.0):

@@ -1,6 +1,7 @@
 """The benchmark, run through at tiny sizes on a CPU with interpreted kernels, and its readers of compilers' output."""
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -12,7 +13,7 @@ import pytest
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import correctness, rivals, static, torch_rivals
+from pallas_kernels.bench import correctness, mlstm, rivals, static, torch_rivals
 from pallas_kernels.bench.attention_mass import dense as dense_mass
 from pallas_kernels.bench.bundles import Tile, read
 from pallas_kernels.bench.cycles import estimated_cycles
@@ -38,6 +39,7 @@ TINY = dataclasses.replace(
     mass=(128,),
     observation=(128,),
     topk=(128,),
+    mlstm=(128,),
     mask=128,
     inner=2,
     copied=1 << 20,
@@ -188,6 +190,22 @@ def test_dense_mass_is_the_same_mass(over, group, offset):
     options = {"over": over, "offset": offset}
     expected = attention_mass(q, k, lse=lse, group=group, implementation="reference", **options)
     close(dense_mass(q, k, lse, **options), expected)
+
+
+def test_an_mlstm_is_timed_beside_all_pairs():
+    setting = dataclasses.replace(TINY, implementation="xla")
+    key = jax.random.key(0)
+    found = [
+        row for task in mlstm.jobs(setting, key) for row in rows(task, {"matrix product": 1e12}, setting)
+    ]
+    assert [row["op"] for row in found] == ["mlstm", "mlstm, backward"]
+    for row in found:
+        assert (row["error"], row["implementation"], row["rival"]) == (None, "xla", "all pairs")
+        assert row["seconds"] > 0
+    (case,) = (x for x in correctness._cases(key) if str(x) == "mlstm, float32")
+    found, expected = (jax.jit(functools.partial(case.call, x))(*case.args) for x in ("tpu", "reference"))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert correctness._error(mine, theirs) <= case.limit(mine)
 
 
 DUMP = """

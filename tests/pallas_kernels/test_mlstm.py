@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.mlstm import empty_memory, mlstm
+from pallas_kernels.mlstm import empty_memory, mlstm, tpu
 
 B, K, T, D, E = 2, 3, 37, 8, 5
 NORMALISERS = "plain", "xlstm"
@@ -49,6 +51,7 @@ FORMS = {
     "chunkwise": {"chunk": 8},
     "parallel": {"chunk": T},
     "reference": {"implementation": "reference"},
+    "kernel": {"implementation": "tpu"},
 }
 
 
@@ -108,6 +111,45 @@ def test_gradients_are_the_references_in_float64(normaliser):
                 np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1, np.abs(theirs).max()))
 
 
+@pytest.mark.parametrize("normaliser", NORMALISERS)
+def test_the_kernel_is_the_reference_in_float64_over_several_blocks(normaliser, monkeypatch):
+    """Values, what is handed on, and the gradients of all arguments; two chunks a block, the last one partly filled,
+    padding in the middle of the first."""
+    monkeypatch.setattr(tpu, "BLOCK", 2)
+    tokens = 290
+    q, k, v, log_i, log_f = map(np.array, inputs(tokens=tokens))
+    log_i[:, :, 120:140], log_f[:, :, 120:140] = -np.inf, 0
+    memory = mlstm(*inputs(1, 5), implementation="reference")[1]
+    weights = np.random.default_rng(2).standard_normal((B, K, tokens, E), np.float32)
+
+    def results(implementation, *given):
+        def value(given, memory):
+            h, after = mlstm(*given, memory, normaliser=normaliser, implementation=implementation)
+            scale = jnp.exp(after.m)[..., None]  # c and z alone depend on the stabiliser
+            handed = (after.z * scale) ** 2, after.c * scale[..., None]
+            return (h * weights).sum() + sum(x.sum() for x in handed), (h, after)
+
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(value, (0, 1), has_aux=True))(*given))
+
+    given = (q, k, v, log_i, log_f), jax.tree.map(np.asarray, memory)
+    found = results("tpu", *given)
+    with jax.enable_x64(True):
+        wanted = results("reference", *jax.tree.map(lambda x: x.astype(np.float64), given))
+    for mine, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1, np.abs(theirs).max()))
+
+
+def test_a_tpu_gets_the_kernel_for_a_chunk_and_more():
+    device = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        for tokens, kernel in ((127, False), (128, True)):
+            given = [
+                jax.ShapeDtypeStruct((1, 1, tokens, *x), jnp.float32) for x in ((8,), (8,), (8,), (), ())
+            ]
+            program = str(jax.make_jaxpr(mlstm)(*given))
+            assert ("pallas_call" in program) == kernel
+
+
 def test_plainly_a_query_reads_a_mean_of_values_whatever_scales_gates_and_keys():
     """In the hull of the values, coordinate by coordinate; unchanged by a constant in log i, and by longer keys."""
     q, k, v, log_i, log_f = inputs()
@@ -118,15 +160,13 @@ def test_plainly_a_query_reads_a_mean_of_values_whatever_scales_gates_and_keys()
         np.testing.assert_allclose(other[0], h, atol=1e-4)
 
 
-def test_it_runs_split_over_a_mesh():
-    from jax.sharding import AxisType
-    from jax.sharding import PartitionSpec as P
-
+@pytest.mark.parametrize("form", ["chunkwise", "kernel"])
+def test_it_runs_split_over_a_mesh(form):
     given = tuple(x[:, :2] for x in inputs())
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         spec = P("data", "tensor")
-        split = jax.jit(jax.shard_map(lambda *x: mlstm(*x, chunk=8), out_specs=spec))
+        split = jax.jit(jax.shard_map(functools.partial(mlstm, **FORMS[form]), out_specs=spec))
         found = split(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x in given))
     for mine, theirs in zip(*map(jax.tree.leaves, (found, mlstm(*given, chunk=8))), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
@@ -140,7 +180,12 @@ def test_it_runs_split_over_a_mesh():
         (lambda x: {"memory": empty_memory(B, K, D, E + 1)}, r"mlstm: memory.c is \(2, 3, 8, 6\)"),
         (lambda x: {"chunk": 0}, "chunk is 0"),
         (lambda x: {"normaliser": "max"}, "normaliser is 'max'"),
-        (lambda x: {"implementation": "tpu"}, "there is no implementation 'tpu'"),
+        (lambda x: {"implementation": "gpu"}, "there is no implementation 'gpu'"),
+        (lambda x: {"implementation": "tpu", "chunk": 64}, "'tpu' takes chunks of 128 tokens, not 64"),
+        (
+            lambda x: {"implementation": "tpu", "v": jnp.ones((B, K, T, 520))},
+            "'tpu' takes keys and values of at most 512 numbers, not 8 and 520",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(shapes_unchecked, change, says):

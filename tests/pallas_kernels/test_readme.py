@@ -19,6 +19,6 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 def test_example(example):
     names = {"jax": jax, "jnp": jnp}
     exec(example, names)
-    results = [names[name] for name in ("o", "lse", "tau", "end", "snapkv") if name in names]
+    results = [names[name] for name in ("o", "lse", "tau", "end", "snapkv", "h") if name in names]
     assert results
     assert all(jnp.isfinite(x).all() for x in results)
