@@ -45,8 +45,8 @@ class ServeConfig:
     topology: str
     """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8."""
     model: str = "llama-3.1-8b"
-    """A folder with a config.json, a GGUF file, or a name: llama-3.2-1b, llama-3.1-8b, llama-3.1-70b, qwen2.5-7b,
-    qwen2.5-7b-instruct-1m, qwen3-4b, qwen3-8b, qwen3-14b."""
+    """A folder with a config.json, a GGUF file, or a name: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
+    llama-3.1-70b, qwen2.5-7b, qwen2.5-7b-instruct-1m, qwen3-4b, qwen3-8b, qwen3-14b."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"

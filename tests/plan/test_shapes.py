@@ -11,6 +11,7 @@ from kvjax.plan.shapes import find_shape, known
 PARAMETERS = {
     # of the models' cards; a tied table counts once
     "llama-3.2-1b": 1.24e9,
+    "llama-3.2-3b": 3.21e9,
     "llama-3.1-8b": 8.03e9,
     "llama-3.1-70b": 70.6e9,
     "qwen2.5-7b": 7.61e9,
