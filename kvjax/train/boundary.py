@@ -35,7 +35,8 @@ def boundary_pairs(
     # query j + window − 1 sees
     tau, _ = running_topk(rank, k=capacity, window=window, competes=competes)
     index = jnp.arange(tokens)
-    before = jnp.take(tau, jnp.minimum(index + window - 1, tokens - 1), axis=-1)
+    after = tau[..., window - 1 :]
+    before = jnp.pad(after, ((0, 0), (0, 0), (0, tokens - after.shape[-1])), constant_values=tokens)
     order = jnp.argsort(rank, axis=-1)
     boundary = jnp.take_along_axis(order, jnp.clip(before, 0, tokens - 1), -1)
     valid = competes & (index + window < tokens) & (before >= 0) & (before < tokens)
