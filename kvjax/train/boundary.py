@@ -35,8 +35,8 @@ def boundary_pairs(
     # query j + window − 1 sees
     tau, _ = running_topk(rank, k=capacity, window=window, competes=competes)
     index = jnp.arange(tokens)
-    after = tau[..., window - 1 :]
-    before = jnp.pad(after, ((0, 0), (0, 0), (0, tokens - after.shape[-1])), constant_values=tokens)
+    last = jnp.broadcast_to(tau[..., -1:], (*tau.shape[:-1], min(window - 1, tokens)))
+    before = jnp.concatenate([tau[..., window - 1 :], last], -1)
     order = jnp.argsort(rank, axis=-1)
     boundary = jnp.take_along_axis(order, jnp.clip(before, 0, tokens - 1), -1)
     valid = competes & (index + window < tokens) & (before >= 0) & (before < tokens)
