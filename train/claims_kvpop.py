@@ -16,6 +16,7 @@ from typing import Literal
 
 from claims import Scores, check_different, evaluated, gather, run, spread, table
 
+from kvjax.builtin import BUILTIN
 from kvjax.command.launch import parse_command, run_command
 from kvjax.files import write_text
 
@@ -25,8 +26,8 @@ CONTEXT = 1024
 BUDGETS = 0.25, 0.0625
 """Of the context: entries of each kv head."""
 SHAPE = "--window", "16", "--sink", "4"
-OTHERS = "h2o", "r_kv", "tova"
-"""Of the dense model at the same size: methods that choose by attention, once a context was read."""
+OTHERS = "h2o", "r_kv", "tova", "fast_kvzip"
+"""Of the dense model at the same size: methods that choose among all that was read, which they hold until then."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "scored at once": ("--no-delayed",),
     "no Hedgehog features, xLSTM's normaliser": ("--features", "none", "--normaliser", "xlstm"),
@@ -79,8 +80,9 @@ def asked(
     config: ClaimsConfig, seed: int, trained: Path, policies: Sequence[str], budgets: Sequence[float]
 ) -> list[dict]:
     """What a model answers under policies."""
-    scorers = ["--gates", str(trained)] if "kvpop" in policies else []
-    told = "--model", str(trained / "model"), "--seed", str(seed), "--samples", str(config.samples), *scorers
+    gates = {"kvpop": str(trained), "fast_kvzip": BUILTIN}
+    named = [word for name, of in gates.items() if name in policies for word in ("--gates", of)]
+    told = "--model", str(trained / "model"), "--seed", str(seed), "--samples", str(config.samples), *named
     folder = trained.parent / "-".join(("asked", *policies))
     return evaluated(folder, policies, budgets, TASKS, *told, "--context", str(CONTEXT))
 
