@@ -18,7 +18,7 @@ with Knorm's scores, which cost next to nothing, it is what moving entries costs
     python infer/benchmark.py --positions 1024 4096 16384 65536
 
 times a decode step of KVPOP's cache of constant size, of 512 entries a kv head, after so many tokens instead, beside
-the full cache's.
+the full cache's; neither --context, --sparsity nor --policies has a meaning then.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +74,8 @@ class BenchmarkConfig:
 def main(args: list[str] | None = None) -> None:
     """The command."""
     config = parse_command(BenchmarkConfig, args)
+    if config.positions and config.policies:
+        raise UserError("--positions times KVPOP and the full cache: leave --policies out")
     mesh = start(MeshShape())
 
     import jax
@@ -148,7 +151,6 @@ def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
     """The policy called so in `kvjax.evaluate`, keeping the share that is not refused."""
     import numpy as np
 
-    from kvjax.errors import UserError
     from kvjax.evaluate.config import default_chunk, default_observed
     from kvjax.evaluate.contenders import Sizing, budget_policy
     from kvjax.evaluate.static_heads import SINKS, whole_heads

@@ -320,7 +320,7 @@ def _from_package(name: str) -> Contender | None:
             given.pop("entries", None)
         return _policy(name, sizing, **given)
 
-    on = "contexts" if role(make) == "eviction" else "both"
+    on = "both" if role(make) == "admission" else "contexts"
     return Contender(make_sized, one_size=not {"ratio", "entries"} & takes, gates=None, method=name, on=on)
 
 

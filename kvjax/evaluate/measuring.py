@@ -67,7 +67,7 @@ class Drawn:
     cut: float
     """The share of answers that their length cut off, which are wrong."""
     without: float
-    """The share of the others that come to no answer, which are wrong, too."""
+    """The share that ended and came to no answer, which are wrong, too."""
 
 
 @dataclass(frozen=True)

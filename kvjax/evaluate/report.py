@@ -106,7 +106,8 @@ def _about_contests(config: EvaluateConfig) -> str:
         "mean over problems and draws, ± its standard error over the draws of these problems. Relative recovery is "
         f"pass@1 over that of {dense}, ± its standard error, taking the draws of both as independent. A budget is a "
         "share of the tokens that a prompt with its answer may have, so many entries of a kv head at any time; "
-        f"evictions hold up to {EVERY} more between two compactions. The KV footprint is what was really held, summed "
+        f"evictions hold up to {EVERY} more, or as many as `every` says, between two compactions. The KV footprint is "
+        "what was really held, summed "
         "over the query steps of prompt and answer, over full attention's at the same lengths."
     )
 
@@ -127,7 +128,7 @@ def _pass_at_1(cells: list[Cell], dense: Mapping[tuple[str, int], Cell]) -> str:
         drawn = cell.drawn
         assert drawn is not None
         error = "" if drawn.error is None else f" ± {100 * drawn.error:.1f}"
-        fixed = cell.policy not in (FULL, FIXED_TAU)
+        fixed = cell.policy != FIXED_TAU and not contender(cell.policy).one_size
         entries = f"{cell.budget * cell.context:.0f}" if fixed else ""
         lines.append(
             f"| {cell.policy} | {cell.at} | {entries} | {100 * cell.score:.1f}{error} | "

@@ -14,7 +14,8 @@ ESCAPED = re.compile(r"\\[{}]")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 SPACES = re.compile(r"\\[,;:! ]|~")
 WORTHLESS = re.compile(r"\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)")
-INTEGER = re.compile(r"\d+(?:\.0*)?")
+INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
+"""Of so many digits that Python reads it; with one "… =" before it."""
 
 
 def last_box(text: str) -> str | None:
@@ -44,8 +45,8 @@ def integer(text: str) -> int | None:
     Around it there may be TeX's spaces, dollars, degrees, a word's command, a full stop, and "m + n =" before it.
     """
     text = WORTHLESS.sub("", SPACES.sub(" ", WRAPPED.sub(r"\1", text)))
-    text = text.rpartition("=")[2].strip().rstrip(".")
-    return int(text.partition(".")[0]) if INTEGER.fullmatch(text) else None
+    found = INTEGER.fullmatch(text)
+    return None if found is None else int(found[1])
 
 
 class Integers:

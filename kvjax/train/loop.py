@@ -8,7 +8,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,9 @@ def train(config: Recipe) -> RunOutput:
         lock.take()
         with _ending(config, folder), Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
             data = opens(model, rows, folder, _say)
+            begin = data.sequences.get_state()
+            config.prepare(model, data.sequences, data.held_out, mesh, tokens, _say)
+            data.sequences.set_state(begin)
             run = Run(config, phases, folder, mesh, rows, data, checkpoints, dtypes, updates, tuple(beside))
             state, first = run.begin(model)
             if config.report != "none":
@@ -178,6 +181,7 @@ def export_checkpoint(config: Recipe, step: int | None, into: Path | None) -> tu
     with jax.set_mesh(mesh):
         model, rows, opens, _ = _load(config, phases, mesh)
         data = opens(model, rows, config.out, _say)
+        config.prepare(model, iter(()), data.held_out, mesh, 0, _say)
         with Checkpoints(folder, None) as checkpoints:
             run = Run(config, phases, config.out, mesh, rows, data, checkpoints, param_dtypes(phases, model))
             state, _ = run.restore(model, step)
@@ -220,16 +224,8 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         instruction=config.instruction,
         packed=config.packed,
     )
-    model, tokens = (
-        load_model(config.model, dtype=config.dtype, max_length=longest),
-        rows.total * int(lengths.sum()),
-    )
-
-    def prepared(model: Decoder, rows: Rows, folder: Path, say: Callable[[str], None]) -> Data:
-        config.prepare(model, data, mesh, tokens, say)
-        return data
-
-    return model, rows, prepared, tokens
+    model = load_model(config.model, dtype=config.dtype, max_length=longest)
+    return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
 
 @contextlib.contextmanager

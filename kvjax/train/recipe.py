@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.data import Data, Open
+    from kvjax.train.data import Open
 
 PLAIN = bool, int, float, str, type(None)
 """What `config.json` holds of an option, alone or in a tuple."""
@@ -256,12 +256,23 @@ class Recipe(abc.ABC):
         return None
 
     def prepare(
-        self, model: Decoder, data: Data, mesh: Mesh, tokens: int, say: Callable[[str], None]
+        self,
+        model: Decoder,
+        sequences: Iterator[Any],
+        held_out: Sequence[Int[np.ndarray, " _"]],
+        mesh: Mesh,
+        tokens: int,
+        say: Callable[[str], None],
     ) -> None:
-        """Compute what `batches` adds to the sequences, in files of the run's folder or of another that is named, once
-        and before the first update; the position of `data` is then as it was. `tokens`: of all sequences.
+        """Compute what `batches` adds to sequences, in files of the run's folder or of another that is named, once and
+        before the first update.
 
-        Raises UserError for a folder of something else, or a disk that fills.
+        Args:
+            sequences: this process's rows of every update, and `tokens` in all of them; nothing and 0 where a
+                checkpoint is exported, which needs what is held out alone.
+
+        Raises:
+            UserError: a folder of something else, or a disk that fills.
         """
         return None
 

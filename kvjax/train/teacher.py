@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import uuid
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.errors import UserError
+from kvjax.exported.fingerprint import MadeFor, contents
 from kvjax.files import write_text
 from kvjax.mesh import BATCH, P, batch_shards
 from kvjax.models.decoder import Decoder
@@ -32,7 +34,6 @@ from kvjax.train.rows import Rows, TokenRows, from_mesh, to_mesh
 
 VERSION = 1
 """Of the layout."""
-FINISHED = "finished.json"
 OPTION = "--teacher"
 
 
@@ -52,16 +53,24 @@ class Said:
     def __init__(self, folder: Path, count: int):
         self.folder, self.count = folder, count
 
-    def begin(self, made_for: Mapping[str, Any]) -> None:
-        """Make the folder of this teacher (`MadeFor.description`).
+    def begin(self, teacher: Decoder, name: str) -> None:
+        """Make the folder of this teacher, which is called so. Called in every process.
 
         Raises:
             UserError: it holds what another teacher said, or so many other tokens, or is of another version.
         """
-        manifest = {"version": VERSION, "teacher_tokens": self.count, **made_for}
+        made_for = MadeFor.of(teacher, name).description
+        manifest = {
+            "version": VERSION,
+            "teacher_tokens": self.count,
+            "weights": contents(teacher),
+            **made_for,
+        }
         check_kept(self.folder, manifest, "the teacher's logits", OPTION)
-        with self._mending():
-            begin_kept(self.folder, manifest)
+        if jax.process_index() == 0:
+            with self.mending():
+                begin_kept(self.folder, manifest)
+        multihost_utils.sync_global_devices("the teacher's folder is there")
 
     @property
     def bytes(self) -> int:
@@ -77,8 +86,8 @@ class Said:
     ) -> None:
         """What is said of a sequence. Raises UserError: the disk fills."""
         file = self._at(row)
-        partial = file.with_name(f".{file.name}.{os.getpid()}")
-        with self._mending():
+        partial = file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}")
+        with self.mending():
             try:
                 file.parent.mkdir(exist_ok=True)
                 with partial.open("wb") as out:
@@ -105,8 +114,8 @@ class Said:
                 raise ValueError("other shapes")
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(
-                f"{file}: is missing or damaged ({error}): remove it and {self.folder / FINISHED}, and go on with "
-                "--resume"
+                f"{file}: is missing or damaged ({error}): remove it and {self.folder}/finished-*, and give the same "
+                "command again"
             ) from None
         return found
 
@@ -114,7 +123,13 @@ class Said:
         name = hashlib.blake2b(np.asarray(row, np.int32).tobytes(), digest_size=12).hexdigest()
         return self.folder / name[:2] / f"{name}.npz"
 
-    def _mending(self) -> contextlib.AbstractContextManager[None]:
+    def finished(self, of: Mapping[str, Any]) -> Path:
+        """The file that is there once all sequences are that follow from `of`."""
+        name = hashlib.blake2b(json.dumps(of, sort_keys=True).encode(), digest_size=8).hexdigest()
+        return self.folder / f"finished-{name}.json"
+
+    def mending(self) -> contextlib.AbstractContextManager[None]:
+        """Errors of the disk as one line."""
         return mending(self.folder, lambda: "sequences are")
 
 
@@ -133,18 +148,21 @@ def listen(
     Args:
         steps: of each update this process's rows.
         tokens: of the updates of all processes.
-        of: what the sequences depend on; where the folder was once finished for the same, nothing is read.
+        of: what the sequences depend on; where all of them were once kept for the same, nothing is read.
 
     Raises:
         UserError: the disk is too small, or fills.
     """
-    wanted, finished = json.loads(json.dumps(of)), _finished(said.folder)
-    if wanted in finished:
+    finished = said.finished(of)
+    # one process decides: others may see the folder of another moment, or another disk
+    if multihost_utils.broadcast_one_to_all(np.array(finished.exists())):
         return
-    there = sum(1 for _ in said.folder.glob("??/*.npz")) * len(held_out[0])
-    remedy = f"name a folder elsewhere ({OPTION}), or keep the teacher beside the student ({OPTION} model)"
-    what = f"the teacher's {said.count} likeliest after each of {tokens:,} tokens"
-    check_room(said.folder, max(0, tokens - there) * said.bytes, what, remedy)
+    if not any(said.folder.glob("??/*.npz")):
+        remedy = (
+            f"name a folder elsewhere ({OPTION}), or keep the teacher beside the student ({OPTION} model)"
+        )
+        what = f"the teacher's {said.count} likeliest after each of {tokens:,} tokens"
+        check_room(said.folder, tokens * said.bytes, what, remedy)
     rows = Rows.of_this_process(mesh, batch_shards())
     with Pace("teacher", "tokens", tokens, 0) as pace:
         for row in held_out:
@@ -153,26 +171,23 @@ def listen(
             for first in range(0, len(step), rows.count):
                 _keep(said, teacher, step[first : first + rows.count], mesh, rows)
                 pace.advance(rows.total * step.shape[1])
+    multihost_utils.sync_global_devices("all of the teacher's files are there")
     if jax.process_index() == 0:
-        write_text(said.folder / FINISHED, json.dumps([*finished, wanted]))
-
-
-def _finished(folder: Path) -> list[Any]:
-    file = folder / FINISHED
-    return json.loads(file.read_text()) if file.exists() else []
+        with said.mending():
+            write_text(finished, json.dumps(of, indent=1))
 
 
 def _keep(said: Said, teacher: Decoder, own: TokenRows, mesh: Mesh, rows: Rows) -> None:
     """Write those of this process's rows that are missing; where one is, all processes compute."""
-    missing = [not said.has(row) for row in own]
-    if not np.any(multihost_utils.process_allgather(np.array(missing))):
+    missing = {row.tobytes(): index for index, row in enumerate(own) if not said.has(row)}
+    if not np.any(multihost_utils.process_allgather(np.array(len(missing)))):
         return
     hidden, parts = _hidden(teacher, to_mesh(mesh, rows, own)), []
     for first in range(0, own.shape[1], TOKENS_AT_ONCE):
         found = _likeliest(teacher, hidden[:, first : first + TOKENS_AT_ONCE], said.count)
         parts.append([from_mesh(rows, x) for x in found])
     logits, which = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
-    for index in np.flatnonzero(missing):
+    for index in missing.values():
         said.write(own[index], logits[index], which[index])
 
 

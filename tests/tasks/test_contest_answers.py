@@ -32,6 +32,7 @@ def test_the_last_box_with_balanced_braces_counts(text, box):
     [
         *(("33", 33), ("033", 33), ("000", 0), ("33.", 33), ("33.0", 33), ("$33$", 33), (r"\,33\;", 33)),
         *((r"\text{33}", 33), (r"\mathbf{033}", 33), (r"\boxed{33}", 33), ("m + n = 33", 33)),
+        *(("x = 5, y = 33", None), ("9" * 5000, None)),
         *((r"33^\circ", 33), (r"33^{\circ}", 33), (r"\left(33\right)", None), ("1000", 1000)),
         *(("-33", None), ("3 3", None), ("33.5", None), (r"\frac{66}{2}", None), ("11, 22", None)),
         *(("", None), ("thirty-three", None), ("33 or 34", None)),

