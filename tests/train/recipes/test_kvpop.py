@@ -244,9 +244,10 @@ def test_a_killed_phase_goes_on_on_another_mesh(uptrained, tmp_path):
     resumed = train(parse(["--resume", "--out", str(left), "--mesh", "2x2"]))
     assert metrics_of(resumed)[1] == pytest.approx(metrics_of(whole)[1], rel=1e-5)
     assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-4)
-    # of scorers' gate biases, which cancel, Adam makes steps out of rounding
-    for mine, theirs in zip(*(jax.tree.leaves(x.model) for x in (resumed, whole)), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5)
+    # where a gradient is rounding alone Adam makes a step of it; one update moves a weight by 8e-5
+    ends = zip(*(jax.tree.leaves(x.model) for x in (resumed, whole)), strict=True)
+    apart = np.concatenate([np.abs(np.asarray(mine) - theirs).ravel() for mine, theirs in ends])
+    assert apart.mean() < 2e-6
 
 
 def metrics_of(run):
