@@ -25,7 +25,8 @@ CONTEXT = 1024
 """Tokens of a context, and of a sequence that is trained on."""
 BUDGETS = 0.25, 0.0625
 """Of the context: entries of each kv head."""
-SHAPE = "--window", "16", "--sink", "4"
+WINDOW = 1 / 8
+"""Of a budget, as the paper's 64 of 512."""
 OTHERS = "h2o", "r_kv", "tova", "fast_kvzip"
 """Of the dense model at the same size: methods that choose among all that was read, which they hold until then."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
@@ -72,7 +73,9 @@ def sparsified(config: ClaimsConfig, seed: int, budget: float, *options: str) ->
     """A model for a budget, from the seed's dense one."""
     dense = trained(config, seed, "uptrain", "--phase", "uptrain").parent
     name = "-".join((f"sparsify-{budget:g}", *(option.strip("-") for option in options)))
-    told = "--phase", "sparsify", "--uptrained", str(dense), "--budget", str(round(budget * CONTEXT)), *SHAPE
+    size = round(budget * CONTEXT)
+    shape = "--budget", str(size), "--window", str(round(WINDOW * size)), "--sink", "4"
+    told = "--phase", "sparsify", "--uptrained", str(dense), *shape
     return trained(config, seed, name, *told, *options)
 
 
