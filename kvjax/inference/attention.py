@@ -33,12 +33,17 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
 
 
 def masked_attention(
-    method: Trainable, step: Step, *, window: int, implementation: str | None = None
+    method: Trainable,
+    step: Step,
+    document: Int[Array, "b t"] | None = None,
+    *,
+    window: int,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
     """Training's attention of one layer, the weighted sum over the method's masks beyond the window, and its figures of
-    each sequence and kv head."""
+    each sequence and kv head. `document`: as `Decoder.hidden` has it."""
 
-    def local(method, step):
+    def local(method, step, document):
         state, masks = method.masks(step)
         outputs = []
         for mask in masks:
@@ -47,6 +52,7 @@ def masked_attention(
                     *(step.q, step.k, step.v, mask.end),
                     window=window,
                     log_gate=mask.log_gate,
+                    segment_ids=document,
                     implementation=implementation,
                 )
             )
@@ -64,7 +70,7 @@ def masked_attention(
                 )
         return sum(weighted[1:], weighted[0]), figures
 
-    return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step)
+    return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step, document)
 
 
 def cached_attention(

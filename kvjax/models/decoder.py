@@ -193,19 +193,30 @@ class Decoder(nnx.Module):
         y = _product("btd,vd->btv", hidden, table, None, P(BATCH, None, "tensor"))
         return reshard(y, ROWS)[..., : self.config.vocab_size]
 
-    def hidden(self, tokens: Int[Array, "b t"], *, remat: bool = False) -> Float[Array, "b t d"]:
-        """Hidden states after the final norm, under plain causal attention from position 0."""
-        x = self.embed_tokens(tokens)
-        position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
+    def hidden(
+        self, tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None, *, remat: bool = False
+    ) -> Float[Array, "b t d"]:
+        """Hidden states after the final norm, under plain causal attention from position 0. `document`: of which
+        document each token is, where several follow one another, none of which sees another."""
 
-        def local(q, k, v):
-            return vertical_slash(q, k, v, window=1)[0]
+        def local(q, k, v, document):
+            return vertical_slash(q, k, v, window=1, segment_ids=document)[0]
 
         def attend(step, carry, xs):
-            return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v), carry, None
+            return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v, document), carry, None
 
-        x, _, _ = scan_layers(self, x, position, attend, remat=remat)
+        x = self.embed_tokens(tokens)
+        x, _, _ = scan_layers(self, x, places(tokens, document), attend, remat=remat)
         return self.norm(x)
+
+
+def places(tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None) -> Int[Array, "b t"]:
+    """The position of every token of whole sequences, counted from the beginning of its document."""
+    index = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
+    if document is None:
+        return index
+    first = jnp.pad(document[:, 1:] != document[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
 
 Attend = Callable[[Step, Any, Any], tuple[Float[Array, "b n t h"], Any, Any]]

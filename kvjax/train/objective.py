@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import reshard
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import BATCH, P
-from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.models.decoder import Decoder, places, scan_layers
 from kvjax.policies.interfaces import BIAS, Admission, Mask, Trainable
 from kvjax.step import Shape, Step
 from kvjax.struct import static, struct
@@ -21,7 +21,12 @@ from pallas_kernels.varying import alike
 
 
 def student(
-    method: Trainable, model: Decoder, tokens: Int[Array, "b t"], *, window: int
+    method: Trainable,
+    model: Decoder,
+    tokens: Int[Array, "b t"],
+    document: Int[Array, "b t"] | None = None,
+    *,
+    window: int,
 ) -> tuple[Float[Array, "b t d"], dict[str, Float[Array, "l b k"]]]:
     """The final hidden states of the model with every layer's attention masked by the method at once, and the method's
     figures. Layers are recomputed in the backward pass.
@@ -29,15 +34,15 @@ def student(
     Args:
         method: its arrays have a leading layer axis; tables by layer and kv head are split with the heads here, so that
             who makes them writes no sharding.
+        document: of which document each token is, where several follow one another, none of which sees another.
     """
     method = jax.tree.map(lambda x: _split_heads(x, model), method)
-    position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
 
     def attend(step, carry, layer):
-        o, figures = masked_attention(layer, step, window=window)
+        o, figures = masked_attention(layer, step, document, window=window)
         return o, carry, figures
 
-    embedded = model.embed_tokens(tokens)
+    embedded, position = model.embed_tokens(tokens), places(tokens, document)
     x, _, figures = scan_layers(model, embedded, position, attend, xs=method, remat=True, token=tokens)
     return model.norm(x), figures
 
@@ -99,16 +104,20 @@ Part = Callable[[Array], Array]
 
 
 def next_token_loss(
-    model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"]
+    model: Decoder,
+    hidden: Float[Array, "b t d"],
+    tokens: Int[Array, "b t"],
+    labelled: Bool[Array, "b t"] | None = None,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy (nats, float32) of every token but the first, given the hidden states before it. The
-    logits of a part of each sequence are there at a time, and are made again in the backward pass."""
+    """The mean cross-entropy (nats, float32) of tokens, given the hidden states before each: of all but the first, or
+    of those that are labelled. The logits of a part of each sequence are there at a time, and are made again in the
+    backward pass."""
     following = _following(tokens)
 
     def errors(cut: Part):
         return (_cross_entropy(model.logits(cut(hidden)), cut(following)),)
 
-    return _mean_by_parts(errors, tokens)[0]
+    return _mean_by_parts(errors, tokens, labelled)[0]
 
 
 def distilled_token_loss(
@@ -145,7 +154,7 @@ def likeliest(
     return logits, which
 
 
-def _following(tokens: Int[Array, "b t"]) -> Int[Array, "b t"]:
+def _following(tokens: Shaped[Array, "b t"]) -> Shaped[Array, "b t"]:
     return jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
 
 
@@ -154,12 +163,17 @@ def _cross_entropy(logits: Float[Array, "b t v"], labels: Int[Array, "b t"]) -> 
 
 
 def _mean_by_parts(
-    errors: Callable[[Part], tuple[Float[Array, "b t"], ...]], tokens: Int[Array, "b t"]
+    errors: Callable[[Part], tuple[Float[Array, "b t"], ...]],
+    tokens: Int[Array, "b t"],
+    labelled: Bool[Array, "b t"] | None = None,
 ) -> tuple[Float[Array, ""], ...]:
-    """Means of each over all tokens that another one follows, of sequences cut in parts, one after another."""
+    """Means of each over all tokens that another one, or a labelled one, follows, of sequences cut in parts, one after
+    another. 0 where there is none."""
     b, t = tokens.shape
     part = min(TOKENS_AT_ONCE, t)
     counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), P(BATCH, None))
+    if labelled is not None:
+        counts &= _following(labelled)
 
     @jax.checkpoint
     def some(first: Any, done: Any):
@@ -170,7 +184,7 @@ def _mean_by_parts(
 
     starts = jnp.minimum(jnp.arange(-(-t // part), dtype=jnp.int32) * part, t - part)
     _, sums = jax.lax.scan(lambda done, first: (first + part, some(first, done)), jnp.int32(0), starts)
-    return tuple(x.sum() / (b * (t - 1)) for x in sums)
+    return tuple(x.sum() / jnp.maximum(counts.sum(), 1) for x in sums)
 
 
 def student_errors(

@@ -8,6 +8,7 @@ from jax.test_util import check_grads
 
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models.decoder import Decoder
+from kvjax.policies import make_policy
 from kvjax.struct import changed
 from kvjax.train.objective import (
     Deployed,
@@ -114,3 +115,38 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
                 atol=1e-6,
                 rtol=1e-6,
             )
+
+
+def test_packed_documents_are_as_if_each_was_alone():
+    """Their hidden states, plain and under a mask that counts from their own beginnings, and their losses: of every
+    token but the first of each."""
+    model = tiny_model()
+    tokens = np.random.default_rng(5).integers(0, 61, (2, 40))
+    starts = [[0, 13, 30], [0, 1, 40]]
+    document = np.stack([np.searchsorted(own, np.arange(40), "right") - 1 for own in starts])
+    labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
+    with use_mesh(model):
+        sinks = streaming_llm(model, window=6)
+
+        @jax.jit
+        def run(tokens, document=None, labelled=None):
+            hidden = model.hidden(tokens, document, remat=True)
+            masked, _ = student(Deployed(sinks, 6), model, tokens, document, window=6)
+            return hidden, masked, next_token_loss(model, masked, tokens, labelled)
+
+        *found, loss = run(*map(put, (tokens, document, labelled)))
+        errors = []
+        for row, first, last in ((0, 0, 13), (0, 13, 30), (0, 30, 40), (1, 1, 40)):
+            *alone, error = run(put(tokens[row : row + 1, first:last]))
+            for x, own in zip(found, alone, strict=True):
+                np.testing.assert_allclose(x[row, first:last], own[0], atol=1e-5)
+            errors.append((last - first - 1, error))
+    np.testing.assert_allclose(
+        loss, np.average([x for _, x in errors], weights=[n for n, _ in errors]), rtol=1e-5
+    )
+
+
+def streaming_llm(model, window):
+    config = model.config
+    policy = make_policy("streaming_llm", sink=2, window=window)
+    return policy.placed(config.num_layers, config.num_kv_heads).admission
