@@ -31,10 +31,16 @@ def figure(width: float, height: float) -> Any:
     return sheet
 
 
-def draw_heads(axes: Any, values: Float[np.ndarray, "l k"], title: str, most: float | None = None) -> Any:
-    """A value for each layer and kv head, from 0 to `most`, as a map on the axes."""
+def draw_heads(
+    axes: Any,
+    values: Float[np.ndarray, "l k"],
+    title: str,
+    most: float | None = None,
+    least: float | None = 0.0,
+) -> Any:
+    """A value for each layer and kv head, from `least` to `most` (None: of all), as a map on the axes."""
     layers, heads = values.shape
-    image = axes.imshow(values, vmin=0, vmax=most, cmap="viridis", aspect="auto")
+    image = axes.imshow(values, vmin=least, vmax=most, cmap="viridis", aspect="auto")
     axes.set(xlabel="kv head", ylabel="layer", xticks=_few(heads), yticks=_few(layers))
     axes.set_title(title, fontsize=9)
     return image

@@ -20,9 +20,7 @@ from kvjax.mesh import BATCH, P, batch_shards, on_cpu, put, use_mesh
 from kvjax.models.decoder import HEADS, Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
-from pallas_kernels.vertical_slash import vertical_slash
-
-FOREVER = jnp.iinfo(jnp.int32).max
+from pallas_kernels.vertical_slash import FOREVER, vertical_slash
 
 
 @struct

@@ -91,7 +91,7 @@ def sign(folder: str | Path, made_for: MadeFor) -> None:
     """Write into a folder's `config.json` which model it was made for. A folder that has none is left alone."""
     file = Path(folder) / DESCRIPTION
     if file.is_file():
-        write_text(file, json.dumps(describe(folder) | made_for.description, indent=1))
+        write_text(file, json.dumps(json.loads(file.read_text()) | made_for.description, indent=1))
 
 
 def is_exported(folder: str | Path) -> bool:

@@ -58,7 +58,7 @@ def masked_attention(
             )
         group = step.q.shape[1] // step.k.shape[1]
         weighted = [
-            o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None].astype(o.dtype)
+            o if mask.weight is None else o * jnp.repeat(mask.weight, group)[:, None, None]
             for mask, (o, _) in zip(masks, outputs, strict=True)
         ]
         figures = method.figures(state, step, outputs)
@@ -68,7 +68,8 @@ def masked_attention(
                     f"{type(method).__name__}.figures: {name} is {figure.shape}, expected one number for each sequence "
                     f"and kv head, {step.k.shape[:2]}"
                 )
-        return sum(weighted[1:], weighted[0]), figures
+        # weights are float32, and what they are multiplied with
+        return sum(weighted[1:], weighted[0]).astype(step.q.dtype), figures
 
     return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step, document)
 

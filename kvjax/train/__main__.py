@@ -68,7 +68,7 @@ def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
     own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
     model = ["--model", str(own)] if own.is_dir() else model
-    use = ["generate", *model, "--policy", config.method, "--gates", str(folder), *config.use_options]
+    use = ["generate", *model, "--policy", config.used_as, "--gates", str(folder), *config.use_options]
     use += ["--prompt-file", "FILE"]
     compare = [
         "evaluate",

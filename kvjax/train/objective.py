@@ -112,12 +112,31 @@ def next_token_loss(
     """The mean cross-entropy (nats, float32) of tokens, given the hidden states before each: of all but the first, or
     of those that are labelled. The logits of a part of each sequence are there at a time, and are made again in the
     backward pass."""
+    sums, count = _token_errors(model, hidden, tokens, labelled)
+    return sums.sum() / jnp.maximum(count.sum(), 1)
+
+
+def next_token_losses(
+    model: Decoder,
+    hidden: Float[Array, "b t d"],
+    tokens: Int[Array, "b t"],
+    labelled: Bool[Array, "b t"] | None = None,
+) -> Float[Array, " b"]:
+    """The same of each sequence."""
+    sums, count = _token_errors(model, hidden, tokens, labelled)
+    return sums / jnp.maximum(count, 1)
+
+
+def _token_errors(
+    model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"], labelled: Any
+) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
     following = _following(tokens)
 
     def errors(cut: Part):
         return (_cross_entropy(model.logits(cut(hidden)), cut(following)),)
 
-    return _mean_by_parts(errors, tokens, labelled)[0]
+    (sums,), count = _sums_by_parts(errors, tokens, labelled)
+    return sums, count
 
 
 def distilled_token_loss(
@@ -142,7 +161,8 @@ def distilled_token_loss(
         apart = jnp.sum(jnp.exp(wanted) * (wanted - found), -1)
         return _cross_entropy(logits, cut(following)), apart
 
-    error, divergence = _mean_by_parts(errors, tokens)
+    sums, count = _sums_by_parts(errors, tokens)
+    error, divergence = (x.sum() / count.sum() for x in sums)
     return error, divergence
 
 
@@ -162,13 +182,13 @@ def _cross_entropy(logits: Float[Array, "b t v"], labels: Int[Array, "b t"]) -> 
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def _mean_by_parts(
+def _sums_by_parts(
     errors: Callable[[Part], tuple[Float[Array, "b t"], ...]],
     tokens: Int[Array, "b t"],
     labelled: Bool[Array, "b t"] | None = None,
-) -> tuple[Float[Array, ""], ...]:
-    """Means of each over all tokens that another one, or a labelled one, follows, of sequences cut in parts, one after
-    another. 0 where there is none."""
+) -> tuple[tuple[Float[Array, " b"], ...], Int[Array, " b"]]:
+    """Sums of each over all tokens that another one, or a labelled one, follows, of sequences cut in parts, one after
+    another; and how many tokens these are."""
     b, t = tokens.shape
     part = min(TOKENS_AT_ONCE, t)
     counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), P(BATCH, None))
@@ -180,11 +200,11 @@ def _mean_by_parts(
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, part, 1)  # noqa: E731
         # the last part begins early enough to be whole
         new = jnp.arange(part) + first >= done
-        return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0)) for x in errors(cut))
+        return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0), 1) for x in errors(cut))
 
     starts = jnp.minimum(jnp.arange(-(-t // part), dtype=jnp.int32) * part, t - part)
     _, sums = jax.lax.scan(lambda done, first: (first + part, some(first, done)), jnp.int32(0), starts)
-    return tuple(x.sum() / jnp.maximum(counts.sum(), 1) for x in sums)
+    return tuple(x.sum(0) for x in sums), counts.sum(1)
 
 
 def student_errors(

@@ -337,9 +337,14 @@ class Recipe(abc.ABC):
         return {name: getattr(self, name) for name in names}
 
     @property
+    def used_as(self) -> str:
+        """The policy that what was trained is for."""
+        return self.method
+
+    @property
     def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
-        return "--policies", "full", *self.rivals.values(), self.method
+        return "--policies", "full", *self.rivals.values(), self.used_as
 
     @property
     def use_options(self) -> Sequence[str]:

@@ -5,7 +5,7 @@ tpu_gather: the far list; tpu_walk, gpu_walk: how tiles are walked; tpu_backward
 reference: what the op means.
 """
 
-from pallas_kernels.vertical_slash.api import ends, vertical_slash
+from pallas_kernels.vertical_slash.api import FOREVER, ends, vertical_slash
 from pallas_kernels.vertical_slash.vjp import SAVED
 
-__all__ = ["SAVED", "ends", "vertical_slash"]
+__all__ = ["FOREVER", "SAVED", "ends", "vertical_slash"]

@@ -26,6 +26,7 @@ IMPLEMENTATIONS = {
     "reference": reference,
 }
 FOREVER = jnp.iinfo(jnp.int32).max
+"""`end` of a key that stays."""
 
 
 def vertical_slash(

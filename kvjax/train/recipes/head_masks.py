@@ -1,0 +1,111 @@
+"""What recipes that learn which kv heads need the whole context have in common: streaming heads, and what is made of
+a number for each head."""
+
+import abc
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError
+from kvjax.mesh import AXES, gather
+from kvjax.models.decoder import Decoder
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.head_pattern import full_count
+from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
+from kvjax.train.blend import Blend
+from kvjax.train.mask_pictures import draw_course, draw_weights
+from kvjax.train.objective import student
+from kvjax.train.recipe import Recipe, Rule, Validation
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadMasks(Recipe):
+    """Learn a number for each layer and kv head, the higher the more it needs the whole context."""
+
+    sparsity: float = 0.7
+    """The share of kv heads that are streaming heads where the pattern is used; it may be used at another, too."""
+    sink: int = 128
+    """First tokens that a streaming head sees."""
+    window: int = 1024
+    """Last tokens that a streaming head sees."""
+    block: int = 128
+    """In training streaming heads see whole blocks of so many tokens, those that --sink and --window begin; 1: exactly
+    these tokens, as in use."""
+
+    exports: ClassVar[str] = "pattern"
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        yield 0 <= self.sparsity <= 1, "--sparsity", "from 0 to 1", self.sparsity
+        yield self.sink >= 0, "--sink", "at least 0", self.sink
+        yield self.window >= 1, "--window", "at least 1", self.window
+        yield self.block >= 1, "--block", "at least 1", self.block
+
+    def check(self) -> None:
+        super().check()
+        seen = self.sink + self.window
+        if self.lengths[0] <= seen:
+            raise UserError(
+                f"--lengths {self.lengths[0]} is not above --sink + --window = {seen}: streaming heads would see all"
+            )
+
+    @abc.abstractmethod
+    def weights(self, params: Any) -> Float[Array, "l k"]:
+        """What heads are ordered by, of the method's own parameters."""
+
+    def blended(
+        self, z: Float[Array, "l k"], model: Decoder, batch: Mapping[str, Array]
+    ) -> Float[Array, "b t d"]:
+        """The final hidden states with each kv head's attention z of a full and 1 − z of a streaming head's."""
+        blend = Blend(z, self.sink, self.window, self.block)
+        return student(blend, model, batch["tokens"], batch["document"], window=blend.band)[0]
+
+    def rounded(self, params: Any) -> Float[Array, "l k"]:
+        """The masks as they are used: 1 for the heads of the highest weights, 0 for `sparsity` of them."""
+        weights = self.weights(params)
+        order = jnp.argsort(-weights.reshape(-1), stable=True)
+        whole = order[: full_count(weights.size, self.sparsity)]
+        return jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
+
+    def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
+        """A pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", pattern=folder)`."""
+        weights = np.asarray(gather(self.weights(params), *AXES))
+        if jax.process_index() == 0:
+            made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
+            made |= {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
+            write_pattern(folder, weights, self.sink, self.window, sparsity=self.sparsity, described=made)
+
+    def draw(self, folder: Path, validation: Validation) -> None:
+        draw_weights(folder / "weights.png", read_pattern(folder / self.exports).weights, self.sparsity)
+        draw_course(folder / "course.png", folder / "metrics.jsonl", self.course)
+
+    @property
+    def course(self) -> Sequence[Sequence[str]]:
+        """What of the log is drawn over the updates: a panel's scalars each."""
+        return (("loss",),)
+
+    @property
+    def used_as(self) -> str:
+        return "head_pattern"
+
+    def deploy(self, params: Any, model: Decoder) -> Policy:
+        weights = np.asarray(gather(self.weights(params), *AXES))
+        sizes = {"sink": self.sink, "window": self.window}
+        return make_policy(self.used_as, model=model, pattern=weights, sparsity=self.sparsity, **sizes)
+
+    def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
+        shares = dict.fromkeys([self.sparsity, *SWEPT])
+        return {
+            f"sparsity={share:g}": dataclasses.replace(self, sparsity=share).deploy(params, model)
+            for share in shares
+        }
+
+
+SWEPT = 0.3, 0.5, 0.7, 0.9
+"""Sparsities of a report's other rows: those of PruLong's sweep."""

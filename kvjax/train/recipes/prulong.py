@@ -1,0 +1,143 @@
+"""PruLong: which kv heads need the whole context, learned by next tokens of natural documents under a constraint on
+how many do not (arXiv:2506.17121, Sec. 4, App. B)."""
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+
+from kvjax.models.decoder import Decoder
+from kvjax.train import hard_concrete
+from kvjax.train.objective import next_token_loss, next_token_losses
+from kvjax.train.recipe import Rule
+from kvjax.train.recipes.head_masks import HeadMasks
+
+RAMP = 0.8
+"""Of the updates, after which the wanted sparsity is the whole one."""
+FLOOR = 0.01
+"""Of the learning rates, at the end."""
+SPREAD = 0.01
+"""Standard deviation of the first log α."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PruLong(HeadMasks):
+    """Train PruLong's head masks: which kv heads of a model keep the whole context, by next tokens.
+
+    By default the paper's numbers for Llama-3.1-8B.
+    """
+
+    method: str = "prulong"
+    """What is trained."""
+    start: float = 4.0
+    """The mean of the first log α: at 4 a mask is 1 with a probability of .92."""
+    l0: Literal["sampled", "expected"] = "sampled"
+    """The sparsity that the constraint is on: of the masks that were drawn (the code), or its expectation (App. B)."""
+    frozen_model: bool = True
+    """Train the masks alone; otherwise the model as well, at --model-lr."""
+    lr: float = 1.0
+    """Peak learning rate of the masks, AdamW's: a tenth of the updates leads up to it, a cosine down to 1%."""
+    multiplier_lr: float = 1.0
+    """The same of the two multipliers, which ascend."""
+    model_lr: float = 1e-5
+    """The same of the model, if it is trained."""
+    weight_decay: float = 0.1
+    """AdamW's, of masks and multipliers alike, as in the code; none of the model."""
+    clip: float = 1.0
+    """The largest norm of the gradient, of all together."""
+    lengths: tuple[int, ...] = (131072,)
+    """Tokens of a sequence."""
+    shares: tuple[float, ...] = (1.0,)
+    """How often each length is trained on, relative to the others."""
+    sequences: int = 8000
+    """Sequences to train on in all, on any mesh: 1,000 updates of 8."""
+    batch: int = 8
+    """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+
+    builtin: ClassVar[str | None] = "prulong-builtin"
+    shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "streaming": ".3f", "wanted": ".3f"}
+
+    def rules(self) -> Iterator[Rule]:
+        yield from super().rules()
+        yield math.isfinite(self.start), "--start", "a number", self.start
+        yield self.lr > 0, "--lr", "above 0", self.lr
+        yield self.multiplier_lr > 0, "--multiplier-lr", "above 0", self.multiplier_lr
+        yield self.model_lr > 0, "--model-lr", "above 0", self.model_lr
+        yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
+        yield self.clip > 0, "--clip", "above 0", self.clip
+
+    @property
+    def takes_model(self) -> bool:
+        return not self.frozen_model
+
+    def init(self, model: Decoder) -> dict[str, Any]:
+        shape = model.config.num_layers, model.config.num_kv_heads
+        noise = jax.random.normal(jax.random.key(self.seed), shape)
+        masks = {"log_alpha": self.start + SPREAD * noise, "multipliers": jnp.zeros(2)}
+        return masks if self.frozen_model else masks | {"model": model}
+
+    def split(self, params: dict[str, Any]) -> tuple[dict[str, Array], Decoder | None]:
+        return {name: x for name, x in params.items() if name != "model"}, params.get("model")
+
+    def weights(self, params: dict[str, Any]) -> Float[Array, "l k"]:
+        return params["log_alpha"]
+
+    def wanted(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """The sparsity that an update is to have, in float32."""
+        return self.sparsity * jnp.minimum(1, step / math.ceil(RAMP * self.steps))
+
+    def loss(
+        self, params: dict[str, Any], frozen: Decoder | None, batch: Any, key: jax.Array, step: Int[Array, ""]
+    ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+        """The cross-entropy of labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share of streaming heads and
+        t the wanted one (Eq. 4 and 6, App. B). One draw of every head's mask, which all tokens share."""
+        model, log_alpha = params.get("model", frozen), params["log_alpha"]
+        z = hard_concrete.sample(key, log_alpha)
+        hidden = self.blended(z, model, batch)
+        error = next_token_loss(model, hidden, batch["tokens"], batch["labelled"])
+        sampled = 1 - z.mean()
+        streaming = sampled if self.l0 == "sampled" else hard_concrete.probability_of_zero(log_alpha).mean()
+        wanted = self.wanted(step)
+        gap, (first, second) = streaming - wanted, params["multipliers"]
+        numbers = {"cross_entropy": error, "streaming": sampled, "wanted": wanted}
+        numbers |= {"lambda/1": first, "lambda/2": second}
+        return error + first * gap + second * gap**2, numbers
+
+    def measure(self, params: dict[str, Any], frozen: Decoder | None, batch: Any) -> dict[str, Array]:
+        """The cross-entropy of each sequence with masks as they are used, and without any."""
+        model = params.get("model", frozen)
+        following = batch["tokens"], batch["labelled"]
+        used = self.blended(self.rounded(params), model, batch)
+        full = model.hidden(batch["tokens"], batch["document"])
+        return {
+            "cross_entropy": next_token_losses(model, used, *following),
+            "full_cross_entropy": next_token_losses(model, full, *following),
+        }
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW for each group with its own rate, after one clipping of all gradients together; of the multipliers the
+        gradient is turned round, their decay is not."""
+        warmup = min(-(-self.steps // 10), self.steps - 1)
+
+        def adamw(peak, decay):
+            rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.steps, FLOOR * peak)
+            return optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
+
+        groups: dict[Hashable, Any] = {
+            "log_alpha": adamw(self.lr, self.weight_decay),
+            "multipliers": optax.chain(optax.scale(-1), adamw(self.multiplier_lr, self.weight_decay)),
+        }
+        if not self.frozen_model:
+            groups["model"] = adamw(self.model_lr, 0.0)
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip), optax.partition(groups, {name: name for name in groups})
+        )
+
+    @property
+    def course(self) -> Sequence[Sequence[str]]:
+        return (("cross_entropy",), ("streaming", "wanted"), ("lambda/1", "lambda/2"))

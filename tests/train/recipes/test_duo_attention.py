@@ -1,0 +1,92 @@
+"""DuoAttention's runs: its loss at labelled tokens, its schedule, α in [0, 1], and what is exported."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.mesh import make_mesh, use_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+from kvjax.train.recipes.duo_attention import DuoAttention
+from tests.tiny_models import tiny_model
+
+SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
+MODEL = str(builtin_model("test_model"))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    random = np.random.default_rng(0)
+    tokens = jnp.asarray(random.integers(0, 61, (2, 32)), jnp.int32)
+    return {
+        "tokens": tokens,
+        "document": jnp.zeros_like(tokens),
+        "labelled": jnp.asarray(random.random((2, 32)) < 0.2),
+    }
+
+
+def loss_of(recipe, model, batch, alpha):
+    with use_mesh(model):
+        call = jax.jit(lambda p, m, b: recipe.loss(p, m, b, jax.random.key(0), jnp.int32(0)))
+        return call({"alpha": jnp.full((3, 4), alpha)}, model, batch)
+
+
+def test_the_loss_is_the_difference_at_labelled_tokens_and_the_mean_alpha(batch):
+    model, recipe = tiny_model(), DuoAttention(**SIZES)
+    loss, numbers = loss_of(recipe, model, batch, 1.0)
+    assert float(numbers["distillation"]) == 0, "full heads are the teacher's"
+    assert float(loss) == pytest.approx(0.05)
+    loss, numbers = loss_of(recipe, model, batch, 0.0)
+    with use_mesh(model):
+        z = jnp.zeros((3, 4))
+        streaming = jax.jit(lambda m, b: recipe.blended(z, m, b))(model, batch)
+        squares = np.square(streaming - jax.jit(model.hidden)(batch["tokens"])).mean(-1)
+    wanted = squares[np.asarray(batch["labelled"])].mean()
+    assert wanted > 1e-4
+    assert float(numbers["distillation"]) == pytest.approx(wanted, rel=1e-5)
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_alpha_stays_between_0_and_1():
+    recipe = DuoAttention(sequences=80, lr=0.5, **SIZES)
+    params = {"alpha": jnp.asarray([[1.0, 0.5, 0.0]])}
+    tx = recipe.optimizer()
+    opt, seen = tx.init(params), []
+    for _ in range(10):
+        change, opt = tx.update({"alpha": jnp.asarray([[-1.0, 1.0, 1.0]])}, opt, params)
+        params = {"alpha": params["alpha"] + change["alpha"]}
+        seen.append(np.asarray(params["alpha"]))
+    np.testing.assert_array_equal(seen[-1], [[1, 0, 0]])
+    assert all(0 <= x.min() <= x.max() <= 1 for x in seen)
+
+
+def test_the_rate_is_a_trapezoid():
+    """A fifth of the updates up, the last fifth down, never below a tenth: Adam's step is the rate."""
+    recipe = DuoAttention(sequences=8 * 100, lr=1e-3, **SIZES)
+    params, tx = {"alpha": jnp.asarray([[0.5]])}, recipe.optimizer()
+    opt, steps = tx.init(params), []
+    for _ in range(100):
+        change, opt = tx.update({"alpha": jnp.ones((1, 1))}, opt, params)
+        steps.append(-float(change["alpha"][0, 0]) * 1e3)
+    wanted = [min(1, max(min((i + 1) / 20, (100 - i) / 20), 0.1)) for i in range(100)]
+    np.testing.assert_allclose(steps, wanted, rtol=1e-3)
+
+
+def test_a_run_leaves_a_pattern(tmp_path):
+    told = [
+        *("--method", "duo_attention", "--model", MODEL, "--dtype", "float32", "--mesh", "1"),
+        *("--lengths", "128", "--batch", "4", "--sequences", "16", "--sink", "2", "--window", "8"),
+        *("--validation", "2", "--report", "none", "--out", str(tmp_path / "run")),
+    ]
+    run = train(parse(told))
+    model = load_model(MODEL)
+    policy = make_policy("head_pattern", pattern=tmp_path / "run/pattern", model=model)
+    assert policy.window == 8
+    alpha = np.asarray(run.params["alpha"])
+    assert 0 <= alpha.min() < alpha.max() <= 1
+    with jax.set_mesh(make_mesh()):
+        assert run.validation.numbers["used_distillation"] > 0

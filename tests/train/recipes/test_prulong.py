@@ -1,0 +1,183 @@
+"""PruLong's runs: the constraint on how many heads stream, the updates of each group, what is drawn, what is exported."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from kvjax.policies.admission.head_pattern import choose_heads, full_count
+from kvjax.train import hard_concrete
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+from kvjax.train.recipes import head_masks, prulong
+from kvjax.train.recipes.prulong import PruLong
+from tests.tiny_models import tiny_model
+
+SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
+MODEL = str(builtin_model("test_model"))
+
+
+def test_the_wanted_sparsity_rises_for_four_fifths_of_the_updates():
+    recipe = PruLong(sparsity=0.7)
+    assert recipe.steps == 1000
+    for step, wanted in ((0, 0), (400, 0.35), (800, 0.7), (999, 0.7)):
+        assert float(recipe.wanted(jnp.int32(step))) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.7])
+@pytest.mark.parametrize("l0", ["sampled", "expected"])
+def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
+    """With the paper's rates and 256 heads, where the model's loss says nothing: on average over the last 50 of 1,000
+    updates."""
+    monkeypatch.setattr(prulong, "next_token_loss", lambda *_: jnp.float32(0))
+    monkeypatch.setattr(head_masks, "student", lambda *_, **__: (None, {}))
+    recipe = PruLong(sparsity=sparsity, l0=l0, **SIZES)
+    batch = dict.fromkeys(("tokens", "document", "labelled"))
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model(num_layers=32, num_heads=8, num_kv_heads=8)
+        params, tx = recipe.init(model), recipe.optimizer()
+
+        @jax.jit
+        def run(params):
+            def update(state, step):
+                params, opt = state
+                key = jax.random.fold_in(jax.random.key(1), step)
+                loss = lambda p: recipe.loss(p, model, batch, key, step)  # noqa: E731
+                (_, numbers), found = jax.value_and_grad(loss, has_aux=True)(params)
+                change, opt = tx.update(found, opt, params)
+                params = jax.tree.map(lambda x, y: x + y, params, change)
+                return (params, opt), numbers["streaming"]
+
+            return jax.lax.scan(update, (params, tx.init(params)), jnp.arange(recipe.steps))
+
+        _, streaming = run(params)
+    assert float(streaming[0]) < 0.1, "at first hardly any does"
+    assert float(streaming[-50:].mean()) == pytest.approx(sparsity, abs=0.03)
+
+
+def first_change(**gradients):
+    """What the second update does, whose rate is the first above 0, to parameters of 1 with these gradients."""
+    recipe = PruLong(sequences=80, weight_decay=0.1, **SIZES)
+    params = {"log_alpha": jnp.ones((2, 3)), "multipliers": jnp.ones(2)}
+    tx = recipe.optimizer()
+    opt = tx.init(params)
+    for _ in range(2):
+        change, opt = tx.update(gradients, opt, params)
+    return change
+
+
+def test_multipliers_ascend_masks_descend_and_both_decay():
+    """A gap below 0 is the first multiplier's gradient: it falls. Adam's first steps are as long as the rate."""
+    change = first_change(
+        log_alpha=jnp.full((2, 3), 0.1), multipliers=jnp.asarray([-0.1, 0.1])
+    )
+    np.testing.assert_allclose(change["log_alpha"], -1 - 0.1, rtol=1e-3)
+    np.testing.assert_allclose(change["multipliers"], [-1 - 0.1, 1 - 0.1], rtol=1e-3)
+
+
+def test_gradients_are_clipped_together():
+    """Adam forgets how long a gradient is, but for its eps: a norm that the multipliers make huge leaves masks little."""
+    change = first_change(log_alpha=jnp.full((2, 3), 1.0), multipliers=jnp.asarray([1e8, 0.0]))
+    assert np.abs(np.asarray(change["log_alpha"]) + 0.1).max() < 0.6
+
+
+def test_the_expected_sparsity_is_that_of_many_draws():
+    log_alpha = jnp.asarray([[4.0, 0.5, -2.0]])
+    draws = jax.vmap(lambda key: 1 - (hard_concrete.sample(key, log_alpha) > 0))(
+        jax.random.split(jax.random.key(0), 20000)
+    )
+    expected = hard_concrete.probability_of_zero(log_alpha)
+    np.testing.assert_allclose(draws.mean(0), expected, atol=0.01)
+
+
+def test_masks_are_rounded_as_they_are_used():
+    """Equal weights too, at every share: the earlier head is whole."""
+    weights = np.asarray([[0.5, -3.0, 0.5, 9.0], [0.5, 2.0, -3.0, 0.5]], np.float32)
+    for share in np.linspace(0, 1, 41):
+        recipe = PruLong(sparsity=float(share), **SIZES)
+        found = recipe.rounded({"log_alpha": jnp.asarray(weights)})
+        wanted = choose_heads(weights, full_count(weights.size, float(share)))
+        np.testing.assert_array_equal(found, wanted)
+
+
+COMMON = [
+    *("--method", "prulong", "--model", MODEL, "--dtype", "float32", "--mesh", "1", "--lengths", "64"),
+    *("--batch", "4", "--sequences", "24", "--sink", "2", "--window", "8", "--validation", "2"),
+    *("--report", "none"),
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("prulong") / "run"
+    return train(parse([*COMMON, "--sparsity", "0.5", "--out", str(folder)]))
+
+
+def test_a_run_leaves_a_pattern_for_any_sparsity(run):
+    folder = run.folder / "pattern"
+    model = load_model(MODEL)
+    weights = np.loadtxt(folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2)
+    np.testing.assert_allclose(weights, run.params["log_alpha"], rtol=1e-6)
+    policy = make_policy("head_pattern", pattern=folder, model=model)
+    assert policy.window == 8
+    shape = model.config.num_layers, model.config.num_kv_heads
+    for share, made in (
+        (0.5, policy),
+        (0.25, make_policy("head_pattern", pattern=folder, sparsity=0.25, model=model)),
+    ):
+        whole = np.asarray(made.admission.pattern)
+        assert whole.sum() == full_count(np.prod(shape), share)
+    said = json.loads((folder / "config.json").read_text())
+    assert {"sink_size": 2, "recent_size": 8, "sparsity": 0.5, "method": "prulong"}.items() <= said.items()
+    assert policy.admission.made_for is not None, "and for which model"
+    assert (folder / "orbax").is_dir()
+    for picture in ("weights.png", "course.png"):
+        assert (run.folder / picture).read_bytes().startswith(b"\x89PNG")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert {"cross_entropy", "streaming", "wanted", "lambda/1", "lambda/2"} <= lines[0].keys()
+
+
+def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):
+    """With nothing streaming there is no difference."""
+    found = run.validation.numbers
+    assert found["cross_entropy"] != found["full_cross_entropy"]
+    dense = dataclasses.replace(parse([*COMMON, "--out", str(run.folder / "x")]), sparsity=0.0)
+    with jax.set_mesh(run.mesh):
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 61, (2, 64)))
+        batch = {"tokens": tokens, "document": tokens * 0, "labelled": tokens >= 0}
+        measured = jax.jit(dense.measure)(run.params, run.model, batch)
+    np.testing.assert_allclose(measured["cross_entropy"], measured["full_cross_entropy"], rtol=1e-6)
+
+
+def test_the_model_can_be_trained_too(tmp_path):
+    told = ["--no-frozen-model", "--model-lr", "1e-3", "--out", str(tmp_path / "run")]
+    trained = train(parse([*COMMON, *told]))
+    before = load_model(MODEL)
+    moved = [
+        float(jnp.abs(x - y).max())
+        for x, y in zip(jax.tree.leaves(trained.model), jax.tree.leaves(before), strict=True)
+    ]
+    assert 0 < max(moved) < 1e-2
+    made = load_model(tmp_path / "run/pattern/model")
+    make_policy("head_pattern", pattern=tmp_path / "run/pattern", model=made)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (["--sparsity", "1.5"], "--sparsity must be from 0 to 1, got 1.5"),
+        (["--block", "0"], "--block must be at least 1, got 0"),
+        (["--window", "64"], "--lengths 64 is not above --sink + --window = 66"),
+    ],
+)
+def test_wrong_options_are_one_line(wrong, message):
+    with pytest.raises(UserError, match=message):
+        parse([*COMMON, *wrong])

@@ -1,0 +1,100 @@
+"""Heads that are both: what a streaming head sees in blocks and exactly, and what the weights make of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.mesh import make_mesh, put, use_mesh
+from kvjax.models.decoder import places
+from kvjax.policies import make_policy
+from kvjax.train.blend import Blend
+from kvjax.train.objective import Deployed, next_token_loss, student
+from tests.tiny_models import tiny_model
+
+TOKENS = 24
+
+
+def seen(blend, length, document=None):
+    """Which keys each query of a streaming head sees, bool [t t]."""
+    with jax.set_mesh(make_mesh()):
+        document = None if document is None else jnp.asarray(document)[None]
+        position = places(jnp.zeros((1, length), jnp.int32), document)
+        end = np.asarray(blend.ends(position))[0]
+    query, key = np.arange(length)[:, None], np.arange(length)
+    same = True if document is None else np.asarray(document[0])[:, None] == np.asarray(document[0])
+    return (key <= query) & (query < end) & same
+
+
+def test_blocks_are_those_of_the_published_training():
+    """Sinks of 128 and 1,024 local tokens in blocks of 128: block 0, and from 897 to 1,024 of the last tokens."""
+    published = Blend(jnp.ones((1, 1)), 128, 1024, 128)
+    found = seen(published, 1600)
+    for query in range(1600):
+        wanted = np.zeros(1600, bool)
+        wanted[:128] = True
+        wanted[max(0, 128 * (query // 128 - 7)) :] = True
+        wanted[query + 1 :] = False
+        np.testing.assert_array_equal(found[query], wanted)
+    assert found[1151, :1152].all(), "until then nothing is out of sight"
+    counts = found[:, 128:].sum(1)
+    assert [counts[1151], counts[1152]] == [1024, 897]
+    assert published.band == 897
+
+
+def test_blocks_of_one_token_are_exact():
+    exact = Blend(jnp.ones((1, 1)), 3, 5, 1)
+    found, (query, key) = seen(exact, 20), np.ogrid[:20, :20]
+    np.testing.assert_array_equal(found, (key <= query) & ((key < 3) | (query - key < 5)))
+    assert exact.band == 5
+
+
+def test_every_document_has_sinks_and_blocks_of_its_own():
+    document = np.repeat([0, 1, 2], [7, 1, 16])
+    together = seen(Blend(jnp.ones((1, 1)), 2, 4, 3), 24, document)
+    for first, last in ((0, 7), (7, 8), (8, 24)):
+        alone = seen(Blend(jnp.ones((1, 1)), 2, 4, 3), last - first)
+        np.testing.assert_array_equal(together[first:last, first:last], alone)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """The hidden states of a tiny model under weights z, of two sequences, with the model."""
+    model = tiny_model()
+    tokens = np.random.default_rng(0).integers(0, 61, (2, TOKENS))
+    with use_mesh(model):
+        tokens = put(tokens)
+
+        @jax.jit
+        def hidden(z):
+            blend = Blend(z, 2, 4, 1)
+            return student(blend, model, tokens, window=blend.band)[0]
+
+        yield model, tokens, hidden
+
+
+def test_whole_weights_are_the_dense_and_the_streaming_model(run):
+    model, tokens, hidden = run
+    shape = model.config.num_layers, model.config.num_kv_heads
+    with use_mesh(model):
+        np.testing.assert_array_equal(hidden(jnp.ones(shape)), jax.jit(model.hidden)(tokens))
+        for whole in (np.zeros(shape), np.arange(np.prod(shape)).reshape(shape) % 2):
+            policy = make_policy("head_pattern", pattern=whole.astype(float), sink=2, window=4)
+            admission = policy.placed(*shape).admission
+            under = jax.jit(lambda a: student(Deployed(a, 4), model, tokens, window=4)[0])(admission)
+            np.testing.assert_allclose(hidden(jnp.asarray(whole, jnp.float32)), under, atol=2e-6)
+
+
+def test_weights_have_the_gradients_of_finite_differences(run):
+    """Of a loss that is smooth in them, each by itself."""
+    model, tokens, hidden = run
+    shape = model.config.num_layers, model.config.num_kv_heads
+    z = np.random.default_rng(1).uniform(0.2, 0.8, shape).astype(np.float32)
+    with use_mesh(model):
+        loss = jax.jit(lambda z: next_token_loss(model, hidden(z), tokens))
+        found, step = jax.jit(jax.grad(loss))(jnp.asarray(z)), 0.01
+        for at in np.ndindex(shape):
+            moved = np.zeros(shape, np.float32)
+            moved[at] = step
+            wanted = (float(loss(jnp.asarray(z + moved))) - float(loss(jnp.asarray(z - moved)))) / (2 * step)
+            assert float(found[at]) == pytest.approx(wanted, rel=0.005, abs=3e-4)
