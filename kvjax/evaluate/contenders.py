@@ -120,7 +120,7 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
     for folder in sizing.patterns:
-        weights = read_pattern(folder)[0]
+        weights = read_pattern(folder).weights
         orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
         said = described(sizing.gates)

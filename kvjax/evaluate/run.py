@@ -33,7 +33,7 @@ from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.pattern_folder import pattern_made_for
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
 from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
@@ -102,7 +102,7 @@ class Evaluation:
     def _check_files(self) -> None:
         """Refuse gates and patterns of another model."""
         said = {f"--gates {gates}": MadeFor.described(described(gates)) for gates in self.config.gates}
-        said |= {f"--pattern {folder}": pattern_made_for(folder) for folder in self.config.pattern}
+        said |= {f"--pattern {folder}": read_pattern(folder).made_for for folder in self.config.pattern}
         for what, made_for in said.items():
             if made_for is not None:
                 made_for.check(what, self.model)

@@ -68,7 +68,7 @@ def orders(
     for name, measure in MEASURES.items():
         own = None if folder is None else folder / name.replace(" ", "_")
         if own is not None and (own / "config.json").is_file():
-            found[name] = read_pattern(own)[0]
+            found[name] = read_pattern(own).weights
             continue
         found[name] = measure_heads(measure, run, shape, window)
         if own is not None:
@@ -117,7 +117,7 @@ def whole_heads(
     spare, more = max(0.0, entries - streaming), max(1, context - streaming)
     whole = min(heads - 1, int(heads * spare / more))
     share = (heads * entries - whole * context) / (heads - whole)
-    return StaticPattern(choose_heads(weights, whole / heads), sink, _window(share, sink))
+    return StaticPattern(choose_heads(weights, whole), sink, _window(share, sink))
 
 
 def _window(entries: float, sink: int) -> int:
