@@ -273,7 +273,7 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         ),
         (
             lambda: make_policy("streaming_llm", compression_ratio=0.5),
-            "streaming_llm has no argument 'compression_ratio'; it has sink, window",
+            "streaming_llm has no argument 'compression_ratio'; it has sink, streaming, window",
         ),
         (
             lambda: make_policy("snapkv", window=32, ratio=0.5),
