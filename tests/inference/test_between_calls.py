@@ -146,7 +146,7 @@ def test_streaming_llm_has_it_too(model):
 def test_an_eviction_over_it_leaves_what_is_then_seen(model, policy):
     """A call of one token after the compaction sees itself and every entry that is stored."""
     told = {"pattern": WHOLE, "sink": SINK, "window": RECENT + 1, "streaming": "between_calls"}
-    prompts = [PROMPTS[0][:70], PROMPTS[1][:55]]
+    prompts = [PROMPTS[0][:60], PROMPTS[1][:55]]
     over = make_policy("head_pattern", model=model, eviction="snapkv:observed=4", entries=20, **told)
     cache = kvjax.prefill(model, prompts, policy=over, chunk=40, page_size=4)
     before = kvjax.prefill(model, prompts, policy=policy, chunk=40, page_size=4)
