@@ -129,7 +129,7 @@ class Evaluation:
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
-        return name == "head_pattern" and not self.config.pattern
+        return contender(name).method == "head_pattern" and not self.config.pattern
 
     def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
         return sizing_of(self.config, self.model, workload.tokens, workload.shortest, policy, budget)
@@ -235,7 +235,7 @@ class Evaluation:
             (gates, policy), choice = next(iter(possible.items())), ""
             if entry.choose is not None and self._chooses(name, workload):
                 chosen = entry.choose(rivals(), sizing.entries)
-                policy, choice = chosen.pattern.policy(self.model), chosen.words
+                policy, choice = chosen.pattern.policy(self.model, **entry.arguments), chosen.words
             if entry.calibrated:
                 for folder, own in possible.items():
                     searches.setdefault(folder, TauSearch(own, size))
@@ -272,7 +272,10 @@ class Evaluation:
             folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder, MadeFor.of(self.model)) | known
-        run = TeacherForcing(self.model, own.for_pattern, workload.batch)
+        # as it is measured; the order is one for all
+        whole_calls = contender(name).make(sizing).admission.whole_calls
+        chunk = self.config.chunk if whole_calls else None
+        run = TeacherForcing(self.model, own.for_pattern, workload.batch, chunk)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:

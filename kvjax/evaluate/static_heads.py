@@ -96,11 +96,12 @@ class StaticPattern:
     window: int
     """Last tokens of the others."""
 
-    def policy(self, model: Decoder) -> Policy:
+    def policy(self, model: Decoder, **arguments: Any) -> Policy:
+        """arguments: more of `head_pattern`'s and `streaming_llm`'s."""
+        arguments |= {"model": model, "sink": self.sink, "window": self.window}
         if not self.whole.any():
-            return make_policy("streaming_llm", model=model, sink=self.sink, window=self.window)
-        whole = self.whole.astype(float)
-        return make_policy("head_pattern", model=model, pattern=whole, sink=self.sink, window=self.window)
+            return make_policy("streaming_llm", **arguments)
+        return make_policy("head_pattern", pattern=self.whole.astype(float), **arguments)
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:
