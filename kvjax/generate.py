@@ -38,8 +38,8 @@ class GenerateConfig:
     window: int | None = None
     """Last tokens that are always visible."""
     ratio: float | None = None
-    """random: share of tokens to admit; head_pattern: share of heads that keep everything; with an eviction: share of
-    the prompt's entries that stay; quest, with neither: share of the tokens that are read."""
+    """random: share of tokens to admit; with an eviction: share of the prompt's entries that stay; quest, with neither:
+    share of the tokens that are read."""
     entries: int | None = None
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
     tokens: int | None = None

@@ -91,7 +91,7 @@ def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
         "streaming_llm": lambda: make_policy("streaming_llm", model=model, window=window, sink=2),
         "local": lambda: make_policy("streaming_llm", model=model, window=window, sink=0),
         "head_pattern": lambda: make_policy(
-            "head_pattern", model=model, pattern=rates, ratio=0.5, sink=1, window=window
+            "head_pattern", model=model, pattern=rates, sparsity=0.5, sink=1, window=window
         ),
         "random": lambda: make_policy("random", model=model, rates=rates, window=window, seed=3),
         "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=window),

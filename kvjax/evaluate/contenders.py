@@ -89,6 +89,8 @@ class Contender:
     choose: Callable[[Rivals, float], Choice] | None = None
     """The best of its kind on calibration contexts, for so many entries; `make` then gives any of them. For contests,
     which have none, it is the one of `make`."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Those of its policy that followed its name."""
     on: Literal["contexts", "contests", "both"] = "contexts"
     """What it is measured on: contexts that are read and then asked about, or contests, whose cache grows with the
     answer and keeps the budget all along."""
@@ -104,7 +106,9 @@ def _full(sizing: Sizing) -> Policy:
 
 def _streaming(sizing: Sizing) -> Policy:
     _check_holds(sizing.entries, SINKS[0], f"{SINKS[0]} sinks")
-    return sink_and_window(sizing.shape, entries=sizing.entries, sink=SINKS[0]).policy(sizing.model)
+    return sink_and_window(sizing.shape, entries=sizing.entries, sink=SINKS[0]).policy(
+        sizing.model, **sizing.arguments
+    )
 
 
 def _head_pattern(sizing: Sizing) -> Policy:
@@ -112,7 +116,7 @@ def _head_pattern(sizing: Sizing) -> Policy:
     orders, window = known_orders(sizing)
     weights = next(iter(orders.values()), np.zeros(sizing.shape))
     sizes = {"entries": sizing.entries, "context": sizing.tokens, "window": window, "sink": SINKS[0]}
-    return whole_heads(weights, **sizes).policy(sizing.model)
+    return whole_heads(weights, **sizes).policy(sizing.model, **sizing.arguments)
 
 
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
@@ -120,7 +124,7 @@ def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], i
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
     for folder in sizing.patterns:
-        weights = read_pattern(folder)[0]
+        weights = read_pattern(folder).weights
         orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
         said = described(sizing.gates)
@@ -216,8 +220,8 @@ def _without_arguments(sizing: Sizing) -> Sizing:
 
 CONTENDERS = {
     "full": Contender(_full, one_size=True, reads="all", on="both"),
-    "streaming_llm": Contender(_streaming, choose=Rivals.sink_and_window, on="both"),
-    "head_pattern": Contender(_head_pattern, choose=Rivals.head_pattern),
+    "streaming_llm": Contender(_streaming, method="streaming_llm", choose=Rivals.sink_and_window, on="both"),
+    "head_pattern": Contender(_head_pattern, method="head_pattern", choose=Rivals.head_pattern),
     "snapkv": _eviction("snapkv"),
     "snapkv_chunked": _eviction("snapkv", "chunk"),
     "snapkv_patched": _eviction("snapkv", "chunk", "prompt"),
@@ -271,6 +275,11 @@ OWN_WORDS = {
 """Arguments that an evaluation gives its policies itself, and the options that they come of."""
 
 
+CALIBRATED = "chosen for each budget"
+CHOSEN = {"pattern": "--pattern", "sparsity": "--budgets", "sink": CALIBRATED, "window": CALIBRATED}
+"""The same of the static ones."""
+
+
 def contender(name: str) -> Contender:
     """The one called `name`, which may be followed by arguments of its policy: `snapkv:pool=7,group=max`. It then reads
     its contexts for itself.
@@ -285,11 +294,11 @@ def contender(name: str) -> Contender:
         return found
     if not found.method:
         raise UserError(f"--policies {name}: {base} takes no arguments here")
-    for word in (*OWN_WORDS, *(("tau",) if found.calibrated else ())):
+    taken = OWN_WORDS | ({"tau": "searched for each budget"} if found.calibrated else {})
+    taken |= {} if found.choose is None else CHOSEN
+    for word, of in taken.items():
         if word in own:
-            of = OWN_WORDS.get(word, "searched for each budget")
             raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
-
     try:
         if found.over_gates:
             told: dict[str, Any] = {found.over_gates: f"{found.method}:{name.partition(':')[2]}"}
@@ -302,7 +311,7 @@ def contender(name: str) -> Contender:
     def make(sizing: Sizing) -> Policy:
         return found.make(dataclasses.replace(sizing, arguments=own))
 
-    return dataclasses.replace(found, make=make, reads="")
+    return dataclasses.replace(found, make=make, reads="", arguments=own)
 
 
 def _from_package(name: str) -> Contender | None:

@@ -33,7 +33,7 @@ from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.pattern_folder import pattern_made_for
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
 from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
@@ -102,7 +102,7 @@ class Evaluation:
     def _check_files(self) -> None:
         """Refuse gates and patterns of another model."""
         said = {f"--gates {gates}": MadeFor.described(described(gates)) for gates in self.config.gates}
-        said |= {f"--pattern {folder}": pattern_made_for(folder) for folder in self.config.pattern}
+        said |= {f"--pattern {folder}": read_pattern(folder).made_for for folder in self.config.pattern}
         for what, made_for in said.items():
             if made_for is not None:
                 made_for.check(what, self.model)
@@ -129,7 +129,7 @@ class Evaluation:
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
-        return name == "head_pattern" and not self.config.pattern
+        return contender(name).method == "head_pattern" and not self.config.pattern
 
     def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
         return sizing_of(self.config, self.model, workload.tokens, workload.shortest, policy, budget)
@@ -235,7 +235,7 @@ class Evaluation:
             (gates, policy), choice = next(iter(possible.items())), ""
             if entry.choose is not None and self._chooses(name, workload):
                 chosen = entry.choose(rivals(), sizing.entries)
-                policy, choice = chosen.pattern.policy(self.model), chosen.words
+                policy, choice = chosen.pattern.policy(self.model, **entry.arguments), chosen.words
             if entry.calibrated:
                 for folder, own in possible.items():
                     searches.setdefault(folder, TauSearch(own, size))
@@ -272,7 +272,10 @@ class Evaluation:
             folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder, MadeFor.of(self.model)) | known
-        run = TeacherForcing(self.model, own.for_pattern, workload.batch)
+        # as it is measured; the order is one for all
+        whole_calls = contender(name).make(sizing).admission.whole_calls
+        chunk = self.config.chunk if whole_calls else None
+        run = TeacherForcing(self.model, own.for_pattern, workload.batch, chunk)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:

@@ -68,7 +68,7 @@ def orders(
     for name, measure in MEASURES.items():
         own = None if folder is None else folder / name.replace(" ", "_")
         if own is not None and (own / "config.json").is_file():
-            found[name] = read_pattern(own)[0]
+            found[name] = read_pattern(own).weights
             continue
         found[name] = measure_heads(measure, run, shape, window)
         if own is not None:
@@ -96,11 +96,12 @@ class StaticPattern:
     window: int
     """Last tokens of the others."""
 
-    def policy(self, model: Decoder) -> Policy:
+    def policy(self, model: Decoder, **arguments: Any) -> Policy:
+        """arguments: more of `head_pattern`'s and `streaming_llm`'s."""
+        arguments |= {"model": model, "sink": self.sink, "window": self.window}
         if not self.whole.any():
-            return make_policy("streaming_llm", model=model, sink=self.sink, window=self.window)
-        whole = self.whole.astype(float)
-        return make_policy("head_pattern", model=model, pattern=whole, sink=self.sink, window=self.window)
+            return make_policy("streaming_llm", **arguments)
+        return make_policy("head_pattern", pattern=self.whole.astype(float), **arguments)
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:
@@ -117,7 +118,7 @@ def whole_heads(
     spare, more = max(0.0, entries - streaming), max(1, context - streaming)
     whole = min(heads - 1, int(heads * spare / more))
     share = (heads * entries - whole * context) / (heads - whole)
-    return StaticPattern(choose_heads(weights, whole / heads), sink, _window(share, sink))
+    return StaticPattern(choose_heads(weights, whole), sink, _window(share, sink))
 
 
 def _window(entries: float, sink: int) -> int:

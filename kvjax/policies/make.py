@@ -46,12 +46,15 @@ OTHERS = {
     "max_capacity_prompt": {"entries": "entries of a kv head that stay are entries"},
     "window_size": {"window": LAST, "observed": LAST},
     "window": {"observed": LAST},
+    "ratio": {
+        "sparsity": "the share of heads that stream is sparsity, of those that keep everything 1 − sparsity"
+    },
     "n_sink": {"sink": SINK, "first": SINK},
     "kernel_size": {"pool": "the kernel that joins neighbours is pool"},
     "alpha_safeguard": {"pinned": "the share that every head keeps of its own best is pinned"},
     "n_future_positions": {"future": "positions ahead are future"},
 }
-"""Words of other libraries, and what is said of them to a method that has these arguments."""
+"""Words of other libraries and methods, and what is said of them to a method that has these arguments."""
 OWN = "name", "model", "admission", "eviction", "selection", "tokenizer", "force"
 """Arguments of `make_policy` that are no method's."""
 WORDS = (*BUDGETS, *MOMENT, *WRAPPING)

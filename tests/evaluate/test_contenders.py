@@ -232,6 +232,17 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     assert within.eviction.eviction.tail == (1, 2, 3)
 
 
+@pytest.mark.parametrize("name", ["head_pattern", "streaming_llm"])
+def test_static_heads_may_stream_between_calls(name, model, gates):
+    sizing = Sizing(model, 0.5, 128, 120, 32, 4, gates)
+    exact, calls = (budget_policy(x, sizing) for x in (name, f"{name}:streaming=between_calls"))
+    assert (exact.admission.whole_calls, calls.admission.whole_calls) == (False, True)
+    assert (calls.name, calls.window) == (name, exact.window)
+    np.testing.assert_array_equal(calls.admission.pattern, exact.admission.pattern)
+    with pytest.raises(UserError, match="streaming is one of exact, between_calls, got 'never'"):
+        budget_policy(f"{name}:streaming=never", sizing)
+
+
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
     """Another package's."""
     return make_policy("full", model=model)
@@ -250,7 +261,13 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
         ("adakv:eviction=tov", "unknown eviction 'tov'; the nearest known: tova"),
         ("full:window=3", "full takes no arguments here"),
         ("kvzip:tokenizer=x", "--policies kvzip:tokenizer=x: tokenizer is the evaluation's own (--model)"),
-        ("head_pattern:sink=3", "head_pattern takes no arguments here"),
+        (
+            "head_pattern:sink=3",
+            "head_pattern:sink=3: sink is the evaluation's own (chosen for each budget)",
+        ),
+        ("head_pattern:sparsity=.5", "sparsity is the evaluation's own (--budgets)"),
+        ("streaming_llm:window=9", "window is the evaluation's own (chosen for each budget)"),
+        ("head_pattern:stream=exact", "head_pattern has no argument 'stream'"),
         ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
         ("wgkv:tau=.9", "--policies wgkv:tau=.9: tau is the evaluation's own (searched for each budget)"),
         ("wgkv:gates=x", "--policies wgkv:gates=x: gates is the evaluation's own (--gates)"),

@@ -49,7 +49,7 @@ def test_both_measures_find_what_heads_are_worth():
 
 def test_an_order_is_kept_as_a_pattern_folder_and_measured_once(tmp_path):
     first = orders(Additive(), SHAPE, 16, tmp_path)
-    weights, sink, window = read_pattern(tmp_path / "one_whole")
+    weights, sink, window, *_ = read_pattern(tmp_path / "one_whole")
     np.testing.assert_array_equal(weights, first["one whole"])
     assert (sink, window) == (SINK, 16)
     (tmp_path / "one_streaming" / "config.json").unlink()  # as a run leaves it that was killed there

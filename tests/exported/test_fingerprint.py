@@ -17,7 +17,7 @@ from kvjax.exported.folder import describe, save_tree, sign
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import WGKV, Policy, make_policy
-from kvjax.policies.admission.pattern_folder import pattern_made_for, write_pattern
+from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 from kvjax.policies.admission.wgkv import save_gates
 from tests.evaluate.inputs import SMALL
 from tests.tiny_models import filled, tiny_config, tiny_gates
@@ -114,7 +114,7 @@ def test_gates_that_say_no_model_serve_any(own, other, tmp_path):
 def test_a_pattern_of_another_model_is_refused_and_forced(own, other, tmp_path):
     write_pattern(tmp_path / "own", np.eye(3, 4), 2, 8, MadeFor.of(own))
     write_pattern(tmp_path / "any", np.eye(3, 4), 2, 8)
-    assert pattern_made_for(tmp_path / "own") == MadeFor.of(own)
+    assert read_pattern(tmp_path / "own").made_for == MadeFor.of(own)
     make_policy("head_pattern", model=own, pattern=tmp_path / "own")
     make_policy("head_pattern", model=other, pattern=tmp_path / "any")
     make_policy("head_pattern", model=other, pattern=tmp_path / "own", force=True)

@@ -26,7 +26,7 @@ POLICIES = {
     "full": {},
     "streaming_llm": {"window": 6, "sink": 2},
     "wgkv": {"tau": 0.5, "window": 6},
-    "head_pattern": {"pattern": RATES, "ratio": 0.5, "sink": 1, "window": 6},
+    "head_pattern": {"pattern": RATES, "sparsity": 0.5, "sink": 1, "window": 6},
     "kvpop": {"budget": 14, "sink": 2, "window": 6},
     "random": {"rates": RATES, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},

@@ -74,8 +74,8 @@ SAME = {
         lambda: make_policy(admission="random:ratio=0.5", window=8),
     ),
     "head_pattern": (
-        lambda: Policy(HeadPattern(RATES, ratio=0.5, sink=1), window=3),
-        lambda: make_policy("head_pattern", pattern=RATES, ratio=0.5, sink=1, window=3),
+        lambda: Policy(HeadPattern(RATES, sparsity=0.5, sink=1), window=3),
+        lambda: make_policy("head_pattern", pattern=RATES, sparsity=0.5, sink=1, window=3),
     ),
     "quest": (lambda: Policy(selection=Quest(ratio=0.25)), lambda: make_policy("quest", ratio=0.25)),
     "snapkv": (
@@ -273,7 +273,7 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         ),
         (
             lambda: make_policy("streaming_llm", compression_ratio=0.5),
-            "streaming_llm has no argument 'compression_ratio'; it has sink, window",
+            "streaming_llm has no argument 'compression_ratio'; it has sink, streaming, window",
         ),
         (
             lambda: make_policy("snapkv", window=32, ratio=0.5),

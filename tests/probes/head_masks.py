@@ -73,4 +73,4 @@ class HeadMasks(Recipe):
 
     def deploy(self, params, model):
         weights, sizes = np.asarray(self._whole(params)), {"sink": self.sink, "window": self.window}
-        return make_policy("head_pattern", model=model, pattern=weights, ratio=1 - self.target, **sizes)
+        return make_policy("head_pattern", model=model, pattern=weights, sparsity=self.target, **sizes)

@@ -3,6 +3,7 @@
 With no retrieval head at all this is StreamingLLM (arXiv:2309.17453); without sinks as well, plain local attention.
 """
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +11,45 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import UserError, real_number
+from kvjax.errors import UserError, one_of, real_number
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.policies.admission.pattern_folder import pattern_made_for, read_pattern
+from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, whole_array
 from kvjax.step import Step
-from kvjax.struct import assign, host, remembered, struct
+from kvjax.struct import assign, host, remembered, static, struct
+
+STREAMING = "exact", "between_calls"
+"""When streaming heads forget: as each token passes the window, or only when a call ends."""
 
 
 @struct
 class HeadPattern(Admission):
     """A kv head admits everything where `pattern` says so, else only the first `sink` positions.
 
-    `pattern` may be given as a pattern folder, or as its table, a weight for each layer and kv head; `sink` and
-    `window`, the tokens that streaming heads keep at the start and at the end, are by default the folder's own.
+    `pattern` may be given as a pattern folder, or as its table, a weight for each layer and kv head; `sparsity`, `sink`
+    and `window` are by default the folder's own. With `streaming="between_calls"` a call's tokens see all that was kept
+    before it and the call up to themselves, as in DuoAttention's and PruLong's evaluations: what a streaming head has
+    is cut to `sink` and the last window − 1 tokens when the call ends, and answers depend on the prompt's chunks. The
+    window counts the query's own token, so a folder's `recent_size` is the window where each token forgets for itself,
+    and between calls one less than the window.
+
+    Raises:
+        UserError: no pattern folder, no table of finite numbers, weights outside 0 … 1 without a sparsity, a table of 0
+            and 1 with another sparsity than its own.
     """
 
     pattern: Any
     """Which heads keep everything, bool [… k]."""
-    ratio: float | None = host(default=None)
-    """The share of heads that do, the highest weights first; None: those of weights ≥ 0.5."""
+    sparsity: float | None = host(default=None)
+    """The share of kv heads that stream, of all layers together, the lowest weights first; None: those of weights below
+    0.5."""
     sink: Any = None
     """First positions that every head keeps."""
     window: int | None = host(default=None, repr=False)
     """The policy's, where it names none."""
+    streaming: str = static(default="exact")
+    """One of `STREAMING`."""
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "head_pattern"
@@ -42,19 +57,28 @@ class HeadPattern(Admission):
     def __post_init__(self):
         if is_placed(self.pattern):
             return
-        weights, sink, window = self.pattern, self.sink, self.window
+        one_of(self.name, "streaming", self.streaming, STREAMING)
+        weights, sparsity, sink, window = self.pattern, self.sparsity, self.sink, self.window
         if isinstance(weights, str | Path):
-            weights, own_sink, own_window = read_pattern(folder := weights)
-            assign(self, made_for=pattern_made_for(folder))
-            sink, window = (own_sink if sink is None else sink), (own_window if window is None else window)
+            weights, own_sink, recent, own_sparsity, made_for = read_pattern(weights)
+            assign(self, made_for=made_for)
+            sparsity, sink = (
+                own_sparsity if sparsity is None else sparsity,
+                own_sink if sink is None else sink,
+            )
+            window = recent + self.whole_calls if window is None else window
         elif sink is None:
             raise UserError(
                 "head_pattern: a table of weights needs sink and window as well; a pattern folder has them"
             )
         weights = head_table(self.name, "pattern", weights, shares=False)
-        ratio = None if self.ratio is None else real_number(self.name, "ratio", self.ratio, 0.0, 1.0)
-        whole = weights >= 0.5 if ratio is None else choose_heads(weights, ratio)
-        assign(self, pattern=whole, ratio=ratio, sink=whole_array(self.name, "sink", sink, 0), window=window)
+        sparsity = None if sparsity is None else real_number(self.name, "sparsity", sparsity, 0.0, 1.0)
+        assign(self, pattern=heads_for(weights, sparsity), sparsity=sparsity, window=window)
+        assign(self, sink=whole_array(self.name, "sink", sink, 0))
+
+    @property
+    def whole_calls(self) -> bool:
+        return self.streaming == "between_calls"
 
     def score(
         self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]
@@ -70,9 +94,34 @@ class HeadPattern(Admission):
         return np.where(np.asarray(self.pattern), tokens, sink).astype(np.float64)
 
 
-def choose_heads(weights: Float[np.ndarray, "l k"], ratio: float) -> Bool[np.ndarray, "l k"]:
-    """The `round(ratio · l · k)` heads of highest weight; of equal ones the earlier layer and head goes first."""
-    count = round(ratio * weights.size)
+def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool[np.ndarray, "l k"]:
+    """The heads that keep everything, of their weights: `int(l · k · (1 − sparsity))`, or those of at least 0.5. Raises
+    UserError where the weights do not say which."""
+    if sparsity is None:
+        if weights.min() < 0 or weights.max() > 1:
+            raise UserError(
+                f"head_pattern: without a sparsity weights are shares from 0 to 1, got {weights.min():g} to "
+                f"{weights.max():g}: say which share of the heads streams, sparsity=…"
+            )
+        return weights >= 0.5
+    count = full_count(weights.size, sparsity)
+    if np.isin(weights, (0, 1)).all() and weights.sum() != count:
+        raise UserError(
+            f"head_pattern: a pattern of 0 and 1 has its own sparsity, here {1 - weights.mean():g} "
+            f"({weights.sum():g} of {weights.size} heads keep everything), and no order for another, "
+            f"got sparsity={sparsity:g}"
+        )
+    return choose_heads(weights, count)
+
+
+def full_count(heads: int, sparsity: float) -> int:
+    """`int(heads · (1 − sparsity))` (PruLong, arXiv:2506.17121) of the number that was meant: 10 · (1 − 0.9) is
+    0.999… in binary, and 1."""
+    return math.floor(heads * (1 - sparsity) + 1e-6)
+
+
+def choose_heads(weights: Float[np.ndarray, "l k"], count: int) -> Bool[np.ndarray, "l k"]:
+    """The `count` heads of highest weight; of equal ones the earlier layer and head goes first."""
     chosen = np.zeros(weights.size, bool)
     chosen[np.argsort(-weights.reshape(-1), kind="stable")[:count]] = True
     return chosen.reshape(weights.shape)

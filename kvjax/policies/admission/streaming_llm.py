@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.policies.admission.head_pattern import HeadPattern
+from kvjax.errors import one_of
+from kvjax.policies.admission.head_pattern import STREAMING, HeadPattern
 from kvjax.policies.numbers import whole_array
 from kvjax.struct import assign, struct
 
@@ -19,7 +20,7 @@ class StreamingLLM(HeadPattern):
 
     pattern: Any = dataclasses.field(default_factory=lambda: np.zeros((1, 1), bool), init=False, repr=False)
     """No head is whole."""
-    ratio: None = dataclasses.field(default=None, init=False, metadata={"static": True})
+    sparsity: None = dataclasses.field(default=None, init=False, metadata={"static": True})
     """Nothing is taken of a pattern."""
     sink: Any = 4
     window: int = dataclasses.field(default=1020, init=False, metadata={"static": True})
@@ -27,4 +28,5 @@ class StreamingLLM(HeadPattern):
     name = "streaming_llm"
 
     def __post_init__(self):
+        one_of(self.name, "streaming", self.streaming, STREAMING)
         assign(self, sink=whole_array(self.name, "sink", self.sink, 0))

@@ -1,46 +1,123 @@
 """Head patterns: which heads keep everything, and what is refused."""
 
-import json
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.policies import make_policy
-from kvjax.policies.admission.head_pattern import choose_heads
+from kvjax.policies import HeadPattern, make_policy
+from kvjax.policies.admission.head_pattern import choose_heads, full_count
+from kvjax.policies.admission.pattern_folder import write_pattern
 from tests.policies.admission.admitted import kept
 from tests.policies.steps import step
 
+PUBLISHED = os.environ.get("KVJAX_DUO_ATTENTION", "")
+WEIGHTS = np.array([[0.9, 0.1, 0.5, 0.0], [0.2, 1.0, 0.3, 0.6], [0.0, 0.0, 0.7, 0.1]])
+
+
+def whole(pattern, **arguments):
+    made: Any = HeadPattern(pattern, **{"sink": 2, "window": 5} | arguments)
+    return made.pattern
+
 
 def test_head_pattern_keeps_whole_heads_and_sinks(tmp_path, model):
-    weights = np.array([[0.9, 0.1, 0.5, 0.0], [0.2, 1.4, 0.3, 0.6], [0.0, 0.0, 0.7, 0.1]])
-    np.savetxt(tmp_path / "full_attention_heads.tsv", weights, delimiter="\t")
-    (tmp_path / "config.json").write_text(json.dumps({"sink_size": 2, "recent_size": 5}))
+    write_pattern(tmp_path, WEIGHTS, 2, 5)
     policy = make_policy("head_pattern", model=model, pattern=tmp_path)
     assert policy.window == 5
     np.testing.assert_array_equal(
         kept(policy, step([[1, 2]]), 1)[0], [[True, False], [True, True], [True, False], [True, True]]
     )
-    third: Any = make_policy("head_pattern", model=model, pattern=tmp_path, ratio=1 / 3).admission
-    assert np.asarray(third.pattern).sum() == 4
-    np.testing.assert_array_equal(np.asarray(third.pattern)[2], [False, False, True, False])
+
+
+def test_the_heads_of_lowest_weight_stream_whatever_their_layer():
+    """A third of twelve stay: 1.0, 0.9, 0.7 and 0.6."""
+    expected = np.zeros((3, 4), bool)
+    expected[[1, 0, 2, 1], [1, 0, 2, 3]] = True
+    np.testing.assert_array_equal(whole(WEIGHTS, sparsity=2 / 3), expected)
+    np.testing.assert_array_equal(whole(WEIGHTS), WEIGHTS >= 0.5)
+    assert whole(WEIGHTS, sparsity=0).all()
+    assert not whole(WEIGHTS, sparsity=1).any()
 
 
 def test_heads_of_equal_weight_are_taken_in_order():
-    np.testing.assert_array_equal(choose_heads(np.zeros((2, 2)), 0.5), [[True, True], [False, False]])
+    np.testing.assert_array_equal(choose_heads(np.zeros((2, 2)), 2), [[True, True], [False, False]])
+    tied = np.array([[0.5, 0.9], [0.5, 0.5]])
+    np.testing.assert_array_equal(whole(tied, sparsity=0.5), [[True, True], [False, False]])
+
+
+def test_as_many_heads_stay_as_the_sparsity_in_decimals_says():
+    """`int(heads · (1 − sparsity))` in whole numbers, for every share of a thousand."""
+    for heads in (10, 12, 90, 256, 1000):
+        for share in range(1001):
+            assert full_count(heads, share / 1000) == heads * (1000 - share) // 1000
+    assert full_count(256, 0.7) == 76
+    assert full_count(10, 0.9) == 1, "10 · (1 − 0.9) is below 1 in binary"
+    assert full_count(10, float(np.float32(0.1))) == 9
+
+
+def test_log_alphas_rank_heads_by_the_sparsity_that_the_folder_is_for(tmp_path):
+    """All below 0 or above 1, where shares cut to 0 … 1 could not tell them apart."""
+    weights = np.array([[-4.5, -3.0, 9.5, 1.2], [4.0, -5.0, 7.0, -0.5]])
+    write_pattern(tmp_path, weights, 2, 5, sparsity=0.5)
+    made: Any = HeadPattern(tmp_path)
+    assert (made.sparsity, made.window, int(made.sink)) == (0.5, 5, 2)
+    np.testing.assert_array_equal(made.pattern, [[False, False, True, True], [True, False, True, False]])
+    np.testing.assert_array_equal(whole(tmp_path, sparsity=0.25), np.isin(weights, (-4.5, -5.0), invert=True))
+
+
+def test_a_table_of_0_and_1_is_taken_as_it_is(tmp_path):
+    """As PruLong publishes them: whole numbers, lines that end in \\r\\n."""
+    (tmp_path / "config.json").write_text('{"sink_size": 128, "recent_size": 1024}\n')
+    (tmp_path / "full_attention_heads.tsv").write_bytes(b"1\t0\t0\t0\r\n0\t0\t1\t0\r\n0\t0\t0\t1\r\n")
+    expected = np.zeros((3, 4), bool)
+    expected[[0, 1, 2], [0, 2, 3]] = True
+    # int(12 · 0.3) and int(12 · 0.25) are both 3
+    for own in (None, 0.7, 0.75):
+        np.testing.assert_array_equal(whole(tmp_path, sparsity=own), expected)
+    with pytest.raises(UserError) as caught:
+        HeadPattern(tmp_path, sparsity=0.5)
+    assert str(caught.value) == (
+        "head_pattern: a pattern of 0 and 1 has its own sparsity, here 0.75 (3 of 12 heads keep everything), and no "
+        "order for another, got sparsity=0.5"
+    )
+    assert whole(np.ones((3, 4)), sparsity=0).all()
+
+
+@pytest.mark.skipif(not PUBLISHED, reason="KVJAX_DUO_ATTENTION is not set")
+def test_the_published_pattern_of_llama_31_8b():
+    """mit-han-lab/duo-attention's for Llama-3.1-8B-Instruct: of its 256 heads 234 have at least 0.5, 57 have 1."""
+    made: Any = HeadPattern(PUBLISHED)
+    assert (made.pattern.shape, made.pattern.sum(), int(made.sink), made.window) == ((32, 8), 234, 128, 256)
+    weights = np.loadtxt(f"{PUBLISHED}/full_attention_heads.tsv")
+    for sparsity, count in ((0.5, 128), (0.7, 76), (0.9, 25)):
+        chosen = whole(PUBLISHED, sparsity=sparsity)
+        assert chosen.sum() == count
+        assert weights[chosen].min() >= weights[~chosen].max()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"pattern": "nowhere"}, "nowhere is no head pattern"),
-        ({"pattern": np.zeros((3, 4))}, "needs sink and window"),
-        ({"pattern": np.zeros((3, 5)), "sink": 1, "window": 3}, "made for 3 layers × 5 kv heads"),
-        ({"pattern": np.zeros((3, 4)), "sink": 1, "window": 3, "ratio": 2.0}, "ratio must be a finite"),
+        ({"pattern": np.zeros((3, 4)), "sink": None}, "needs sink and window"),
+        ({"pattern": np.zeros((3, 5))}, "made for 3 layers × 5 kv heads"),
+        ({"pattern": WEIGHTS, "sparsity": 2.0}, "sparsity must be a finite number, at least 0 and at most 1, got 2.0"),
+        ({"pattern": WEIGHTS, "sparsity": -0.1}, "sparsity must be a finite number, at least 0 and at most 1"),
+        ({"pattern": WEIGHTS, "ratio": 0.3}, "no argument 'ratio'; the share of heads that stream is sparsity"),
+        ({"pattern": WEIGHTS - 3}, "without a sparsity weights are shares from 0 to 1, got -3 to -2: say"),
+        ({"pattern": WEIGHTS, "streaming": "between"}, "streaming is one of exact, between_calls, got 'between'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):
     with pytest.raises(UserError, match=says) as caught:
-        make_policy("head_pattern", model=model, **arguments)
+        make_policy("head_pattern", model=model, **{"sink": 1, "window": 3} | arguments)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_s_recent_tokens_are_beside_the_query_s_own_where_calls_end(tmp_path):
+    """A call of one token sees so many older ones, and itself."""
+    write_pattern(tmp_path, WEIGHTS, 2, 5)
+    assert HeadPattern(tmp_path, streaming="between_calls").window == 6
+    assert HeadPattern(tmp_path, streaming="between_calls", window=5).window == 5

@@ -1,9 +1,24 @@
-"""Pattern folders that are none, or not whole."""
+"""Pattern folders: what they say, and those that are none, or not whole."""
 
+import json
+
+import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.policies.admission.pattern_folder import pattern_digest, read_pattern, write_pattern
+
+
+def test_what_was_written_is_read(tmp_path):
+    weights = np.array([[-4.9, 9.7], [1 / 3, 0.0]])
+    write_pattern(tmp_path, weights, 4, 16, sparsity=0.25)
+    found = read_pattern(tmp_path)
+    np.testing.assert_array_equal(found.weights, weights)
+    assert found[1:] == (4, 16, 0.25, None)
+    first = pattern_digest(tmp_path)
+    write_pattern(tmp_path, weights - np.eye(2), 4, 16)
+    assert pattern_digest(tmp_path) != first, "weights below 0 count"
+    assert read_pattern(tmp_path).sparsity is None
 
 
 def test_a_pattern_file_with_words_in_it(tmp_path):
@@ -14,3 +29,16 @@ def test_a_pattern_file_with_words_in_it(tmp_path):
     (tmp_path / "full_attention_heads.tsv").write_text("0.1\t0.2\n")
     with pytest.raises(UserError, match="sink_size"):
         read_pattern(tmp_path)
+
+
+def test_a_sparsity_that_is_none(tmp_path):
+    write_pattern(tmp_path, np.eye(2), 4, 16)
+    sizes = {"sink_size": 4, "recent_size": 16}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"sparsity": None}))
+    assert read_pattern(tmp_path).sparsity is None, "as DuoAttention's own"
+    for wrong in (70, "a", True):
+        (tmp_path / "config.json").write_text(json.dumps(sizes | {"sparsity": wrong}))
+        with pytest.raises(
+            UserError, match=r"config\.json: sparsity must be a finite number, at least 0 and at"
+        ):
+            read_pattern(tmp_path)
