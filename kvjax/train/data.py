@@ -245,8 +245,8 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
 
 class Data(NamedTuple):
-    """A run's data. A sequence is its tokens, int32 [t], or a mapping of these, `tokens`, and of what belongs to each of
-    them, [t …]."""
+    """A run's data. A sequence is its tokens, int32 [t], or a mapping of these, `tokens`, and of what belongs to each
+    of them, [t …]."""
 
     sequences: grain.DatasetIterator
     """The steps, each sequences of this process's rows, [b …], of the length of that step."""
