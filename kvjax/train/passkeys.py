@@ -124,7 +124,7 @@ class Passkeys:
         )
 
     @functools.cached_property
-    def _around(self) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " t"]]:
+    def _around(self) -> tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]:
         """What stands before the text, with what the tokenizer begins a text with, and what stands behind it."""
         begin = self.tokenizer("", verbose=False)["input_ids"][:1]
         begin = begin if begin == [self.tokenizer.bos_token_id] else []
