@@ -7,9 +7,9 @@ length, which is the largest that it fills. Some are held out for validation.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import grain
 import numpy as np
@@ -18,10 +18,9 @@ from jaxtyping import Int
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.conversation import Conversation
-from kvjax.train.documents import Documents, digest
-from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream
-from kvjax.train.readers import FileReader, HubReader, Reader, open_hub
-from kvjax.train.rows import HeldRows, Rows, TokenRows
+from kvjax.train.documents import digest
+from kvjax.train.readers import Reader, open_source
+from kvjax.train.rows import HeldRows, Rows, TokenRows, stack
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder
@@ -37,41 +36,17 @@ TURN = 256
 def draw_step_lengths(
     steps: int, lengths: Sequence[int], shares: Sequence[float], seed: int
 ) -> Int[np.ndarray, " steps"]:
-    """The length of every step: as many of each as `shares` say (largest remainders), in an order drawn from `seed`."""
-    exact = np.asarray(shares, np.float64) / np.sum(shares) * steps
+    """The length of every step: as many of each as `shares` say (`apportion`), in an order drawn from `seed`."""
+    return np.asarray(lengths)[apportion(steps, shares, np.random.default_rng((seed, 42)))]
+
+
+def apportion(count: int, shares: Sequence[float], rng: np.random.Generator) -> Int[np.ndarray, " count"]:
+    """Which share each of `count` things belongs to: as many to each as they say (largest remainders), in a drawn
+    order."""
+    exact = np.asarray(shares, np.float64) / np.sum(shares) * count
     counts = np.floor(exact).astype(int)
-    counts[np.argsort(counts - exact, kind="stable")[: steps - counts.sum()]] += 1
-    return np.random.default_rng((seed, 42)).permutation(np.repeat(np.asarray(lengths), counts))
-
-
-def builtin_validation(lengths: Int[np.ndarray, " s"], seed: int) -> list[Int[np.ndarray, " _"]]:
-    """Sequences of the built-in tasks on the packaged text for evaluation."""
-    from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
-
-    mixture = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
-    return [mixture(seed, FIRST_HELD_OUT + index, int(length))[0] for index, length in enumerate(lengths)]
-
-
-def builtin_sequences(
-    rows: Rows, step_lengths: Int[np.ndarray, " steps"], seed: int
-) -> grain.DatasetIterator:
-    """The built-in tasks and text, in the built-in model's tokens. Sequence i of the run is `mixture(seed, i, …)`,
-    whatever the processes."""
-    from kvjax.tasks import mixture
-
-    if step_lengths.min() < SHORTEST_BUILTIN:
-        raise UserError(
-            f"--lengths {step_lengths.min()}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
-        )
-
-    def step(index: int) -> TokenRows:
-        first = index * rows.total
-        return np.stack(
-            [mixture(seed, first + row, int(step_lengths[index])) for row in range(rows.start, rows.stop)]
-        )
-
-    dataset = grain.MapDataset.range(len(step_lengths)).map(step)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    counts[np.argsort(counts - exact, kind="stable")[: count - counts.sum()]] += 1
+    return rng.permutation(np.repeat(np.arange(len(counts)), counts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,11 +245,12 @@ class DocumentIterator(grain.DatasetIterator[TokenRows]):
 
 
 class Data(NamedTuple):
-    """A run's data."""
+    """A run's data. A sequence is its tokens, int32 [t], or a mapping of these, `tokens`, and of what belongs to each
+    of them, [t …]."""
 
     sequences: grain.DatasetIterator
-    """The steps, each int32 [rows of this process, length of that step]."""
-    held_out: list[Int[np.ndarray, " _"]]
+    """The steps, each sequences of this process's rows, [b …], of the length of that step."""
+    held_out: list[Any]
     """The held-out sequences, the same in every process."""
     remark: str = ""
     """What the lengths leave out of the documents, if anything."""
@@ -282,60 +258,99 @@ class Data(NamedTuple):
     """What is held out where an update's rows are no sequences of tokens (`Recipe.row`); `sequences` gives those of the
     updates then, and `held_out` is for the report."""
 
+    @property
+    def held_out_tokens(self) -> list[Int[np.ndarray, " _"]]:
+        """Of the held-out sequences the tokens."""
+        return [x["tokens"] if isinstance(x, Mapping) else x for x in self.held_out]
+
 
 Open = Callable[["Decoder", Rows, Path, Callable[[str], None]], Data]
 """Opens the data of a recipe that has its own (`Recipe.collect`): from the model, this process's rows and the run's
 folder, saying what it does."""
 
 
-def open_data(
-    source: str,
-    *,
-    rows: Rows,
-    step_lengths: Int[np.ndarray, " steps"],
-    lengths: Sequence[int],
-    validation: Int[np.ndarray, " s"],
-    seed: int,
-    tokenizer: Any = None,
-    instruction: str = "",
-    packed: bool = False,
-) -> Data:
-    """The run's data.
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a run wants of its data."""
 
-    Args:
-        source: `builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed).
-        step_lengths: the length of every step.
-        lengths: those that documents are cut to, rising.
-        validation: the length of every held-out sequence.
-        packed: whether documents follow one another in sequences (`kvjax.train.packing`), instead of being cut to them.
+    source: str
+    """`builtin`, a .txt/.jsonl/.parquet file or a folder of them, or a hub data set (streamed)."""
+    rows: Rows
+    """Of this process."""
+    step_lengths: Int[np.ndarray, " steps"]
+    """The length of every step."""
+    lengths: Sequence[int]
+    """All that there are, rising."""
+    validation: Int[np.ndarray, " s"]
+    """The length of every held-out sequence."""
+    seed: int
+    """Of orders, and of what is made."""
+    tokenizer: Any = None
+    """The model's; None: of the built-in tasks."""
+    instruction: str = ""
+    """What stands before a document in a user's turn."""
+
+    def open(self, source: str) -> Callable[[int, int], Reader]:
+        """`open_source` with .txt files in pieces that fill the longest sequence."""
+        return open_source(source, self.seed, piece=16 * max(self.lengths))
+
+
+def open_data(wanted: Wanted) -> Data:
+    """The run's data, a document cut to each sequence.
 
     Raises:
         UserError: nothing there, no text in it, or no document long enough for one of the lengths.
     """
-    if source == "builtin":
-        return Data(builtin_sequences(rows, step_lengths, seed), builtin_validation(validation, seed))
-    bins = Bins(tuple(lengths), Encoder(tokenizer, instruction, max(lengths)))
-    if (path := Path(source).expanduser()).exists():
-        documents = Documents(path, seed, piece=16 * max(lengths))
+    if wanted.source == "builtin":
+        return open_builtin(wanted)
+    longest, rows = max(wanted.lengths), wanted.rows
+    bins = Bins(tuple(wanted.lengths), Encoder(wanted.tokenizer, wanted.instruction, longest))
+    readers, source = wanted.open(wanted.source), wanted.source
+    held, trained = wanted.validation.tolist(), sorted(set(wanted.step_lengths.tolist()))
+    sequences, held_out, remark = hold_out(readers(0, 1), bins, held, trained, source)
+    own = lambda: readers(rows.group, rows.groups)  # noqa: E731
+    dataset = DocumentSequences(own, bins, rows.count, wanted.step_lengths, source, held_out)
+    return Data(prefetched(dataset), sequences, remark)
 
-        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
-            return FileReader(documents, group, groups)
-    else:
-        hub = open_hub(source)
 
-        def readers(group: int = rows.group, groups: int = rows.groups) -> Reader:
-            return HubReader(hub, group, groups)
+def prefetched(dataset: grain.IterDataset) -> grain.DatasetIterator:
+    """The steps of a data set, read by a thread while the devices work."""
+    return iter(grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2))
 
-    wanted = [int(length) for length in validation]
-    if packed:
-        encode = StreamEncoder(tokenizer)
-        sequences, held_out = hold_out_of_stream(readers(0, 1), encode, wanted, source)
-        stream = PackedSequences(readers, encode, rows.count, step_lengths, held_out)
-        prefetched = grain.experimental.ThreadPrefetchIterDataset(stream, prefetch_buffer_size=2)
-        return Data(iter(prefetched), sequences)
-    sequences, held_out, remark = hold_out(
-        readers(0, 1), bins, wanted, sorted(set(step_lengths.tolist())), source
-    )
-    dataset = DocumentSequences(readers, bins, rows.count, step_lengths, source, held_out)
-    prefetched = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=2)
-    return Data(iter(prefetched), sequences, remark)
+
+Made = Callable[[int, int, int], Any]
+"""The sequence of a seed, an index and a length."""
+
+
+def tasks_and_text(split: Literal["train", "evaluate"]) -> Made:
+    """The built-in tasks and text (`kvjax.tasks.mixture`) as tokens."""
+    from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary
+
+    mixture = Mixture(builtin_vocabulary(), builtin_text(split))
+    return lambda seed, index, length: mixture(seed, index, length)[0]
+
+
+def open_builtin(
+    wanted: Wanted, make: Callable[[Literal["train", "evaluate"]], Made] = tasks_and_text
+) -> Data:
+    """Sequences in the built-in model's tokens, made of the packaged text for training, and of that for evaluation to
+    hold out. Sequence i of the run is that of index i, whatever the processes.
+
+    Raises:
+        UserError: a length that is too short for the built-in tasks.
+    """
+    rows, step_lengths, seed = wanted.rows, wanted.step_lengths, wanted.seed
+    if (least := step_lengths.min()) < SHORTEST_BUILTIN:
+        raise UserError(
+            f"--lengths {least}: the built-in tasks need sequences of at least {SHORTEST_BUILTIN} tokens"
+        )
+    trained, held = make("train"), make("evaluate")
+
+    def step(index: int) -> Any:
+        first, length = index * rows.total, int(step_lengths[index])
+        return stack([trained(seed, first + row, length) for row in range(rows.start, rows.stop)])
+
+    steps = grain.MapDataset.range(len(step_lengths)).map(step)
+    sequences = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
+    lengths = wanted.validation.tolist()
+    return Data(sequences, [held(seed, FIRST_HELD_OUT + i, length) for i, length in enumerate(lengths)])

@@ -31,7 +31,7 @@ from kvjax.plan.shapes import check_longest
 from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
-from kvjax.train.data import Data, Open, draw_step_lengths, open_data
+from kvjax.train.data import Data, Open, Wanted, draw_step_lengths
 from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
@@ -213,7 +213,7 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         [draw_step_lengths(phase.steps, phase.lengths, phase.shares, phase.seed) for phase in phases]
     )
     last = phases[-1]
-    data = open_data(
+    wanted = Wanted(
         config.data,
         rows=rows,
         step_lengths=lengths,
@@ -222,8 +222,8 @@ def _load(config: Recipe, phases: Sequence[Recipe], mesh: Mesh) -> tuple[Decoder
         seed=config.seed,
         tokenizer=None if config.data == "builtin" else load_tokenizer(config.model),
         instruction=config.instruction,
-        packed=config.packed,
     )
+    data = config.open_data(wanted)
     model = load_model(config.model, dtype=config.dtype, max_length=longest)
     return model, rows, lambda *_: data, rows.total * int(lengths.sum())
 
@@ -288,21 +288,21 @@ def _export(
         new.rename(into)
         shutil.rmtree(old, ignore_errors=True)
     multihost_utils.sync_global_devices("the folder has its name")
-    return RunOutput(model, own, run.mesh, run.folder, found, run.data.held_out)
+    return RunOutput(model, own, run.mesh, run.folder, found, run.data.held_out_tokens)
 
 
 class TokenCount:
-    """Sequences, of which each process has its rows, with the tokens of those that were taken."""
+    """Sequences, of which each process has its rows, with the tokens of those that were taken; where an update's rows
+    are none (`tokens`), each counts as one."""
 
-    def __init__(self, sequences: Iterable[Any], rows: int):
-        self._sequences, self._rows, self._tokens = sequences, rows, 0
+    def __init__(self, sequences: Iterable[Any], rows: int, tokens: bool):
+        self._sequences, self._rows, self._each, self._tokens = sequences, rows, tokens, 0
         self.taken = 0
         """How many were taken since the last call of `take`."""
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self._sequences:
-            # a row that is no sequence counts as one
-            self._tokens += self._rows * (batch.shape[1] if isinstance(batch, np.ndarray) else 1)
+            self._tokens += self._rows * (jax.tree.leaves(batch)[0].shape[1] if self._each else 1)
             self.taken += 1
             yield batch
 
@@ -449,7 +449,8 @@ class Run:
                     entered = functools.partial(enter, recipe, dtypes=self.dtypes[at - 1])
                     state = jax.jit(entered, donate_argnums=0)(state.params)
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
-                update, counted = self.updates[at], TokenCount(self.data.sequences, self.rows.total)
+                update, own = self.updates[at], config.unit == "sequences"
+                counted = TokenCount(self.data.sequences, self.rows.total, own)
                 metrics.say(device_bytes(recipe, state, model, self.beside[at]))
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):

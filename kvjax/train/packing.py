@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.train.conversation import Conversation
+from kvjax.train.data import Data, Wanted, open_builtin, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader
 from kvjax.train.rows import TokenRows
@@ -141,3 +142,20 @@ def hold_out_of_stream(
             sequences.append(stream[first : first + length])
             first += length
     return sequences, frozenset(held)
+
+
+def open_stream(wanted: Wanted) -> Data:
+    """The run's data, its documents one after another in sequences; the built-in tasks are a sequence each.
+
+    Raises:
+        UserError: nothing there, or too little text in it.
+    """
+    if wanted.source == "builtin":
+        return open_builtin(wanted)
+    readers, encode, rows = wanted.open(wanted.source), StreamEncoder(wanted.tokenizer), wanted.rows
+    held = wanted.validation.tolist()
+    sequences, held_out = hold_out_of_stream(readers(0, 1), encode, held, wanted.source)
+    own = lambda: readers(rows.group, rows.groups)  # noqa: E731
+    return Data(
+        prefetched(PackedSequences(own, encode, rows.count, wanted.step_lengths, held_out)), sequences
+    )

@@ -1,7 +1,7 @@
 """Where documents come from: files on this machine, or a streamed hub data set."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -73,6 +73,24 @@ class HubReader:
     def set_state(self, state: Any) -> None:
         self._dataset.load_state_dict(state)
         self._rows = iter(self._dataset)
+
+
+def open_source(source: str, seed: int, piece: int) -> Callable[[int, int], Reader]:
+    """What gives readers of a group's every `groups`-th document, by (group, groups).
+
+    Args:
+        source: a .txt, .jsonl or .parquet file or a folder of them, in an order drawn from `seed`; or a hub data set,
+            in its own.
+        piece: bytes of a .txt file that are a document (`Documents`).
+
+    Raises:
+        UserError: nothing there, or nothing in it.
+    """
+    if (path := Path(source).expanduser()).exists():
+        documents = Documents(path, seed, piece)
+        return lambda group, groups: FileReader(documents, group, groups)
+    hub = open_hub(source)
+    return lambda group, groups: HubReader(hub, group, groups)
 
 
 def open_hub(name: str) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvjax.models.config import ModelConfig
     from kvjax.models.decoder import Decoder
     from kvjax.policies.policy import Policy
-    from kvjax.train.data import Open
+    from kvjax.train.data import Data, Open, Wanted
 
 PLAIN = bool, int, float, str, type(None)
 """What `config.json` holds of an option, alone or in a tuple."""
@@ -139,8 +139,6 @@ class Recipe(abc.ABC):
     """Which figure of `measure` is the distillation loss of what is trained, where what is used is something harder."""
     shown: ClassVar[Mapping[str, str]] = {"loss": ".4f"}
     """Which of the logged scalars the progress bar shows, where they are logged, and how."""
-    packed: ClassVar[bool] = False
-    """Whether documents follow one another in a sequence, instead of being cut to one each."""
     unit: ClassVar[str] = "sequences"
     """What the rows of an update are, which `sequences` and `batch` count: another word where they are no sequences of
     tokens (`row`)."""
@@ -245,9 +243,9 @@ class Recipe(abc.ABC):
         return params, None
 
     def batches(self, sequences: Iterator[Any], model: Decoder | None) -> Iterator[Any]:
-        """What the loss gets, of sequences int32 [rows, length], those of one update for each batch: a pytree whose
-        arrays have their rows first. A resume begins with the next update's. With several processes each gets its own
-        rows, over which no program of the whole mesh can be run."""
+        """What the loss gets, of sequences int32 [rows, length] (or as `open_data` makes them), those of one update for
+        each batch: a pytree whose arrays have their rows first. A resume begins with the next update's. With several
+        processes each gets its own rows, over which no program of the whole mesh can be run."""
         return sequences
 
     def row(self, model: Decoder, length: int) -> Any:
@@ -259,7 +257,7 @@ class Recipe(abc.ABC):
         self,
         model: Decoder,
         sequences: Iterator[Any],
-        held_out: Sequence[Int[np.ndarray, " _"]],
+        held_out: Sequence[Any],
         mesh: Mesh,
         tokens: int,
         say: Callable[[str], None],
@@ -275,6 +273,12 @@ class Recipe(abc.ABC):
             UserError: a folder of something else, or a disk that fills.
         """
         return None
+
+    def open_data(self, wanted: Wanted) -> Data:
+        """The run's sequences and those held out, by default a document that is cut to each. Raises UserError."""
+        from kvjax.train.data import open_data
+
+        return open_data(wanted)
 
     def collect(self) -> Open | None:
         """What opens the run's data where an update's rows are no sequences of tokens (`row`). What can be seen to be

@@ -1,6 +1,7 @@
 """An update's rows: which of them a process reads, and how they get onto the mesh."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -53,6 +54,11 @@ class HeldRows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, rows: slice) -> Any: ...
+
+
+def stack(rows: Sequence[Any]) -> Any:
+    """Rows of the same shapes, pytrees of arrays, as one batch: [b …] of each array."""
+    return jax.tree.map(lambda *x: np.stack(x), *rows)
 
 
 def to_mesh(mesh: Mesh, rows: Rows, batch: Any) -> Any:

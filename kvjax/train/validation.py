@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, reshard
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.rows import HeldRows, Rows, to_mesh
+from kvjax.train.rows import HeldRows, Rows, stack, to_mesh
 from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]
@@ -20,7 +20,7 @@ Validate = Callable[[TrainState, Decoder | None], Validation]
 def make_validate(
     recipe: Recipe,
     mesh: Mesh,
-    sequences: Sequence[Int[np.ndarray, " _"]],
+    sequences: Sequence[Any],
     dtypes: Any = None,
     held_rows: HeldRows | None = None,
 ) -> Validate:
@@ -45,7 +45,7 @@ def make_validate(
         rows = Rows.of_this_process(mesh, shards)
         groups = list(by_length(sequences, 1 if alone else shards))
         padded = (
-            np.stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
+            stack([group[min(row, len(group) - 1)] for row in range(rows.start, rows.stop)])
             for group in groups
         )
         for group, batch in zip(groups, recipe.batches(padded, model), strict=True):
@@ -64,11 +64,11 @@ def make_validate(
     return validate
 
 
-def by_length(sequences: Sequence[Int[np.ndarray, " _"]], size: int) -> list[list[Int[np.ndarray, " _"]]]:
-    """Sequences of one length, at most `size` together."""
+def by_length(sequences: Sequence[Any], size: int) -> list[list[Any]]:
+    """Sequences, arrays [t …] or pytrees of them, of one length, at most `size` together."""
     found: dict[int, list[Any]] = {}
-    for tokens in sequences:
-        found.setdefault(len(tokens), []).append(tokens)
+    for sequence in sequences:
+        found.setdefault(len(jax.tree.leaves(sequence)[0]), []).append(sequence)
     return [own[start : start + size] for own in found.values() for start in range(0, len(own), size)]
 
 

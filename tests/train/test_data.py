@@ -9,12 +9,13 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
-from kvjax.train import data as module
+from kvjax.train import readers
 from kvjax.train.data import (
     FIRST_HELD_OUT,
     Bins,
     DocumentSequences,
     Encoder,
+    Wanted,
     draw_step_lengths,
     hold_out,
     open_data,
@@ -47,7 +48,7 @@ class Chat(Letters):
 
 def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
     """The iterator and the held-out sequences."""
-    data = open_data(
+    wanted = Wanted(
         source,
         rows=rows,
         step_lengths=np.asarray(step_lengths),
@@ -57,6 +58,7 @@ def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=No
         tokenizer=tokenizer or Letters(),
         instruction="Read:",
     )
+    data = open_data(wanted)
     return data.sequences, data.held_out
 
 
@@ -256,7 +258,7 @@ def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
 
 
 def test_a_streamed_data_set_holds_documents_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "open_hub", lambda name: hub(tmp_path, 8))
+    monkeypatch.setattr(readers, "open_hub", lambda name: hub(tmp_path, 8))
     held, trained = held_out_of("some/set", [8] * 12, [8, 8], rows=Rows(0, 1, 1))
     assert held == ["01" * 4, "03" * 4]
     assert trained == {f"{i:02}" * 4 for i in (0, 2, 4, 5, 6, 7)}

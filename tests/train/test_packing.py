@@ -8,9 +8,9 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.train.conversation import Conversation
-from kvjax.train.data import open_data
+from kvjax.train.data import Wanted
 from kvjax.train.documents import Documents
-from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream
+from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream, open_stream
 from kvjax.train.readers import FileReader
 from kvjax.train.rows import Rows
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -71,7 +71,7 @@ def test_a_position_goes_through_json_and_continues_exactly(path, stop):
 def test_what_is_held_out_is_never_trained_on(path):
     rows = Rows(0, 2, 2)
     told = {"lengths": (16,), "step_lengths": np.full(30, 16), "validation": np.full(3, 16), "seed": 0}
-    data = open_data(str(path), rows=rows, **told, tokenizer=byte_tokenizer(), packed=True)
+    data = open_stream(Wanted(str(path), rows=rows, **told, tokenizer=byte_tokenizer()))
     assert [len(x) for x in data.held_out] == [16] * 3
     decode = byte_tokenizer().decode
     held = decode(np.concatenate(data.held_out)).split("<|im_end|>")

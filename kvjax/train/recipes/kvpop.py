@@ -21,8 +21,10 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
 from kvjax.policies.interfaces import Trainable
+from kvjax.train.data import Data, Wanted
 from kvjax.train.future_attention import KVPOPTraining
 from kvjax.train.objective import Deployed, Part, distilled_token_loss, likeliest, next_token_loss, student
+from kvjax.train.packing import open_stream
 from kvjax.train.recipe import Recipe, Rule, Validation
 from kvjax.train.teacher import Said, listen, shapes
 
@@ -105,7 +107,6 @@ class ConstantCache(Recipe):
     """Keep 16-bit parameters in float32 between updates; the loss sees them rounded."""
 
     builtin: ClassVar[str | None] = "kvpop-builtin"
-    packed: ClassVar[bool] = True
     shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "divergence": ".4f", "agreement": ".3f"}
 
     @property
@@ -196,6 +197,9 @@ class ConstantCache(Recipe):
 
     def row(self, model: Decoder, length: int) -> dict[str, jax.ShapeDtypeStruct] | None:
         return None if self.said is None else shapes(length, self.teacher_tokens)
+
+    def open_data(self, wanted: Wanted) -> Data:
+        return open_stream(wanted)
 
     def prepare(
         self,

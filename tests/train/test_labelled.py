@@ -1,0 +1,258 @@
+"""Runs of a recipe whose loss knows documents and labels: natural text and passkeys, of files and of the built-in
+tasks."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.command.launch import MeshShape
+from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
+from kvjax.models import load_tokenizer
+from kvjax.plan.here import dry_run
+from kvjax.plan.training import batch_of
+from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
+from kvjax.train.config import parse
+from kvjax.train.data import FIRST_HELD_OUT, Wanted
+from kvjax.train.labelled import ASKED
+from kvjax.train.loop import TokenCount, train
+from kvjax.train.rows import Rows, to_mesh
+from tests.tiny_models import tiny_model
+from tests.train.recipes.labelled_scale import Scale
+from tests.train.texts import texts
+
+ALL = Rows(0, 4, 4)
+MODEL = str(builtin_model("test_model"))
+ARGS = [
+    *("--method", "tests.train.recipes.labelled_scale:Scale", "--model", MODEL, "--dtype", "float32"),
+    *("--lengths", "64", "128", "--batch", "4", "--sequences", "12", "--validation", "4", "--report", "none"),
+    *("--checkpoint-every", "1"),
+]
+PASSKEYS = ["--data-kind", "passkeys", "--passkeys", "1", "--words", "2", "--lengths", "128", "192"]
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A source of short documents and one of long ones."""
+    for name in ("short", "long"):
+        (tmp_path / name).mkdir()
+    short = texts(tmp_path / "short", [f"The city of {i} is far. " * (1 + i % 3) for i in range(60)])
+    return short, texts(tmp_path / "long", [f"Number {i} of the long ones. " * 40 for i in range(40)])
+
+
+def steps_of(folder):
+    lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line], [x["validation"] for x in lines if "validation" in x]
+
+
+def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128), **told):
+    """A run's data."""
+    recipe = Scale(data=data, **told)
+    tokenizer = None if data == "builtin" else load_tokenizer(MODEL)
+    return recipe.open_data(
+        Wanted(data, rows, np.array(lengths), sorted(set(lengths)), np.array(validation), 5, tokenizer)
+    )
+
+
+@pytest.mark.parametrize("kind", ["natural", "passkeys"])
+def test_a_run_on_the_built_in_tasks(kind, tmp_path):
+    """Three updates, in parts, on a mesh, and with the loss of what is labelled."""
+    out = tmp_path / "run"
+    told = [*ARGS, "--data-kind", kind, "--out", str(out)]
+    ended = train(parse([*told, "--mesh", "2", "--accumulate", "2"]))
+    steps, validations = steps_of(out)
+    assert [line["step"] for line in steps] == [0, 1, 2]
+    assert [line["documents"] for line in steps] == [1, 1, 1]
+    assert all(line["labelled"] == 1 if kind == "natural" else 0 < line["labelled"] < 0.3 for line in steps)
+    assert kind == "natural" or validations[-1]["loss"] < validations[0]["loss"]
+    assert sorted(x.shape for x in ended.held_out) == [(64,)] * 3 + [(128,)]
+    assert all(isinstance(x, np.ndarray) for x in ended.held_out), "tokens, for a report"
+
+
+@pytest.mark.parametrize("kind", [[], PASSKEYS])
+def test_a_run_on_two_sources(kind, two, tmp_path):
+    told = [
+        "--data",
+        two[0],
+        "--also",
+        two[1],
+        "--mix",
+        "0.25",
+        "0.75",
+        *kind,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    train(parse([*ARGS, *told, "--mesh", "2"]))
+    steps, _ = steps_of(tmp_path / "run")
+    assert len(steps) == 3
+    several = [line["documents"] > 1 for line in steps]
+    assert any(several) != bool(kind), "packs of short documents, or one with what is hidden in them"
+    for line, apart in zip(steps, several, strict=True):
+        assert 0 < line["labelled"] <= 1
+        assert (line["labelled"] < 1) == (apart or bool(kind))
+
+
+KILLED = """
+import os, signal, sys
+import orbax.checkpoint as ocp
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+
+saves, save = [], ocp.JsonCheckpointHandler.async_save
+
+async def killed_in_the_second(self, *args, **kwargs):
+    saves.append(1)
+    if len(saves) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return await save(self, *args, **kwargs)
+
+ocp.JsonCheckpointHandler.async_save = killed_in_the_second
+train(parse(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", [[], PASSKEYS])
+def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
+    told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]
+    command = [sys.executable, "-c", KILLED, *told, "--out", str(tmp_path / "run")]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    again = train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+    whole = train(parse([*told, "--out", str(tmp_path / "whole")]))
+    for mine, theirs in zip(steps_of(tmp_path / "run")[0], steps_of(tmp_path / "whole")[0], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert (mine["documents"], mine["labelled"]) == pytest.approx(
+            (theirs["documents"], theirs["labelled"])
+        )
+    assert again.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-5)
+
+
+def test_the_built_in_tasks_are_a_document_each():
+    data = opened()
+    steps = list(data.sequences)
+    for index, step in enumerate(steps):
+        length = (64, 128, 64)[index]
+        np.testing.assert_array_equal(step["tokens"][1], mixture(5, 4 * index + 1, length))
+        assert not step["document"].any()
+        assert step["labelled"][:, 1:].all()
+        assert not step["labelled"][:, 0].any()
+    held = Mixture(builtin_vocabulary(), builtin_text("evaluate"))
+    np.testing.assert_array_equal(data.held_out[1]["tokens"], held(5, FIRST_HELD_OUT + 1, 128)[0])
+
+
+def test_of_the_built_in_tasks_the_answers_are_learned():
+    """To the questions of each, one after another, as far as they fit."""
+    data = opened(data_kind="passkeys", lengths=(128,) * 12, validation=(128,) * 4)
+    rows = [row for step in data.sequences for row in zip(step["tokens"], step["labelled"], strict=True)]
+    for split, found, first in (
+        ("train", rows, 0),
+        ("evaluate", [(x["tokens"], x["labelled"]) for x in data.held_out], FIRST_HELD_OUT),
+    ):
+        own = Mixture(builtin_vocabulary(), builtin_text(split), ASKED)
+        for index, (tokens, learned) in enumerate(found, first):
+            sample = own.sample(5, index, 128)
+            answers = np.concatenate([question.answer for question in sample.questions])
+            said = tokens[learned]
+            assert len(said) >= len(sample.questions[0].answer) >= 1, "no sequence without a question"
+            np.testing.assert_array_equal(said, answers[: len(said)])
+            start = len(sample.context) + len(sample.questions[0].prompt)
+            assert np.flatnonzero(learned)[0] == start
+
+
+@pytest.mark.parametrize("kind", ["natural", "passkeys"])
+def test_built_in_rows_are_the_same_whatever_the_processes(kind):
+    whole = list(opened(data_kind=kind).sequences)
+    halves = [list(opened(data_kind=kind, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2)]
+    for step, *parts in zip(whole, *halves, strict=True):
+        for name, x in step.items():
+            np.testing.assert_array_equal(x, np.concatenate([part[name] for part in parts]))
+
+
+def test_passkeys_of_a_row_do_not_depend_on_the_processes(two):
+    """The words that are asked for; the text around them is each process's own."""
+    told = {"data": two[1], "data_kind": "passkeys", "passkeys": 2, "words": 3, "lengths": (256,) * 3}
+    told |= {"validation": (256,)}
+
+    def answers(steps):
+        return [
+            [tokens[learned].tolist() for tokens, learned in zip(x["tokens"], x["labelled"], strict=True)]
+            for x in steps
+        ]
+
+    whole = answers(opened(**told).sequences)
+    first, second = (answers(opened(**told, rows=Rows(a, a + 2, 4)).sequences) for a in (0, 2))
+    assert [a + b for a, b in zip(first, second, strict=True)] == whole
+    assert len({str(row) for step in whole for row in step}) == 12
+
+
+def test_what_a_plan_takes_for_a_batch_is_what_a_run_gets(two):
+    mesh = make_mesh(fsdp=2)
+    with jax.set_mesh(mesh):
+        planned = batch_of(Scale(mesh=MeshShape(fsdp=2), batch=4), mesh, 64, tiny_model())
+        for told in ({}, {"data": two[0]}, {"data_kind": "passkeys"}):
+            got = to_mesh(mesh, Rows(0, 4, 4), next(opened(**told).sequences))
+            assert got.keys() == planned.keys()
+            for name, x in planned.items():
+                assert (x.shape, x.dtype, x.sharding) == (
+                    got[name].shape,
+                    got[name].dtype,
+                    got[name].sharding,
+                )
+
+
+def test_a_dry_run():
+    said = dry_run(dataclasses.replace(parse([*ARGS, "--dry-run"]), mesh=MeshShape()))
+    assert "an update of 4 × 128 tokens" in said
+
+
+def test_tokens_are_counted_whatever_belongs_to_them():
+    count = TokenCount(opened().sequences, rows=4, tokens=True)
+    assert [len(step) for step in count] == [3] * 3
+    assert count.take() == 4 * (64 + 128 + 64)
+
+
+@pytest.mark.parametrize(
+    ("told", "said"),
+    [
+        (
+            ["--data", "a", "--also", "b", "--mix", "1"],
+            r"--mix must be 2 weights, one for each of a, b, got \[1.0\]",
+        ),
+        (["--data", "a", "--also", "b"], r"--mix must be 2 weights, one for each of a, b, got \[\]"),
+        (["--data", "a", "--mix", "1"], r"--mix must be left out without --also, got \[1.0\]"),
+        (
+            ["--data", "a", "--also", "b", "--mix", "1", "0"],
+            r"--mix must be weights above 0, got \[1.0, 0.0\]",
+        ),
+        (["--data", "a", "--also", "b", "--mix", "1", "nan"], "--mix must be a number"),
+        (
+            ["--data", "a", "--also", "a", "--mix", "1", "1"],
+            "--data and --also must be sources that are named once",
+        ),
+        (["--also", "b", "--mix", "1", "1"], "must be files or hub data sets, got builtin, b"),
+        (["--passkeys", "21"], "--passkeys must be from 1 to 20, got 21"),
+        (["--words", "0"], "--words must be at least 1, got 0"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(told, said):
+    with pytest.raises(UserError, match=said) as error:
+        parse([*ARGS, *told])
+    assert "\n" not in str(error.value)
+
+
+def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(two, tmp_path):
+    told = ["--data", two[1], "--data-kind", "passkeys", "--out", str(tmp_path / "run")]
+    with pytest.raises(UserError, match=r"--lengths 64: 10 passkeys of 32 words .* take \d+ tokens"):
+        train(parse([*ARGS, *told, "--mesh", "1"]))
+    assert not (tmp_path / "run").exists()
