@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -66,12 +68,13 @@ def write_pattern(
     recent: int,
     made_for: MadeFor | None = None,
     sparsity: float | None = None,
+    described: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """A pattern folder, as `read_pattern` reads it. sparsity: the share of streaming heads, where weights are no shares
-    of which 0.5 parts the heads."""
+    of which 0.5 parts the heads. described: what else config.json is to say."""
     folder.mkdir(parents=True, exist_ok=True)
     np.savetxt(folder / "full_attention_heads.tsv", weights, delimiter="\t")
-    said = {"sink_size": sink, "recent_size": recent}
+    said = dict(described) | {"sink_size": sink, "recent_size": recent}
     said |= {} if sparsity is None else {"sparsity": sparsity}
     # last: a folder that has it is whole
     write_text(

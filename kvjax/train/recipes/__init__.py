@@ -1,5 +1,6 @@
 """Ways of training, a file each, by the names that `--method` knows. wgkv: write gates (WG-KV).
-fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers (KVPOP)."""
+fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its scorers (KVPOP).
+prulong, duo_attention: which kv heads need the whole context (PruLong, DuoAttention; head_masks: what they share)."""
 
 from kvjax.errors import UserError
 from kvjax.plugins import METHODS, find, names
@@ -9,6 +10,8 @@ RECIPES = {
     "wgkv": "kvjax.train.recipes.wgkv:WriteGates",
     "fast_kvzip": "kvjax.train.recipes.fast_kvzip:KVzipGates",
     "kvpop": "kvjax.train.recipes.kvpop:ConstantCache",
+    "prulong": "kvjax.train.recipes.prulong:PruLong",
+    "duo_attention": "kvjax.train.recipes.duo_attention:DuoAttention",
 }
 DEFAULT = "wgkv"
 """What is trained where no --method is named."""

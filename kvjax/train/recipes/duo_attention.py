@@ -3,7 +3,7 @@ passkeys depends on it (arXiv:2410.10819, Sec. 2.2)."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ class DuoAttention(HeadMasks):
 
     method: str = "duo_attention"
     """What is trained."""
+    data_kind: Literal["natural", "passkeys"] = "passkeys"
+    """What is learned: random words hidden in the documents' text and asked for behind it; or documents, packed and
+    each by itself, all of their tokens (as PruLong). Of the built-in tasks: the answers to questions about what is
+    hidden, or all tokens."""
     sparsity: float = 0.5
     """The share of kv heads that are streaming heads where the pattern is used; it may be used at another, too."""
     window: int = 256

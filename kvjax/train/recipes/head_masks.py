@@ -19,13 +19,14 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import full_count
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 from kvjax.train.blend import Blend
+from kvjax.train.labelled import LabelledRecipe
 from kvjax.train.mask_pictures import draw_course, draw_weights
 from kvjax.train.objective import student
-from kvjax.train.recipe import Recipe, Rule, Validation
+from kvjax.train.recipe import Rule, Validation
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadMasks(Recipe):
+class HeadMasks(LabelledRecipe):
     """Learn a number for each layer and kv head, the higher the more it needs the whole context."""
 
     sparsity: float = 0.7
@@ -49,10 +50,11 @@ class HeadMasks(Recipe):
 
     def check(self) -> None:
         super().check()
-        seen = self.sink + self.window
-        if self.lengths[0] <= seen:
+        blocks = -(-self.sink // self.block) + -(-self.window // self.block)
+        if self.lengths[0] <= blocks * self.block:
             raise UserError(
-                f"--lengths {self.lengths[0]} is not above --sink + --window = {seen}: streaming heads would see all"
+                f"--lengths {self.lengths[0]} must be above the {blocks * self.block} tokens of --sink {self.sink} and "
+                f"--window {self.window} in blocks of {self.block}: streaming heads would see all"
             )
 
     @abc.abstractmethod
@@ -79,7 +81,12 @@ class HeadMasks(Recipe):
         if jax.process_index() == 0:
             made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
             made |= {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
-            write_pattern(folder, weights, self.sink, self.window, sparsity=self.sparsity, described=made)
+            told = {"sparsity": self.told(weights), "described": made}
+            write_pattern(folder, weights, self.sink, self.window, **told)
+
+    def told(self, weights: Float[np.ndarray, "l k"]) -> float | None:
+        """The sparsity that a pattern of these weights is told: none where all are 0 or 1 and have their own."""
+        return None if np.isin(weights, (0, 1)).all() else self.sparsity
 
     def draw(self, folder: Path, validation: Validation) -> None:
         draw_weights(folder / "weights.png", read_pattern(folder / self.exports).weights, self.sparsity)
@@ -96,8 +103,8 @@ class HeadMasks(Recipe):
 
     def deploy(self, params: Any, model: Decoder) -> Policy:
         weights = np.asarray(gather(self.weights(params), *AXES))
-        sizes = {"sink": self.sink, "window": self.window}
-        return make_policy(self.used_as, model=model, pattern=weights, sparsity=self.sparsity, **sizes)
+        told = {"sparsity": self.told(weights), "sink": self.sink, "window": self.window}
+        return make_policy(self.used_as, model=model, pattern=weights, **told)
 
     def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
         shares = dict.fromkeys([self.sparsity, *SWEPT])

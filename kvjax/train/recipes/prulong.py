@@ -100,11 +100,11 @@ class PruLong(HeadMasks):
         z = hard_concrete.sample(key, log_alpha)
         hidden = self.blended(z, model, batch)
         error = next_token_loss(model, hidden, batch["tokens"], batch["labelled"])
-        sampled = 1 - z.mean()
-        streaming = sampled if self.l0 == "sampled" else hard_concrete.probability_of_zero(log_alpha).mean()
+        expected = self.l0 == "expected"
+        streaming = hard_concrete.probability_of_zero(log_alpha).mean() if expected else 1 - z.mean()
         wanted = self.wanted(step)
         gap, (first, second) = streaming - wanted, params["multipliers"]
-        numbers = {"cross_entropy": error, "streaming": sampled, "wanted": wanted}
+        numbers = {"cross_entropy": error, "streaming": streaming, "wanted": wanted}
         numbers |= {"lambda/1": first, "lambda/2": second}
         return error + first * gap + second * gap**2, numbers
 

@@ -38,7 +38,7 @@ def loss_of(recipe, model, batch, alpha):
 def test_the_loss_is_the_difference_at_labelled_tokens_and_the_mean_alpha(batch):
     model, recipe = tiny_model(), DuoAttention(**SIZES)
     loss, numbers = loss_of(recipe, model, batch, 1.0)
-    assert float(numbers["distillation"]) == 0, "full heads are the teacher's"
+    assert float(numbers["distillation"]) < 1e-11, "full heads are the teacher's"
     assert float(loss) == pytest.approx(0.05)
     loss, numbers = loss_of(recipe, model, batch, 0.0)
     with use_mesh(model):
@@ -80,6 +80,7 @@ def test_a_run_leaves_a_pattern(tmp_path):
     told = [
         *("--method", "duo_attention", "--model", MODEL, "--dtype", "float32", "--mesh", "1"),
         *("--lengths", "128", "--batch", "4", "--sequences", "16", "--sink", "2", "--window", "8"),
+        *("--block", "1", "--lr", "0.2"),
         *("--validation", "2", "--report", "none", "--out", str(tmp_path / "run")),
     ]
     run = train(parse(told))

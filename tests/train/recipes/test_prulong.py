@@ -1,4 +1,4 @@
-"""PruLong's runs: the constraint on how many heads stream, the updates of each group, what is drawn, what is exported."""
+"""PruLong's runs: the constraint on how many heads stream, each group's updates, what is drawn, what is exported."""
 
 import dataclasses
 import json
@@ -17,7 +17,7 @@ from kvjax.policies.admission.head_pattern import choose_heads, full_count
 from kvjax.train import hard_concrete
 from kvjax.train.config import parse
 from kvjax.train.loop import train
-from kvjax.train.recipes import head_masks, prulong
+from kvjax.train.recipes import prulong
 from kvjax.train.recipes.prulong import PruLong
 from tests.tiny_models import tiny_model
 
@@ -38,7 +38,7 @@ def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
     """With the paper's rates and 256 heads, where the model's loss says nothing: on average over the last 50 of 1,000
     updates."""
     monkeypatch.setattr(prulong, "next_token_loss", lambda *_: jnp.float32(0))
-    monkeypatch.setattr(head_masks, "student", lambda *_, **__: (None, {}))
+    monkeypatch.setattr(PruLong, "blended", lambda *_: None)
     recipe = PruLong(sparsity=sparsity, l0=l0, **SIZES)
     batch = dict.fromkeys(("tokens", "document", "labelled"))
     with jax.set_mesh(make_mesh()):
@@ -76,15 +76,13 @@ def first_change(**gradients):
 
 def test_multipliers_ascend_masks_descend_and_both_decay():
     """A gap below 0 is the first multiplier's gradient: it falls. Adam's first steps are as long as the rate."""
-    change = first_change(
-        log_alpha=jnp.full((2, 3), 0.1), multipliers=jnp.asarray([-0.1, 0.1])
-    )
+    change = first_change(log_alpha=jnp.full((2, 3), 0.1), multipliers=jnp.asarray([-0.1, 0.1]))
     np.testing.assert_allclose(change["log_alpha"], -1 - 0.1, rtol=1e-3)
     np.testing.assert_allclose(change["multipliers"], [-1 - 0.1, 1 - 0.1], rtol=1e-3)
 
 
 def test_gradients_are_clipped_together():
-    """Adam forgets how long a gradient is, but for its eps: a norm that the multipliers make huge leaves masks little."""
+    """Adam forgets a gradient's length but for its eps: a norm that the multipliers make huge leaves masks little."""
     change = first_change(log_alpha=jnp.full((2, 3), 1.0), multipliers=jnp.asarray([1e8, 0.0]))
     assert np.abs(np.asarray(change["log_alpha"]) + 0.1).max() < 0.6
 
@@ -111,7 +109,7 @@ def test_masks_are_rounded_as_they_are_used():
 COMMON = [
     *("--method", "prulong", "--model", MODEL, "--dtype", "float32", "--mesh", "1", "--lengths", "64"),
     *("--batch", "4", "--sequences", "24", "--sink", "2", "--window", "8", "--validation", "2"),
-    *("--report", "none"),
+    *("--block", "1", "--report", "none"),
 ]
 
 
@@ -128,13 +126,13 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
     np.testing.assert_allclose(weights, run.params["log_alpha"], rtol=1e-6)
     policy = make_policy("head_pattern", pattern=folder, model=model)
     assert policy.window == 8
-    shape = model.config.num_layers, model.config.num_kv_heads
+    heads = model.config.num_layers * model.config.num_kv_heads
     for share, made in (
         (0.5, policy),
         (0.25, make_policy("head_pattern", pattern=folder, sparsity=0.25, model=model)),
     ):
         whole = np.asarray(made.admission.pattern)
-        assert whole.sum() == full_count(np.prod(shape), share)
+        assert whole.sum() == full_count(heads, share)
     said = json.loads((folder / "config.json").read_text())
     assert {"sink_size": 2, "recent_size": 8, "sparsity": 0.5, "method": "prulong"}.items() <= said.items()
     assert policy.admission.made_for is not None, "and for which model"
@@ -175,7 +173,14 @@ def test_the_model_can_be_trained_too(tmp_path):
     [
         (["--sparsity", "1.5"], "--sparsity must be from 0 to 1, got 1.5"),
         (["--block", "0"], "--block must be at least 1, got 0"),
-        (["--window", "64"], "--lengths 64 is not above --sink + --window = 66"),
+        (
+            ["--block", "32"],
+            "--lengths 64 must be above the 64 tokens of --sink 2 and --window 8 in blocks of 32",
+        ),
+        (
+            ["--window", "64"],
+            "--lengths 64 must be above the 66 tokens of --sink 2 and --window 64 in blocks of 1",
+        ),
     ],
 )
 def test_wrong_options_are_one_line(wrong, message):
