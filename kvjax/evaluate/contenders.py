@@ -119,6 +119,14 @@ def _head_pattern(sizing: Sizing) -> Policy:
     return whole_heads(weights, **sizes).policy(sizing.model, **sizing.arguments)
 
 
+def _told_pattern(sizing: Sizing) -> Policy:
+    if (count := len(sizing.patterns)) != 1:
+        raise UserError(
+            f"head_pattern with a sparsity is a pattern as it is: --pattern must name one folder, got {count}"
+        )
+    return _policy("head_pattern", sizing, pattern=sizing.patterns[0])
+
+
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
     """What heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
     streaming heads: the gates', if there are any."""
@@ -271,12 +279,16 @@ OWN_WORDS = {
     "ratio": "--budgets", "entries": "--budgets", "size": "--budgets", "threshold": "--budgets", "gates": "--gates",
     "scorers": "--gates", "budget": "--budgets",
     "model": "--model", "tokenizer": "--model", "force": "--force", "name": "--policies",
+    "pattern": "--pattern",
 }  # fmt: skip
 """Arguments that an evaluation gives its policies itself, and the options that they come of."""
 
 
+TOLD_PATTERN = Contender(_told_pattern, one_size=True, method="head_pattern")
+"""head_pattern where a sparsity follows its name: the folder's order of the heads at it, and its sinks and window, for
+which nothing is chosen."""
 CALIBRATED = "chosen for each budget"
-CHOSEN = {"pattern": "--pattern", "sparsity": "--budgets", "sink": CALIBRATED, "window": CALIBRATED}
+CHOSEN = {"sink": CALIBRATED, "window": CALIBRATED}
 """The same of the static ones."""
 
 
@@ -292,6 +304,8 @@ def contender(name: str) -> Contender:
         raise UserError(f"--policies: {unknown('policy', base, CONTENDERS)}")
     if own is None:
         return found
+    if base == "head_pattern" and "sparsity" in own:
+        found = TOLD_PATTERN
     if not found.method:
         raise UserError(f"--policies {name}: {base} takes no arguments here")
     taken = OWN_WORDS | ({"tau": "searched for each budget"} if found.calibrated else {})

@@ -129,7 +129,7 @@ class Evaluation:
 
     def _orders(self, name: str) -> bool:
         """Whether a policy's heads are measured: where they count and no pattern was given."""
-        return contender(name).method == "head_pattern" and not self.config.pattern
+        return contender(name).choose is Rivals.head_pattern and not self.config.pattern
 
     def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
         return sizing_of(self.config, self.model, workload.tokens, workload.shortest, policy, budget)

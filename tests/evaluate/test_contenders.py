@@ -16,6 +16,7 @@ from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
 from kvjax.policies.admission.kvpop import save_scorers
+from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
 from kvjax.policies.eviction import fast_kvzip
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -243,6 +244,22 @@ def test_static_heads_may_stream_between_calls(name, model, gates):
         budget_policy(f"{name}:streaming=never", sizing)
 
 
+def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
+    """Its order, sinks and window, whatever the budget; and it takes one folder."""
+    shape = model.config.num_layers, model.config.num_kv_heads
+    weights = np.arange(float(np.prod(shape))).reshape(shape)
+    write_pattern(tmp_path, weights, 3, 9, sparsity=0.5)
+    sizing = Sizing(model, 0.5, 128, 120, 32, 4, patterns=(tmp_path,))
+    own = contender("head_pattern:sparsity=.75")
+    assert own.one_size
+    policy = own.make(sizing)
+    np.testing.assert_array_equal(policy.admission.pattern, weights >= 0.75 * weights.size)
+    assert (int(policy.admission.sink), policy.window) == (3, 9)
+    for folders in ((), (tmp_path, tmp_path / "other")):
+        with pytest.raises(UserError, match=f"--pattern must name one folder, got {len(folders)}"):
+            own.make(dataclasses.replace(sizing, patterns=folders))
+
+
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
     """Another package's."""
     return make_policy("full", model=model)
@@ -265,7 +282,7 @@ def brought(*, model: Any = None, pool: int = 5) -> Policy:
             "head_pattern:sink=3",
             "head_pattern:sink=3: sink is the evaluation's own (chosen for each budget)",
         ),
-        ("head_pattern:sparsity=.5", "sparsity is the evaluation's own (--budgets)"),
+        ("head_pattern:sparsity=.5,pattern=x", "pattern is the evaluation's own (--pattern)"),
         ("streaming_llm:window=9", "window is the evaluation's own (chosen for each budget)"),
         ("head_pattern:stream=exact", "head_pattern has no argument 'stream'"),
         ("snapkv:ratio=.5", "--policies snapkv:ratio=.5: ratio is the evaluation's own (--budgets)"),
