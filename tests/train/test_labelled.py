@@ -256,3 +256,6 @@ def test_sequences_too_short_for_passkeys_are_refused_before_anything_compiles(t
     with pytest.raises(UserError, match=r"--lengths 64: 10 passkeys of 32 words .* take \d+ tokens"):
         train(parse([*ARGS, *told, "--mesh", "1"]))
     assert not (tmp_path / "run").exists()
+    # in whatever length it is: of those held out here none is too short
+    with pytest.raises(UserError, match="--lengths 64: 1 passkeys of 2 words"):
+        opened(data=two[1], data_kind="passkeys", passkeys=1, words=2, lengths=(64, 256), validation=(256,))

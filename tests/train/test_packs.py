@@ -158,6 +158,14 @@ def test_what_is_held_out_is_of_both_and_never_trained_on(both):
     assert len(name | trained) >= 90, "all but those of which a pack has a few letters"
 
 
+def test_what_is_held_out_of_one_source_is_trained_on_in_none(tmp_path):
+    first, second = (put(tmp_path, name, LONG[::step]) for name, step in (("forth", 1), ("back", -1)))
+    data = opened((first, second), (0.5, 0.5), steps=30, validation=8)
+    held = {documents_of(pack)[0][:4] for pack in data.held_out}
+    assert len(held) >= 5
+    assert not held & {documents_of(pack)[0][:4] for pack in rows_of(data.sequences)}
+
+
 def test_processes_share_the_documents_out_and_hold_out_the_same(both):
     whole = opened(both, (0.4, 0.6))
     parts = [opened(both, (0.4, 0.6), rows=Rows(start, start + 2, 4)) for start in (0, 2)]

@@ -64,9 +64,19 @@ def batch_of(recipe, model, seed):
     """What an update's loss gets: of drawn sequences or, where the recipe has rows of its own, drawn as they are."""
     random = np.random.default_rng(seed)
     if model is not None and (row := recipe.row(model, 32)) is not None:
-        return {name: random.uniform(size=(8, *x.shape)).astype(x.dtype) for name, x in row.items()}
+        return {name: drawn(random, name, (8, *x.shape), x.dtype) for name, x in row.items()}
     tokens = random.integers(0, 61, (8, 32)).astype(np.int32)
     return next(recipe.batches(iter([tokens]), model))
+
+
+def drawn(random, name, shape, dtype):
+    """Tokens, documents that rise within each row, labels, or numbers from 0 to 1."""
+    if name == "document":
+        return np.sort(random.integers(0, 3, shape), -1).astype(dtype)
+    if np.issubdtype(dtype, np.integer):
+        return random.integers(0, 61, shape).astype(dtype)
+    numbers = random.uniform(size=shape)
+    return numbers < 0.5 if np.issubdtype(dtype, np.bool_) else numbers.astype(dtype)
 
 
 def updates(recipe, mesh, count=3):
