@@ -104,16 +104,11 @@ Part = Callable[[Array], Array]
 
 
 def next_token_loss(
-    model: Decoder,
-    hidden: Float[Array, "b t d"],
-    tokens: Int[Array, "b t"],
-    labelled: Bool[Array, "b t"] | None = None,
+    model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"]
 ) -> Float[Array, ""]:
-    """The mean cross-entropy (nats, float32) of tokens, given the hidden states before each: of all but the first, or
-    of those that are labelled. The logits of a part of each sequence are there at a time, and are made again in the
-    backward pass."""
-    sums, count = _token_errors(model, hidden, tokens, labelled)
-    return sums.sum() / jnp.maximum(count.sum(), 1)
+    """The mean cross-entropy (nats, float32) of every token but the first, given the hidden states before it. The
+    logits of a part of each sequence are there at a time, and are made again in the backward pass."""
+    return next_token_losses(model, hidden, tokens).mean()
 
 
 def next_token_losses(
@@ -122,21 +117,14 @@ def next_token_losses(
     tokens: Int[Array, "b t"],
     labelled: Bool[Array, "b t"] | None = None,
 ) -> Float[Array, " b"]:
-    """The same of each sequence."""
-    sums, count = _token_errors(model, hidden, tokens, labelled)
-    return sums / jnp.maximum(count, 1)
-
-
-def _token_errors(
-    model: Decoder, hidden: Float[Array, "b t d"], tokens: Int[Array, "b t"], labelled: Any
-) -> tuple[Float[Array, " b"], Int[Array, " b"]]:
+    """The same of each sequence; of its labelled tokens alone, 0 where there are none."""
     following = _following(tokens)
 
     def errors(cut: Part):
         return (_cross_entropy(model.logits(cut(hidden)), cut(following)),)
 
     (sums,), count = _sums_by_parts(errors, tokens, labelled)
-    return sums, count
+    return sums / jnp.maximum(count, 1)
 
 
 def distilled_token_loss(

@@ -16,6 +16,7 @@ from kvjax.train.objective import (
     distilled_token_loss,
     likeliest,
     next_token_loss,
+    next_token_losses,
     student,
     student_errors,
 )
@@ -132,18 +133,18 @@ def test_packed_documents_are_as_if_each_was_alone():
         def run(tokens, document=None, labelled=None):
             hidden = model.hidden(tokens, document, remat=True)
             masked, _ = student(Deployed(sinks, 6), model, tokens, document, window=6)
-            return hidden, masked, next_token_loss(model, masked, tokens, labelled)
+            return hidden, masked, next_token_losses(model, masked, tokens, labelled)
 
-        *found, loss = run(*map(put, (tokens, document, labelled)))
-        errors = []
+        *found, losses = run(*map(put, (tokens, document, labelled)))
+        errors = {0: [], 1: []}
         for row, first, last in ((0, 0, 13), (0, 13, 30), (0, 30, 40), (1, 1, 40)):
             *alone, error = run(put(tokens[row : row + 1, first:last]))
             for x, own in zip(found, alone, strict=True):
                 np.testing.assert_allclose(x[row, first:last], own[0], atol=1e-5)
-            errors.append((last - first - 1, error))
-    np.testing.assert_allclose(
-        loss, np.average([x for _, x in errors], weights=[n for n, _ in errors]), rtol=1e-5
-    )
+            errors[row].append((last - first - 1, float(error.sum())))
+    for loss, parts in zip(np.asarray(losses), errors.values(), strict=True):
+        counts, own = zip(*parts, strict=True)
+        np.testing.assert_allclose(loss, np.average(own, weights=counts), rtol=1e-5)
 
 
 def streaming_llm(model, window):

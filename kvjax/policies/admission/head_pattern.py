@@ -53,6 +53,7 @@ class HeadPattern(Admission):
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "head_pattern"
+    trained = "pattern"
 
     def __post_init__(self):
         if is_placed(self.pattern):

@@ -62,27 +62,25 @@ class DuoAttention(HeadMasks):
     def weights(self, params: dict[str, Array]) -> Float[Array, "l k"]:
         return params["alpha"]
 
-    def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, "b t"]:
-        """Squared differences of the final hidden states, means over the width; 0 where no token is labelled."""
+    def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, " b"]:
+        """The mean squared difference of the final hidden states at each sequence's labelled tokens."""
         teacher = jax.lax.stop_gradient(frozen.hidden(batch["tokens"], batch["document"]))
-        hidden = self.blended(z, frozen, batch)
-        difference = hidden.astype(jnp.float32) - teacher.astype(jnp.float32)
-        return jnp.where(batch["labelled"], jnp.square(difference).mean(-1), 0)
+        difference = self.blended(z, frozen, batch).astype(jnp.float32) - teacher.astype(jnp.float32)
+        squares = jnp.where(batch["labelled"], jnp.square(difference).mean(-1), 0)
+        return squares.sum(1) / jnp.maximum(batch["labelled"].sum(1), 1)
 
     def loss(
         self, params: dict[str, Array], frozen: Decoder, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
         """The mean squared difference at labelled tokens + `regularized` · mean α (Eq. 2 and 3)."""
-        error = self._errors(params["alpha"], frozen, batch).sum() / jnp.maximum(batch["labelled"].sum(), 1)
-        alpha = params["alpha"].mean()
+        error, alpha = self._errors(params["alpha"], frozen, batch).mean(), params["alpha"].mean()
         return error + self.regularized * alpha, {"distillation": error, "alpha": alpha}
 
     def measure(self, params: dict[str, Array], frozen: Decoder, batch: Any) -> dict[str, Array]:
         """The squared difference of each sequence, with heads weighted and as they are used."""
-        count = jnp.maximum(batch["labelled"].sum(1), 1)
         return {
-            "distillation": self._errors(params["alpha"], frozen, batch).sum(1) / count,
-            "used_distillation": self._errors(self.rounded(params), frozen, batch).sum(1) / count,
+            "distillation": self._errors(params["alpha"], frozen, batch),
+            "used_distillation": self._errors(self.rounded(params), frozen, batch),
         }
 
     def optimizer(self) -> optax.GradientTransformation:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models.decoder import Decoder
 from kvjax.train import hard_concrete
-from kvjax.train.objective import next_token_loss, next_token_losses
+from kvjax.train.objective import next_token_losses
 from kvjax.train.recipe import Rule
 from kvjax.train.recipes.head_masks import HeadMasks
 
@@ -94,12 +94,13 @@ class PruLong(HeadMasks):
     def loss(
         self, params: dict[str, Any], frozen: Decoder | None, batch: Any, key: jax.Array, step: Int[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
-        """The cross-entropy of labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share of streaming heads and
-        t the wanted one (Eq. 4 and 6, App. B). One draw of every head's mask, which all tokens share."""
+        """The cross-entropy of each sequence's labelled tokens + λ₁ (s − t) + λ₂ (s − t)², where s is the share of
+        streaming heads and t the wanted one (Eq. 4 and 6, App. B). One draw of every head's mask, which all tokens
+        share."""
         model, log_alpha = params.get("model", frozen), params["log_alpha"]
         z = hard_concrete.sample(key, log_alpha)
         hidden = self.blended(z, model, batch)
-        error = next_token_loss(model, hidden, batch["tokens"], batch["labelled"])
+        error = next_token_losses(model, hidden, batch["tokens"], batch["labelled"]).mean()
         expected = self.l0 == "expected"
         streaming = hard_concrete.probability_of_zero(log_alpha).mean() if expected else 1 - z.mean()
         wanted = self.wanted(step)

@@ -37,7 +37,7 @@ def test_the_wanted_sparsity_rises_for_four_fifths_of_the_updates():
 def test_as_many_heads_stream_as_are_wanted(monkeypatch, sparsity, l0):
     """With the paper's rates and 256 heads, where the model's loss says nothing: on average over the last 50 of 1,000
     updates."""
-    monkeypatch.setattr(prulong, "next_token_loss", lambda *_: jnp.float32(0))
+    monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
     monkeypatch.setattr(PruLong, "blended", lambda *_: None)
     recipe = PruLong(sparsity=sparsity, l0=l0, **SIZES)
     batch = dict.fromkeys(("tokens", "document", "labelled"))
