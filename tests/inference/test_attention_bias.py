@@ -36,7 +36,9 @@ def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, thre
 
 @struct
 class Whole(Delayed):
-    whole_calls = True
+    @property
+    def whole_calls(self):
+        return True
 
 
 def test_where_calls_are_whole_nothing_has_left_the_window_before_the_call_ends():
