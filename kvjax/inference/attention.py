@@ -89,9 +89,9 @@ def cached_attention(
     written; if they are not to be, with the methods' memories alone.
 
     A token sees exactly {j : i − j < window} ∪ {j kept}, with `whole_calls` all that was stored before the call and the
-    call's tokens up to itself; of those kept, a token that comes alone reads only the pages
-    that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
-    whose output means nothing and which leaves no trace.
+    call's tokens up to itself; of those kept, a token that comes alone reads only the pages that the policy's selection
+    chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding, whose output means nothing
+    and which leaves no trace.
     """
     window = policy.window
 
@@ -220,8 +220,10 @@ def _prefill(
         near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     else:
         k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
-        lasting = jnp.ones_like(wanted) if policy.admission.whole_calls else wanted
-        end = caches.ends(lasting, priority, None, window=policy.window, exists=exists)
+        if policy.admission.whole_calls:
+            # nothing has left the ring before the call ends
+            wanted, bias = jnp.ones_like(wanted), None
+        end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
         near = vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
     if alone:
         return *near, turnover

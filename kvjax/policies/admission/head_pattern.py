@@ -63,10 +63,8 @@ class HeadPattern(Admission):
         if isinstance(weights, str | Path):
             weights, own_sink, recent, own_sparsity, made_for = read_pattern(weights)
             assign(self, made_for=made_for)
-            sparsity, sink = (
-                own_sparsity if sparsity is None else sparsity,
-                own_sink if sink is None else sink,
-            )
+            sparsity = own_sparsity if sparsity is None else sparsity
+            sink = own_sink if sink is None else sink
             window = recent + self.whole_calls if window is None else window
         elif sink is None:
             raise UserError(
@@ -105,7 +103,7 @@ def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool
                 f"{weights.max():g}: say which share of the heads streams, sparsity=…"
             )
         return weights >= 0.5
-    count = full_count(weights.size, sparsity)
+    count = whole_count(weights.size, sparsity)
     if np.isin(weights, (0, 1)).all() and weights.sum() != count:
         raise UserError(
             f"head_pattern: a pattern of 0 and 1 has its own sparsity, here {1 - weights.mean():g} "
@@ -115,7 +113,7 @@ def heads_for(weights: Float[np.ndarray, "l k"], sparsity: float | None) -> Bool
     return choose_heads(weights, count)
 
 
-def full_count(heads: int, sparsity: float) -> int:
+def whole_count(heads: int, sparsity: float) -> int:
     """`int(heads · (1 − sparsity))` (PruLong, arXiv:2506.17121) of the number that was meant: 10 · (1 − 0.9) is
     0.999… in binary, and 1."""
     return math.floor(heads * (1 - sparsity) + 1e-6)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.policies import HeadPattern, make_policy
-from kvjax.policies.admission.head_pattern import choose_heads, full_count
+from kvjax.policies.admission.head_pattern import choose_heads, whole_count
 from kvjax.policies.admission.pattern_folder import write_pattern
 from tests.policies.admission.admitted import kept
 from tests.policies.steps import step
@@ -51,10 +51,10 @@ def test_as_many_heads_stay_as_the_sparsity_in_decimals_says():
     """`int(heads · (1 − sparsity))` in whole numbers, for every share of a thousand."""
     for heads in (10, 12, 90, 256, 1000):
         for share in range(1001):
-            assert full_count(heads, share / 1000) == heads * (1000 - share) // 1000
-    assert full_count(256, 0.7) == 76
-    assert full_count(10, 0.9) == 1, "10 · (1 − 0.9) is below 1 in binary"
-    assert full_count(10, float(np.float32(0.1))) == 9
+            assert whole_count(heads, share / 1000) == heads * (1000 - share) // 1000
+    assert whole_count(256, 0.7) == 76
+    assert whole_count(10, 0.9) == 1, "10 · (1 − 0.9) is below 1 in binary"
+    assert whole_count(10, float(np.float32(0.1))) == 9
 
 
 def test_log_alphas_rank_heads_by_the_sparsity_that_the_folder_is_for(tmp_path):
