@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate.pictures import draw_heads, figure
-from kvjax.policies.admission.head_pattern import choose_heads, full_count
+from kvjax.policies.admission.head_pattern import choose_heads, whole_count
 
 
 def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float) -> None:
@@ -17,7 +17,7 @@ def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float)
     sheet = figure(2 * (2.2 + 0.3 * heads), 1.6 + 0.25 * layers)
     left, right = sheet.subplots(1, 2)
     sheet.colorbar(draw_heads(left, weights, "weight", least=None))
-    whole = choose_heads(weights, full_count(weights.size, sparsity))
+    whole = choose_heads(weights, whole_count(weights.size, sparsity))
     draw_heads(right, whole.astype(np.float64), f"whole at a sparsity of {sparsity:g}", 1.0)
     sheet.savefig(file)
 

@@ -63,11 +63,14 @@ class DuoAttention(HeadMasks):
         return params["alpha"]
 
     def _errors(self, z: Float[Array, "l k"], frozen: Decoder, batch: Any) -> Float[Array, " b"]:
-        """The mean squared difference of the final hidden states at each sequence's labelled tokens."""
+        """The mean squared difference of the final hidden states that predict each sequence's labelled tokens. (The
+        authors take those at the answers' own tokens, of which the last predicts nothing: of one token, that is all.)
+        """
+        predicts = jnp.pad(batch["labelled"][:, 1:], ((0, 0), (0, 1)))
         teacher = jax.lax.stop_gradient(frozen.hidden(batch["tokens"], batch["document"]))
         difference = self.blended(z, frozen, batch).astype(jnp.float32) - teacher.astype(jnp.float32)
-        squares = jnp.where(batch["labelled"], jnp.square(difference).mean(-1), 0)
-        return squares.sum(1) / jnp.maximum(batch["labelled"].sum(1), 1)
+        squares = jnp.where(predicts, jnp.square(difference).mean(-1), 0)
+        return squares.sum(1) / jnp.maximum(predicts.sum(1), 1)
 
     def loss(
         self, params: dict[str, Array], frozen: Decoder, batch: Any, key: jax.Array, step: Int[Array, ""]

@@ -16,7 +16,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import AXES, gather
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.head_pattern import full_count
+from kvjax.policies.admission.head_pattern import whole_count
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 from kvjax.train.blend import Blend
 from kvjax.train.labelled import LabelledRecipe
@@ -72,7 +72,7 @@ class HeadMasks(LabelledRecipe):
         """The masks as they are used: 1 for the heads of the highest weights, 0 for `sparsity` of them."""
         weights = self.weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
-        whole = order[: full_count(weights.size, self.sparsity)]
+        whole = order[: whole_count(weights.size, self.sparsity)]
         return jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:

@@ -13,7 +13,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from kvjax.policies.admission.head_pattern import choose_heads, full_count
+from kvjax.policies.admission.head_pattern import choose_heads, whole_count
 from kvjax.train import hard_concrete
 from kvjax.train.config import parse
 from kvjax.train.loop import train
@@ -102,7 +102,7 @@ def test_masks_are_rounded_as_they_are_used():
     for share in np.linspace(0, 1, 41):
         recipe = PruLong(sparsity=float(share), **SIZES)
         found = recipe.rounded({"log_alpha": jnp.asarray(weights)})
-        wanted = choose_heads(weights, full_count(weights.size, float(share)))
+        wanted = choose_heads(weights, whole_count(weights.size, float(share)))
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -132,7 +132,7 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
         (0.25, make_policy("head_pattern", pattern=folder, sparsity=0.25, model=model)),
     ):
         whole = np.asarray(made.admission.pattern)
-        assert whole.sum() == full_count(heads, share)
+        assert whole.sum() == whole_count(heads, share)
     said = json.loads((folder / "config.json").read_text())
     assert {"sink_size": 2, "recent_size": 8, "sparsity": 0.5, "method": "prulong"}.items() <= said.items()
     assert policy.admission.made_for is not None, "and for which model"
