@@ -16,7 +16,18 @@ POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
     *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
     *("expected_attention_chunked", "keydiff", "keydiff_chunked", "h2o_chunked", "r_kv"),
-    *("kvzip", "fast_kvzip", "kvpop", "quest", "wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
+    *(
+        "kvzip",
+        "fast_kvzip",
+        "kvpop",
+        "prulong",
+        "duo_attention",
+        "quest",
+        "wgkv",
+        FIXED_TAU,
+        "wgkv+snapkv",
+        "wgkv+quest",
+    ),
 )
 """Compared where no others are named."""
 ANSWERING = (
@@ -66,7 +77,7 @@ class EvaluateConfig:
     model, its default. wgkv_fixed_tau compares all of WG-KV's at their own τ, its budget being λ; wgkv searches the τ
     for each budget, with the two whose own size is nearest to it, and takes those that answer more of calibration
     contexts; wgkv+NAME takes at their own τ the most selective that let in as much as the budget; head_pattern tries
-    the rates of the first. fast_kvzip takes the first of its own."""
+    the rates of the first. fast_kvzip, prulong and duo_attention take the first of their own."""
     pattern: tuple[Path, ...] = ()
     """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
     measured for each task, and kept in --out as such folders."""

@@ -91,13 +91,15 @@ class Contender:
     which have none, it is the one of `make`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Those of its policy that followed its name."""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    """Arguments that the evaluation gives it, beside `OWN_WORDS`, and what they come of."""
     on: Literal["contexts", "contests", "both"] = "contexts"
     """What it is measured on: contexts that are read and then asked about, or contests, whose cache grows with the
     answer and keeps the budget all along."""
 
     @property
     def needs_gates(self) -> bool:
-        return self.method == self.gates or bool(self.over_gates)
+        return self.gates in (self.method, *LEARNED) or bool(self.over_gates)
 
 
 def _full(sizing: Sizing) -> Policy:
@@ -125,6 +127,20 @@ def _told_pattern(sizing: Sizing) -> Policy:
             f"head_pattern with a sparsity is a pattern as it is: --pattern must name one folder, got {count}"
         )
     return _policy("head_pattern", sizing, pattern=sizing.patterns[0])
+
+
+def _learned_heads(sizing: Sizing) -> Policy:
+    assert sizing.gates is not None  # the command line is refused without
+    learned = read_pattern(sizing.gates)
+    _check_holds(sizing.entries, learned.sink, f"{learned.sink} sinks")
+    sizes = {
+        "entries": sizing.entries,
+        "context": sizing.tokens,
+        "window": learned.recent,
+        "sink": learned.sink,
+    }
+    weights = head_table("--gates", "its table", learned.weights, *sizing.shape, shares=False)
+    return whole_heads(weights, **sizes).policy(sizing.model, **sizing.arguments)
 
 
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
@@ -226,10 +242,16 @@ def _without_arguments(sizing: Sizing) -> Sizing:
     return dataclasses.replace(sizing, arguments={})
 
 
+LEARNED = "prulong", "duo_attention"
+"""Recipes that rank heads, whose folders are taken as gates are."""
+CHOSEN = dict.fromkeys(("sink", "window"), "chosen for each budget")
+OF_FOLDER = {"sparsity": "--budgets"} | dict.fromkeys(("sink", "window"), "--gates")
 CONTENDERS = {
     "full": Contender(_full, one_size=True, reads="all", on="both"),
-    "streaming_llm": Contender(_streaming, method="streaming_llm", choose=Rivals.sink_and_window, on="both"),
-    "head_pattern": Contender(_head_pattern, method="head_pattern", choose=Rivals.head_pattern),
+    "streaming_llm": Contender(
+        _streaming, method="streaming_llm", choose=Rivals.sink_and_window, taken=CHOSEN, on="both"
+    ),
+    "head_pattern": Contender(_head_pattern, method="head_pattern", choose=Rivals.head_pattern, taken=CHOSEN),
     "snapkv": _eviction("snapkv"),
     "snapkv_chunked": _eviction("snapkv", "chunk"),
     "snapkv_patched": _eviction("snapkv", "chunk", "prompt"),
@@ -256,8 +278,14 @@ CONTENDERS = {
         reads="all",
         method="random_eviction",
     ),
+    **{
+        name: Contender(_learned_heads, gates=name, method="head_pattern", taken=OF_FOLDER)
+        for name in LEARNED
+    },
     "quest": Contender(lambda s: _policy("quest", s, ratio=s.ratio), reads="all", method="quest"),
-    "wgkv": Contender(_calibrated_gates, calibrated=True, method="wgkv"),
+    "wgkv": Contender(
+        _calibrated_gates, calibrated=True, method="wgkv", taken={"tau": "searched for each budget"}
+    ),
     FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv", on="both"),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
@@ -287,9 +315,6 @@ OWN_WORDS = {
 TOLD_PATTERN = Contender(_told_pattern, one_size=True, method="head_pattern")
 """head_pattern where a sparsity follows its name: the folder's order of the heads at it, and its sinks and window, for
 which nothing is chosen."""
-CALIBRATED = "chosen for each budget"
-CHOSEN = {"sink": CALIBRATED, "window": CALIBRATED}
-"""The same of the static ones."""
 
 
 def contender(name: str) -> Contender:
@@ -308,9 +333,7 @@ def contender(name: str) -> Contender:
         found = TOLD_PATTERN
     if not found.method:
         raise UserError(f"--policies {name}: {base} takes no arguments here")
-    taken = OWN_WORDS | ({"tau": "searched for each budget"} if found.calibrated else {})
-    taken |= {} if found.choose is None else CHOSEN
-    for word, of in taken.items():
+    for word, of in (OWN_WORDS | found.taken).items():
         if word in own:
             raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
     try:

@@ -1,6 +1,6 @@
-"""What training leaves for use: a folder with `gates.safetensors`, the parameters by name, and a `config.json` that
-says which method they are of and how they were made. Messages call it all gates, as the option is called that reads
-it."""
+"""What training leaves for use: a folder with `gates.safetensors`, the parameters by name, or a head pattern's table,
+and a `config.json` that says which method they are of and how they were made. Messages call it all gates, as the option
+is called that reads it."""
 
 import hashlib
 import json
@@ -21,6 +21,8 @@ from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
+TABLE = "full_attention_heads.tsv"
+"""Instead of weights, in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
 
 
 def save_exported(folder: str | Path, arrays: dict[str, np.ndarray], description: dict[str, Any]) -> None:
@@ -96,14 +98,20 @@ def sign(folder: str | Path, made_for: MadeFor) -> None:
 
 def is_exported(folder: str | Path) -> bool:
     """Whether a folder holds what training exports."""
-    return str(folder) in GATES or all((Path(folder) / name).is_file() for name in (WEIGHTS, DESCRIPTION))
+    inside = Path(folder)
+    return str(folder) in GATES or ((inside / DESCRIPTION).is_file() and weights_of(inside).is_file())
+
+
+def weights_of(folder: Path) -> Path:
+    """The file of a folder that holds what was trained: a pattern's table, or else parameters."""
+    return folder / TABLE if (folder / TABLE).is_file() else folder / WEIGHTS
 
 
 def exported_files(folder: str | Path) -> tuple[Path, Path]:
     """The weights and the description; of a name of `kvjax.builtin.GATES` those that come with kvjax, of a training
     run's folder those that it exported. Raises UserError if one is missing."""
-    folder = builtin_gates(str(folder)) if str(folder) in GATES else _of_run(Path(folder))
-    files = folder / WEIGHTS, folder / DESCRIPTION
+    folder = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
+    files = weights_of(folder), folder / DESCRIPTION
     for file in files:
         if not file.is_file():
             hint = ""
@@ -113,9 +121,14 @@ def exported_files(folder: str | Path) -> tuple[Path, Path]:
     return files
 
 
-def _of_run(folder: Path) -> Path:
+def of_run(folder: Path) -> Path:
     """What a run exported, where `folder` is a run's; else the folder itself."""
-    if (folder / WEIGHTS).is_file() or not (folder / "checkpoints").is_dir():
+    if weights_of(folder).is_file() or not (folder / "checkpoints").is_dir():
         return folder
-    inside = [file.parent for file in folder.glob(f"*/{WEIGHTS}") if not file.parent.name.startswith(".")]
+    inside = [
+        file.parent
+        for name in (WEIGHTS, TABLE)
+        for file in folder.glob(f"*/{name}")
+        if not file.parent.name.startswith(".")
+    ]
     return inside[0] if len(inside) == 1 else folder

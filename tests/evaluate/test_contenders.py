@@ -11,7 +11,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.evaluate.config import ANSWERING, POLICIES, parse
-from kvjax.evaluate.contenders import CONTENDERS, Sizing, budget_policy, contender
+from kvjax.evaluate.contenders import CONTENDERS, LEARNED, Sizing, budget_policy, contender
 from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
@@ -53,7 +53,9 @@ def gates_of(model, gates, tmp_path_factory):
     fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
     scorers = tmp_path_factory.mktemp("kvpop")
     save_scorers(scorers, tiny_scorers(model), {"budget": 99, "sink": 2, "window": 9})
-    own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
+    heads = tmp_path_factory.mktemp("heads")
+    write_pattern(heads, np.linspace(-5, 5, 12).reshape(3, 4), 4, 16, sparsity=0.7)
+    own = {"fast_kvzip": str(folder), "kvpop": str(scorers)} | dict.fromkeys(LEARNED, str(heads))
     return lambda name: own.get(name.removesuffix("_decoding"), gates)
 
 
@@ -69,7 +71,7 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
         budget_policy(name, sizing_of(name, model, ratio, gates_of)) for ratio in (0.25, 0.5)
     ]
     small, large = policies
-    if name in ("streaming_llm", "head_pattern"):
+    if name in ("streaming_llm", "head_pattern", *LEARNED):
         # the budget is a window's width
         means = [p.expected_entries(128, 1).mean() for p in policies]
         assert means == pytest.approx([32, 64], abs=1)
@@ -148,7 +150,7 @@ def test_those_compared_by_default_exist_and_are_the_papers():
     }
     by_chunk = {"snapkv", "adakv", "pyramidkv", "expected_attention", "keydiff", "h2o"}
     patched = {"snapkv_patched", "pyramidkv_patched"}
-    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest", "fast_kvzip", "kvpop"}
+    own = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest", "fast_kvzip", "kvpop", *LEARNED}
     assert at_the_end | {f"{name}_chunked" for name in by_chunk} | patched | own == set(POLICIES)
 
 
@@ -176,16 +178,16 @@ def test_of_those_compared_by_default_only_those_with_gates_are():
 
     gated = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
     assert left_out() == {"kvpop"}, "its models are trained for it"
-    assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop"}
+    assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop", *LEARNED}
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
-    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop"}
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop", *LEARNED}
 
 
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
 def test_each_is_the_method_of_its_name(name, model, gates_of):
     policy = budget_policy(name, dataclasses.replace(sizing_of(name, model, 0.25, gates_of), seed=7))
     method = re.sub("_(fixed_tau|chunked|patched|decoding)$", "", name).partition("+")[0]
-    assert policy.name.partition("+")[0] == method
+    assert policy.name.partition("+")[0] == ("head_pattern" if method in LEARNED else method)
     if policy.plan is not None and method in ("snapkv", "pyramidkv", "adakv", "critical_kv"):
         assert policy.plan.observed == 4
     if contender(name).reads:  # read once, compacted at the end

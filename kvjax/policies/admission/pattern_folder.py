@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.builtin import GATES, builtin_gates
 from kvjax.errors import UserError, real_number
 from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.folder import DESCRIPTION, TABLE, of_run
 from kvjax.files import write_text
 
 
@@ -31,12 +33,14 @@ class PatternFolder(NamedTuple):
 
 
 def read_pattern(folder: str | Path) -> PatternFolder:
-    """A pattern folder (format: mit-han-lab/duo-attention).
+    """A pattern folder (format: mit-han-lab/duo-attention), of a training run's folder the one that it exported, or one
+    that comes with kvjax, by its name.
 
     `full_attention_heads.tsv` has a row for each layer and a column for each kv head; `config.json` has `sink_size`,
     `recent_size` and, if it is for one, `sparsity`. Raises UserError naming the file and what is wrong with it.
     """
-    files = Path(folder) / "full_attention_heads.tsv", Path(folder) / "config.json"
+    named = builtin_gates(str(folder)) if str(folder) in GATES else of_run(Path(folder))
+    files = named / TABLE, named / DESCRIPTION
     for file in files:
         if not file.is_file():
             raise UserError(f"{folder} is no head pattern: it has no {file.name}")
@@ -73,10 +77,10 @@ def write_pattern(
     """A pattern folder, as `read_pattern` reads it. sparsity: the share of streaming heads, where weights are no shares
     of which 0.5 parts the heads. described: what else config.json is to say."""
     folder.mkdir(parents=True, exist_ok=True)
-    np.savetxt(folder / "full_attention_heads.tsv", weights, delimiter="\t")
+    np.savetxt(folder / TABLE, weights, delimiter="\t")
     said = dict(described) | {"sink_size": sink, "recent_size": recent}
     said |= {} if sparsity is None else {"sparsity": sparsity}
     # last: a folder that has it is whole
     write_text(
-        folder / "config.json", json.dumps(said | ({} if made_for is None else made_for.description)) + "\n"
+        folder / DESCRIPTION, json.dumps(said | ({} if made_for is None else made_for.description)) + "\n"
     )
