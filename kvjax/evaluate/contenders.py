@@ -244,8 +244,9 @@ def _without_arguments(sizing: Sizing) -> Sizing:
 
 LEARNED = "prulong", "duo_attention"
 """Recipes that rank heads, whose folders are taken as gates are."""
-CHOSEN = dict.fromkeys(("sink", "window"), "chosen for each budget")
-OF_FOLDER = {"sparsity": "--budgets"} | dict.fromkeys(("sink", "window"), "--gates")
+CALIBRATED = "chosen for each budget"
+CHOSEN = {"sink": CALIBRATED, "window": CALIBRATED}
+OF_FOLDER = {"sparsity": "--budgets", "sink": "--gates", "window": "--gates"}
 CONTENDERS = {
     "full": Contender(_full, one_size=True, reads="all", on="both"),
     "streaming_llm": Contender(
@@ -333,7 +334,7 @@ def contender(name: str) -> Contender:
         found = TOLD_PATTERN
     if not found.method:
         raise UserError(f"--policies {name}: {base} takes no arguments here")
-    for word, of in (OWN_WORDS | found.taken).items():
+    for word, of in {**OWN_WORDS, **found.taken}.items():
         if word in own:
             raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
     try:
