@@ -1,12 +1,12 @@
-"""The packaged model, its test-size sibling, gates for it, and a text that neither was trained on."""
+"""The packaged model, its test-size sibling, gates and head patterns for it, and a text that neither was trained on."""
 
 from pathlib import Path
 from typing import Literal
 
 BUILTIN = "builtin"
 """The name of what comes with the package, where a folder could be named."""
-GATES = {BUILTIN: "wgkv", f"{BUILTIN}:fast_kvzip": "fast_kvzip"}
-"""The names of the packaged gates, and the methods that they are of."""
+GATES = {BUILTIN: "wgkv"} | {f"{BUILTIN}:{name}": name for name in ("fast_kvzip", "prulong", "duo_attention")}
+"""The names of the packaged gates and head patterns, and the methods that they are of."""
 
 
 def builtin_model(name: Literal["model", "test_model"] = "model") -> Path:
