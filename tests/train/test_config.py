@@ -57,7 +57,7 @@ def refusal(capsys, args):
         (["--dtype", "int8"], ["--dtype", "bfloat16"]),
         (["--config", "no-such"], ["--config no-such", "builtin"]),
         (["--model", "no-such-folder"], ["no-such-folder"]),
-        (["--mesh", "1x3"], ["tensor axis of 3", "4 kv heads"]),
+        (["--mesh", "1x3"], ["tensor axis of 3", "kv heads (4)"]),
         (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
         (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
