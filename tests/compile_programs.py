@@ -26,7 +26,7 @@ from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import laid_out
 from kvjax.inference.sampling import Draw, decode_block
-from kvjax.mesh import BATCH, make_mesh
+from kvjax.mesh import BATCH, HEADS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, make_policy
@@ -62,7 +62,7 @@ def shape(mesh, dtype, size, *spec):
 
 def wgkv(config):
     gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
-    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, "tensor"))
+    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, HEADS))
     return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
 
 
@@ -119,7 +119,7 @@ def programs(mesh, config):
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
-        since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
+        since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
     if config.head_dim == TRAINED:

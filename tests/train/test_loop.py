@@ -159,7 +159,7 @@ def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
 
 def test_a_killed_run_goes_on_on_another_mesh(whole, killed, tmp_path):
     again = resumed(killed, tmp_path, "4x2")
-    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
     assert losses(again.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
 
 
