@@ -1,5 +1,5 @@
 """`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
-not here, fsdp 2 × tensor 2.
+not here, fsdp 2 × tensor 2, and training also for fsdp 2 × sequence 2.
 
 Prints a line of JSON for each of prefill, decode and compaction, at head_dim 64 and at 128, and of training and of
 decoding with compactions at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more
@@ -29,6 +29,7 @@ from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, HEADS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.plan.hlo import exchanged
 from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
@@ -154,20 +155,29 @@ CHIPS = {
 
 def main(platform):
     devices = topologies.get_topology_desc(**CHIPS[platform]).devices
+
+    def report(name, program, arguments, options):
+        traced = program.trace(*arguments, **options)
+        compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
+        text = compiled.as_text()
+        found = {
+            "program": name,
+            "kernels": sorted(kernels(text)),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            "large_copies": [size for size in copies(text) if size > 8 << 20],
+            "exchanges": {kind: count for (kind, what), count in exchanged(text).items() if what == "count"},
+        }
+        print(json.dumps(found), flush=True)
+
+    mesh = make_mesh(fsdp=2, sequence=2, devices=devices)
+    with jax.set_mesh(mesh):
+        _, *training = next(programs(mesh, config(TRAINED)))
+        report("training, tokens split", *training)
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
         for head_dim in HEAD_DIMS:
-            for name, program, arguments, options in programs(mesh, config(head_dim)):
-                traced = program.trace(*arguments, **options)
-                compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
-                text = compiled.as_text()
-                report = {
-                    "program": f"{name}, head_dim {head_dim}",
-                    "kernels": sorted(kernels(text)),
-                    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-                    "large_copies": [size for size in copies(text) if size > 8 << 20],
-                }
-                print(json.dumps(report), flush=True)
+            for name, *others in programs(mesh, config(head_dim)):
+                report(f"{name}, head_dim {head_dim}", *others)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = gather(model.layers.o[...], "fsdp")
+    output = jax.sharding.reshard(model.layers.o[...], P(None, HEADS, None, None))
     arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)

@@ -21,6 +21,7 @@ POLICIES = {
     "wgkv": {"tau": 0.5, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
+    "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "kvpop": {"budget": 14, "sink": 2, "window": 6},
     "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
 }
