@@ -17,7 +17,7 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_cpu, put, use_mesh
-from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
 from pallas_kernels.vertical_slash import vertical_slash

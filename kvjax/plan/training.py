@@ -37,7 +37,9 @@ def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
         ("width", config.width, "fsdp axis", mesh.fsdp),
     ):
         if size % parts:
-            raise UserError(f"--mesh {mesh}: its {said} of {parts} does not divide the model's {what} ({size})")
+            raise UserError(
+                f"--mesh {mesh}: its {said} of {parts} does not divide the model's {what} ({size})"
+            )
 
 
 def check_run(recipe: Recipe, config: ModelConfig) -> None:

@@ -339,7 +339,7 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
     text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
     if rows > config.batch:
         shards = config.mesh.batch_shards
-        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axis `tensor` does not)"
+        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
     if first:
         text += f"; going on with update {first + 1}" if first < steps else "; all are done"
     return text

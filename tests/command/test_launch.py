@@ -58,7 +58,9 @@ def test_mesh_shape_is_read_and_written(text, shape):
     "text", ["0", "-1", "4x0", "4x2x1", "x", "", "fsdp=0", "fsdp=2,fsdp=2", "pods=2", "sequence=0", "1.5"]
 )
 def test_a_wrong_mesh_is_named_with_what_is_expected(text):
-    with pytest.raises(UserError, match=r"expected 8 .*4x2 .*\(data, fsdp, tensor, sequence\), every number at least 1") as error:
+    with pytest.raises(
+        UserError, match=r"expected 8 .*4x2 .*\(data, fsdp, tensor, sequence\), every number at least 1"
+    ) as error:
         MeshShape.parse(text)
     assert repr(text) in str(error.value)
 

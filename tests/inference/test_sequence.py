@@ -38,7 +38,9 @@ def outcome(name, **shape):
         policy = make_policy(name, model=model, **POLICIES[name], **trained)
         # in pieces of 16 tokens and one of 3, which no axis divides
         cache = kvjax.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
-        said = kvjax.sample(model, [[5], [6]], policy=policy, cache=cache, max_new_tokens=6, logprobs=True, eos=[])
+        said = kvjax.sample(
+            model, [[5], [6]], policy=policy, cache=cache, max_new_tokens=6, logprobs=True, eos=[]
+        )
         sizes = {shard.data.nbytes for shard in cache.pages.pool.addressable_shards}
     return np.asarray(cache.layers.length), said, sizes
 

@@ -497,7 +497,7 @@ def test_a_run_says_what_its_mesh_makes_of_the_batch():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
     assert plan(config, 0, 65_536_000, 1234) == (
         "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "
-        "into 8 (its axis `tensor` does not)"
+        "into 8 (its axes `tensor` and `sequence` do not)"
     )
     builtin = parse(["--mesh", "8"])
     assert (builtin.steps, builtin.rows) == (200, 8)

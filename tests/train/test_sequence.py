@@ -91,7 +91,9 @@ def packed(**shape):
 
             return jax.value_and_grad(loss)(model)
 
-        return jax.device_get(run(model, drawn(mesh, 40), put(document, BATCH, None), put(labelled, BATCH, None)))
+        return jax.device_get(
+            run(model, drawn(mesh, 40), put(document, BATCH, None), put(labelled, BATCH, None))
+        )
 
 
 @each
@@ -137,7 +139,10 @@ def logged(run):
 
 
 def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
-    runs = {mesh: train(parse([*ARGS, "--mesh", mesh, "--out", str(tmp_path / mesh)])) for mesh in ("1", "sequence=2")}
+    runs = {
+        mesh: train(parse([*ARGS, "--mesh", mesh, "--out", str(tmp_path / mesh)]))
+        for mesh in ("1", "sequence=2")
+    }
     alone, split = (logged(run) for run in runs.values())
     assert len(alone[0]) == 6
     assert split[0] == pytest.approx(alone[0], rel=1e-5)
@@ -154,9 +159,18 @@ def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("told", "said"),
     [
-        (["--mesh", "sequence=4", "--lengths", "62", "64"], "--lengths 62: --mesh sequence=4 splits the tokens of a"),
-        (["--mesh", "tensor=2,sequence=4"], "its tensor × sequence of 8 does not divide the model's kv heads (4)"),
-        (["--mesh", "sequences=4"], "mesh 'sequences=4': expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2"),
+        (
+            ["--mesh", "sequence=4", "--lengths", "62", "64"],
+            "--lengths 62: --mesh sequence=4 splits the tokens of a",
+        ),
+        (
+            ["--mesh", "tensor=2,sequence=4"],
+            "its tensor × sequence of 8 does not divide the model's kv heads (4)",
+        ),
+        (
+            ["--mesh", "sequences=4"],
+            "mesh 'sequences=4': expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2",
+        ),
     ],
 )
 def test_a_mesh_that_does_not_go_with_the_run_is_one_line(told, said, tmp_path, monkeypatch):
