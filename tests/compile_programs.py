@@ -42,6 +42,8 @@ POOL = 2 << 30
 HEAD_DIMS = 64, 128
 TRAINED = 128
 """The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
+SPLIT = "training, tokens split"
+"""The same with devices that split tokens where the others split heads."""
 BATCH_SIZE, PAGE = 8, 16
 WAITING = 1024
 """Tokens whose hidden states wait for their scores: so many that a device's, 16 MiB, would be seen if they were
@@ -172,7 +174,7 @@ def main(platform):
     mesh = make_mesh(fsdp=2, sequence=2, devices=devices)
     with jax.set_mesh(mesh):
         _, *training = next(programs(mesh, config(TRAINED)))
-        report("training, tokens split", *training)
+        report(SPLIT, *training)
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
         for head_dim in HEAD_DIMS:
