@@ -156,6 +156,34 @@ def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
     assert validation == pytest.approx(alone[1], rel=1e-4)
 
 
+def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
+    """Fast KVzip's: contexts are read and repeated, and questions with answers behind them, by the split model; the
+    gates then train on positions, split with the heads."""
+    told = [
+        *("--method", "fast_kvzip", *ARGS[:4], "--dtype", "float32", "--lengths", "64", "--shares", "1"),
+        *(
+            "--contexts",
+            "4",
+            "--batch",
+            "32",
+            "--sequences",
+            "128",
+            "--checkpoint-every",
+            "4",
+            "--validation",
+            "1",
+        ),
+        *("--report", "none", "--targets", "memory", "--target", "both"),
+    ]
+    alone, split = (
+        logged(train(parse([*told, "--mesh", mesh, "--out", str(tmp_path / mesh)])))
+        for mesh in ("1", "fsdp=2,sequence=2")
+    )
+    assert len(alone[0]) == 4
+    assert split[0] == pytest.approx(alone[0], rel=1e-5)
+    assert split[1] == pytest.approx(alone[1], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [
