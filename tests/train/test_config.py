@@ -58,7 +58,7 @@ def refusal(capsys, args):
         (["--config", "no-such"], ["--config no-such", "builtin"]),
         (["--model", "no-such-folder"], ["no-such-folder"]),
         (["--mesh", "1x3"], ["tensor axis of 3", "kv heads (4)"]),
-        (["--mesh", "64"], ["--mesh 64 needs 64 devices", "has 8"]),
+        (["--mesh", "32"], ["--mesh 32 needs 32 devices", "has 8"]),
         (["--sequencez", "3"], ["--sequencez", "--sequences"]),
         (["--resume"], ["--resume", "no run"]),
         (["--out", "long" * 100], ["--out longlong", "cannot be written: File name too long"]),
