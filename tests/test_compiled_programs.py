@@ -94,6 +94,6 @@ def test_training_holds_no_matrix_of_logits(reports, program):
 
 
 def test_tokens_that_are_split_change_places_with_heads(reports):
-    """q, k, v and o of four layers, of the teacher, of the student forwards, and of its gradient; of o all of it but
-    the recomputation, of q and k that too."""
+    """q, k, v and o in each of four layers: of the teacher, of the student forwards, and of its gradient; and all but o
+    where a layer is computed again."""
     assert reports[SPLIT]["exchanges"]["all-to-all"] >= 4 * (4 + 4 + 3 + 4)
