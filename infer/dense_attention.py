@@ -13,13 +13,13 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
     import numpy as np
     from einops import rearrange
 
-    from kvjax.inference.attention import HEADS, causal_attention
+    from kvjax.inference.attention import SPLIT, causal_attention
     from kvjax.models.decoder import scan_layers
     from kvjax.models.rope import cos_sin
 
     total, scale = config.context + config.new_tokens, config.head_dim**-0.5
 
-    local = functools.partial(jax.shard_map, out_specs=HEADS)
+    local = functools.partial(jax.shard_map, out_specs=SPLIT)
 
     @local
     def xla_causal(step):

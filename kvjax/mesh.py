@@ -1,10 +1,12 @@
-"""The device mesh: three explicit axes, and the mesh of one that stands in where none is set.
+"""The device mesh: four explicit axes, and the mesh of one that stands in where none is set.
 
-`data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. Every mesh has all three,
-so a `PartitionSpec` written beside a parameter is valid on all of them.
+`data` and `fsdp` split the batch (`fsdp` splits stored weights too), `tensor` splits heads. `sequence` splits the
+tokens of what is computed token by token and, beside `tensor`, the kv heads of attention, of methods and of the cache.
+Every mesh has all four, so a `PartitionSpec` written beside a parameter is valid on all of them.
 """
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,23 +17,27 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = ("data", "fsdp")
 """The axes that split a batch; `P(BATCH)` is the sharding of every batch axis."""
+HEADS = ("tensor", "sequence")
+"""The axes that split kv heads, and query heads with them."""
 SHARDS = AXES
 """The axes that split the page pool: one pool for each (batch, kv head) shard."""
 
 
 @named_arguments()
-def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of `data · fsdp · tensor` devices (the first ones of `jax.devices()` unless `devices` names them).
+def make_mesh(
+    data: int = 1, fsdp: int = 1, tensor: int = 1, sequence: int = 1, devices: Sequence[Any] | None = None
+) -> Mesh:
+    """A mesh of `data · fsdp · tensor · sequence` devices (the first ones of `jax.devices()` unless `devices` names
+    them).
 
     Raises UserError if there are fewer.
     """
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in sizes.items()}
-    data, fsdp, tensor = sizes.values()
-    count = data * fsdp * tensor
+    given = zip(AXES, (data, fsdp, tensor, sequence), strict=True)
+    sizes = {axis: whole_number("make_mesh", axis, size) for axis, size in given}
+    count = math.prod(sizes.values())
     devices = jax.devices() if devices is None else devices
     if not isinstance(devices, Sequence | np.ndarray) or not all(hasattr(x, "device_kind") for x in devices):
         raise UserError(f"make_mesh: devices must be a list of jax.devices(), got {shown(devices)}")
@@ -41,9 +47,8 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence[A
             more = f"; before anything runs, jax.config.update('jax_num_cpu_devices', {count}) makes virtual ones"
         said = ", ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "a mesh of one"
         raise UserError(f"make_mesh: {said} takes {count} devices, there are {len(devices)}{more}")
-    return jax.make_mesh(
-        (data, fsdp, tensor), AXES, axis_types=(AxisType.Explicit,) * 3, devices=devices[:count]
-    )
+    kinds = (AxisType.Explicit,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices[:count])
 
 
 def mesh_of(tree: Any) -> Mesh | None:
@@ -99,10 +104,7 @@ def on_cpu() -> bool:
 def axis_size(*names: str) -> int:
     """The product of the sizes of the named axes of the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
-    size = 1
-    for name in names:
-        size *= shape[name]
-    return size
+    return math.prod(shape[name] for name in names)
 
 
 def batch_shards() -> int:
@@ -110,9 +112,22 @@ def batch_shards() -> int:
     return axis_size(*BATCH)
 
 
+def token_shards(tokens: int) -> int:
+    """Into how many parts the current mesh splits so many tokens of each sequence: one where it does not divide
+    them."""
+    size = axis_size("sequence")
+    return 1 if tokens % size else size
+
+
+def token_axis(tokens: int) -> str | None:
+    """The axis that splits so many tokens; None: they are whole on every device."""
+    return "sequence" if token_shards(tokens) > 1 else None
+
+
 __all__ = [
     "AXES",
     "BATCH",
+    "HEADS",
     "SHARDS",
     "P",
     "adopt",
@@ -122,5 +137,7 @@ __all__ = [
     "make_mesh",
     "mesh_of",
     "put",
+    "token_axis",
+    "token_shards",
     "use_mesh",
 ]

@@ -4,6 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from kvjax.mesh import HEADS
+
 OVER = "head", "layer", "model"
 """Who competes for the places: the entries of one kv head, of a layer's heads, or of all layers and heads."""
 TIES = "first", "out", "in"
@@ -33,13 +35,13 @@ def top(
     wide = count[..., None]
     if over != "head":
         wide = (wide * (scores.shape[2] // wide.shape[2])).sum(2, keepdims=True)
-        wide = lax.psum(wide, "tensor")
+        wide = lax.psum(wide, HEADS)
     if over == "model":
         wide = wide.sum(0, keepdims=True)
 
     def count_of(mask):
         found = mask.sum(axes, dtype=jnp.int32, keepdims=True)
-        return found if over == "head" else lax.psum(found, "tensor")
+        return found if over == "head" else lax.psum(found, HEADS)
 
     rank = jnp.where(eligible, _ordered(scores), jnp.uint32(0))
 
@@ -73,12 +75,12 @@ def _before(equal: Bool[Array, "l b k s"], over: str) -> Int[Array, "l b k s"]:
         return within
     rows = equal.sum(-1, dtype=jnp.int32)
     # rows of the heads on all devices, in the order of heads
-    everywhere = lax.all_gather(rows, "tensor", axis=2, tiled=True)
+    everywhere = lax.all_gather(rows, HEADS, axis=2, tiled=True)
     if over == "layer":
         before = jnp.cumsum(everywhere, 2) - everywhere
     else:
         flat = jnp.moveaxis(everywhere, 1, 0).reshape(everywhere.shape[1], -1)
         before = jnp.cumsum(flat, -1) - flat
         before = jnp.moveaxis(before.reshape(-1, equal.shape[0], everywhere.shape[2]), 0, 1)
-    own = lax.axis_index("tensor") * equal.shape[2]
+    own = lax.axis_index(HEADS) * equal.shape[2]
     return within + lax.dynamic_slice_in_dim(before, own, equal.shape[2], 2)[..., None]

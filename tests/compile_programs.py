@@ -1,5 +1,5 @@
 """`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
-not here, fsdp 2 × tensor 2.
+not here, fsdp 2 × tensor 2, and training also for fsdp 2 × sequence 2.
 
 Prints a line of JSON for each of prefill, decode and compaction, at head_dim 64 and at 128, and of training and of
 decoding with compactions at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more
@@ -26,9 +26,10 @@ from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import laid_out
 from kvjax.inference.sampling import Draw, decode_block
-from kvjax.mesh import BATCH, make_mesh
+from kvjax.mesh import BATCH, HEADS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.plan.hlo import exchanged
 from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
@@ -41,6 +42,8 @@ POOL = 2 << 30
 HEAD_DIMS = 64, 128
 TRAINED = 128
 """The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
+SPLIT = "training, tokens split"
+"""The same with devices that split tokens where the others split heads."""
 BATCH_SIZE, PAGE = 8, 16
 WAITING = 1024
 """Tokens whose hidden states wait for their scores: so many that a device's, 16 MiB, would be seen if they were
@@ -62,7 +65,7 @@ def shape(mesh, dtype, size, *spec):
 
 def wgkv(config):
     gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
-    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, "tensor"))
+    heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, HEADS))
     return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
 
 
@@ -119,7 +122,7 @@ def programs(mesh, config):
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
-        since=row(jnp.int32, cache.layers.length.shape, None, BATCH, "tensor"),
+        since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
     if config.head_dim == TRAINED:
@@ -154,20 +157,29 @@ CHIPS = {
 
 def main(platform):
     devices = topologies.get_topology_desc(**CHIPS[platform]).devices
+
+    def report(name, program, arguments, options):
+        traced = program.trace(*arguments, **options)
+        compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
+        text = compiled.as_text()
+        found = {
+            "program": name,
+            "kernels": sorted(kernels(text)),
+            "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+            "large_copies": [size for size in copies(text) if size > 8 << 20],
+            "exchanges": {kind: count for (kind, what), count in exchanged(text).items() if what == "count"},
+        }
+        print(json.dumps(found), flush=True)
+
+    mesh = make_mesh(fsdp=2, sequence=2, devices=devices)
+    with jax.set_mesh(mesh):
+        _, *training = next(programs(mesh, config(TRAINED)))
+        report(SPLIT, *training)
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
         for head_dim in HEAD_DIMS:
-            for name, program, arguments, options in programs(mesh, config(head_dim)):
-                traced = program.trace(*arguments, **options)
-                compiled = traced.lower(lowering_platforms=(CHIPS[platform]["platform"],)).compile()
-                text = compiled.as_text()
-                report = {
-                    "program": f"{name}, head_dim {head_dim}",
-                    "kernels": sorted(kernels(text)),
-                    "temporaries": compiled.memory_analysis().temp_size_in_bytes,
-                    "large_copies": [size for size in copies(text) if size > 8 << 20],
-                }
-                print(json.dumps(report), flush=True)
+            for name, *others in programs(mesh, config(head_dim)):
+                report(f"{name}, head_dim {head_dim}", *others)
 
 
 if __name__ == "__main__":

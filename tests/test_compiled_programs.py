@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
-from tests.compile_programs import HEAD_DIMS, TRAINED
+from tests.compile_programs import HEAD_DIMS, SPLIT, TRAINED
 
 
 @pytest.fixture(scope="module", params=["tpu", "gpu"])
@@ -52,7 +52,7 @@ def test_every_attention_is_a_kernel(reports, platform):
         f"{name}, head_dim {head_dim}": own
         for name, own in wanted.items()
         for head_dim in ((TRAINED,) if name in ("training", "decode, compacting") else HEAD_DIMS)
-    }
+    } | {SPLIT: wanted["training"]}
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -87,6 +87,13 @@ def test_prefill_needs_little_beside_the_pool(reports, head_dim):
     assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < head_dim << 20
 
 
-def test_training_holds_no_matrix_of_logits(reports):
+@pytest.mark.parametrize("program", [f"training, head_dim {TRAINED}", SPLIT])
+def test_training_holds_no_matrix_of_logits(reports, program):
     """That of one sequence of 2,048 tokens and a device's 8 query heads is 128 MiB in float32."""
-    assert reports[f"training, head_dim {TRAINED}"]["temporaries"] < 128 << 20
+    assert reports[program]["temporaries"] < 128 << 20
+
+
+def test_tokens_that_are_split_change_places_with_heads(reports):
+    """q, k, v and o in each of four layers: of the teacher, of the student forwards, and of its gradient; and all but o
+    where a layer is computed again."""
+    assert reports[SPLIT]["exchanges"]["all-to-all"] >= 4 * (4 + 4 + 3 + 4)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.mesh import BATCH, P, make_mesh, put
+from kvjax.mesh import HEADS as SPLIT
 from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
 from kvjax.top import top
 
@@ -17,8 +18,9 @@ SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES
 
 
 @functools.cache
-def selector(over, tensor, ties="first"):
-    mesh, spec = make_mesh(tensor=tensor), (None, BATCH, "tensor", None)
+def selector(over, split, ties="first"):
+    """split: tensor, sequence."""
+    mesh, spec = make_mesh(tensor=split[0], sequence=split[1]), (None, BATCH, SPLIT, None)
     chosen = functools.partial(top, over=over, ties=ties)
     local = jax.jit(jax.shard_map(chosen, out_specs=P(*spec), mesh=mesh))
 
@@ -60,30 +62,30 @@ cases = st.tuples(
 )
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("split", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("over", ["head", "layer", "model"])
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
-def test_the_best_stay_and_ties_go_to_the_earlier(over, tensor, case):
+def test_the_best_stay_and_ties_go_to_the_earlier(over, split, case):
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
-    chosen = selector(over, tensor)(scores, eligible, count)
+    chosen = selector(over, split)(scores, eligible, count)
     np.testing.assert_array_equal(chosen, sorted_out(scores, eligible, count, over))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("split", [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("ties", ["out", "in"])
 @pytest.mark.parametrize("over", ["layer", "model"])
 @settings(max_examples=40, deadline=None)
 @given(case=cases)
-def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, tensor, case):
+def test_a_threshold_takes_or_leaves_all_of_one_score(over, ties, split, case):
     """KVzip's thresholds: above the last place's score, or not below it; never fewer than all where all have a place,
     and with "in" never more above it than there are places."""
     scores, eligible, count = case
     scores = np.array(scores, np.float32).reshape(SHAPE)
     eligible, count = np.array(eligible).reshape(SHAPE), np.array(count, np.int32).reshape(LAYERS, SEQUENCES)
-    chosen = selector(over, tensor, ties)(scores, eligible, count)
+    chosen = selector(over, split, ties)(scores, eligible, count)
     for b in range(SEQUENCES):
         parts = [np.s_[:, b]] if over == "model" else [np.s_[layer, b] for layer in range(LAYERS)]
         for part in parts:
@@ -120,10 +122,10 @@ def test_the_worked_examples_of_two_thresholds():
 
 def test_shared_places_may_be_told_head_by_head():
     """A number that the heads do not divide."""
-    spec, scores = P(None, BATCH, "tensor"), np.random.default_rng(0).random(SHAPE).astype(np.float32)
+    spec, scores = P(None, BATCH, SPLIT), np.random.default_rng(0).random(SHAPE).astype(np.float32)
     places = np.zeros((LAYERS, SEQUENCES, HEADS), np.int32)
     places[0, :, 1], places[1, :, 3] = 4, 5
-    with jax.set_mesh(make_mesh(tensor=2)):
+    with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
         local = functools.partial(top, over="model")
         given = put(scores, *spec), put(np.ones(SHAPE, bool), *spec), put(places, *spec)
         found = np.asarray(jax.jit(jax.shard_map(local, out_specs=spec))(*given))
@@ -133,7 +135,7 @@ def test_shared_places_may_be_told_head_by_head():
 def test_a_score_that_is_no_number_is_the_worst():
     scores = np.full(SHAPE, -np.inf, np.float32)
     scores[..., 2] = np.nan
-    chosen = selector("head", 1)(
+    chosen = selector("head", (1, 1))(
         scores, np.ones(SHAPE, bool), np.full((LAYERS, SEQUENCES), ENTRIES - 1, np.int32)
     )
     np.testing.assert_array_equal(chosen, np.broadcast_to(np.arange(ENTRIES) != 2, SHAPE))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from kvjax.mesh import BATCH
-from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.models.decoder import SPLIT, Decoder, scan_layers
 from kvjax.tasks import Recall, pack
 from pallas_kernels.vertical_slash import vertical_slash
 from train.builtin_weights import Matcher, Weights, set_drawn
@@ -31,7 +31,7 @@ def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.
     """What every layer compares: [l b n t h] and [l b k t h]."""
 
     def attend(step, carry, xs):
-        attention = jax.shard_map(lambda q, k, v: vertical_slash(q, k, v, window=1)[0], out_specs=HEADS)
+        attention = jax.shard_map(lambda q, k, v: vertical_slash(q, k, v, window=1)[0], out_specs=SPLIT)
         return attention(step.q, step.k, step.v), carry, (step.q, step.k)
 
     position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))

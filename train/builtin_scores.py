@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from kvjax.mesh import BATCH
-from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.models.decoder import SPLIT, Decoder, scan_layers
 from kvjax.tasks import Copy, Needle, Recall, Text, Tokens, Vocabulary, pack
 
 BuiltInTask = Recall | Needle | Copy | Text
@@ -80,7 +80,7 @@ def one_full_head(
         return rearrange(jnp.einsum("bkgts,bksh->bkgth", chances, v), "b k g t h -> b (k g) t h")
 
     def attend(step, carry, full):
-        return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v, full), carry, None
+        return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, full), carry, None
 
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     x, _, _ = scan_layers(

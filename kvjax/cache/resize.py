@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.pages import Cache, LayerCache, Pages
 from kvjax.cache.ring import ring_pages
-from kvjax.mesh import BATCH, SHARDS, P, axis_size
+from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     shards, slots = axis_size(*SHARDS), layout.window - 1
     behind = min(-(-max(layout.tokens - slots, 0) // page_size), pages)
     columns = max(1, ring_pages(layout.window, page_size) + behind)
-    rows = P(None, BATCH, "tensor", None)
+    rows = P(None, BATCH, HEADS, None)
 
     def all_free():
         return jnp.arange(pages, dtype=jnp.int32)[::-1], jnp.full(1, pages, jnp.int32)
@@ -77,7 +77,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     }
     layer_cache = LayerCache(
         page_table=table,
-        length=jnp.zeros((layers, batch, heads), jnp.int32, out_sharding=P(None, BATCH, "tensor")),
+        length=jnp.zeros((layers, batch, heads), jnp.int32, out_sharding=P(None, BATCH, HEADS)),
         priority=jnp.full((layers, batch, heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         numbers=numbers,
         state=state,

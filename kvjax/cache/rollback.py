@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvjax.cache.capacity import PLANES
 from kvjax.cache.pages import Cache, LayerCache
 from kvjax.cache.ring import ring_pages
-from kvjax.mesh import BATCH, P
+from kvjax.mesh import BATCH, HEADS, P
 from kvjax.struct import struct
 
 
@@ -52,7 +52,7 @@ def marked(cache: Cache) -> Mark:
     def rings(pool, table):
         return pool[table[..., :ring]]
 
-    spec = P(None, BATCH, "tensor", None, None, None)
+    spec = P(None, BATCH, HEADS, None, None, None)
     held = None if capped else jax.shard_map(rings, out_specs=spec)(pages.pool, cache.layers.page_table)
     mark = Mark(
         cache.layers, cache.seen, cache.trail, pages.free, pages.free_count, pages.bounds, pages.planes, held,

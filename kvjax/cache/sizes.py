@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from kvjax.cache.ring import ring_pages
 from kvjax.errors import UserError, byte_size, whole_number
-from kvjax.mesh import SHARDS, axis_size, batch_shards
+from kvjax.mesh import HEADS, SHARDS, axis_size, batch_shards
 
 MARGIN = 1.25
 """How much larger than the policy's expected need the default pool is (never larger than the full cache)."""
@@ -93,8 +93,8 @@ def pages_for(
         tokens: of each sequence, prompt and new tokens.
         page_bytes: of a page with what stands beside its entries.
     """
-    tensor, shards = axis_size("tensor"), batch_shards()
-    local_rows = layers * len(tokens) // shards * kv_heads // tensor
+    parts, shards = axis_size(*HEADS), batch_shards()
+    local_rows = layers * len(tokens) // shards * kv_heads // parts
 
     def need(share: Callable[[int], Float[np.ndarray, "#l #k"] | float]) -> int:
         """Pages of a shard whose sequences have their rings and, behind them, so many entries of each count."""
@@ -105,7 +105,7 @@ def pages_for(
             most = -(-max(count - window + 1, 0) // page_size)
             ring = ring_pages(min(count + 1, window), page_size)
             pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
-            return largest_shard(np.broadcast_to(pages, (layers, kv_heads)), tensor)
+            return largest_shard(np.broadcast_to(pages, (layers, kv_heads)), parts)
 
         pages = {count: pages_of(count) for count in set(tokens)}
         return max(1, int(np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1).max()))

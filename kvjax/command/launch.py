@@ -12,6 +12,7 @@ import dataclasses
 import errno
 import glob
 import io
+import math
 import os
 import re
 import signal
@@ -35,7 +36,7 @@ ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/d
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads."""
+    """Devices along each mesh axis: `data` and `fsdp` split the batch, `tensor` splits heads, `sequence` tokens."""
 
     data: int = 1
     """Splits the batch."""
@@ -43,10 +44,12 @@ class MeshShape:
     """Splits the batch, and weights."""
     tensor: int = 1
     """Splits heads."""
+    sequence: int = 1
+    """Splits tokens, and kv heads where whole sequences are looked at."""
 
     @classmethod
     def parse(cls, text: str) -> MeshShape:
-        """`8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `data=2,fsdp=2,tensor=2`."""
+        """`8` is fsdp=8, `4x2` is fsdp × tensor, and axes can be named: `fsdp=2,tensor=2,sequence=2`."""
         try:
             if "=" in text:
                 pairs = [part.split("=") for part in text.split(",")]
@@ -60,26 +63,32 @@ class MeshShape:
             shape = cls(**sizes)
         except (TypeError, ValueError):
             shape = cls(0)
-        if min(shape.data, shape.fsdp, shape.tensor) < 1:
+        if min(dataclasses.astuple(shape)) < 1:
             raise UserError(
-                f"mesh {text!r}: expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2 (data, fsdp, tensor), "
-                "every number at least 1"
+                f"mesh {text!r}: expected 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2 (data, fsdp, tensor, "
+                "sequence), every number at least 1"
             )
         return shape
 
     @property
     def count(self) -> int:
         """Devices in all."""
-        return self.data * self.fsdp * self.tensor
+        return math.prod(dataclasses.astuple(self))
 
     @property
     def batch_shards(self) -> int:
         """Into how many parts a batch is split."""
         return self.data * self.fsdp
 
+    @property
+    def head_shards(self) -> int:
+        """Into how many parts kv heads are split."""
+        return self.tensor * self.sequence
+
     def __str__(self) -> str:
-        if self.data > 1:
-            return f"data={self.data},fsdp={self.fsdp},tensor={self.tensor}"
+        if self.data > 1 or self.sequence > 1:
+            sizes = dataclasses.asdict(self).items()
+            return ",".join(f"{axis}={size}" for axis, size in sizes if size > 1)
         return f"{self.fsdp}x{self.tensor}" if self.tensor > 1 else str(self.fsdp)
 
 
@@ -202,7 +211,7 @@ def start(shape: MeshShape) -> Mesh:
 
     if shape.count > 1 and devices[0].platform == "cpu" and jax.process_index() == 0:
         print(f"No accelerator is used: {shape.count} virtual CPU devices.", file=sys.stderr)
-    return make_mesh(shape.data, shape.fsdp, shape.tensor)
+    return make_mesh(**dataclasses.asdict(shape))
 
 
 def has_accelerator() -> bool:

@@ -17,8 +17,8 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.evaluate.answering import LONG
-from kvjax.mesh import BATCH, P, batch_shards, on_cpu, put, use_mesh
-from kvjax.models.decoder import HEADS, Decoder, scan_layers
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_cpu, put, use_mesh
+from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
 from kvjax.tasks.sample import Question, Sample, score_agreement
 from pallas_kernels.vertical_slash import FOREVER, vertical_slash
@@ -100,7 +100,7 @@ class TeacherForcing:
         self, whole: Bool[np.ndarray, "l k"], sink: int, window: int
     ) -> tuple[Int[np.ndarray, "b q"], float]:
         with use_mesh(self._model):
-            pattern = Pattern(put(whole, None, "tensor"), put(np.int32(sink)), put(np.int32(window)))
+            pattern = Pattern(put(whole, None, HEADS), put(np.int32(sink)), put(np.int32(window)))
             found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
         output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
         return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
@@ -144,12 +144,12 @@ def _outcome(
 
     def attend(step, carry, whole):
         own = dataclasses.replace(pattern, whole=whole)
-        local = jax.shard_map(partial(_attend, context=lines.context), out_specs=HEADS)
+        local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
         return local(step.q, step.k, step.v, lines.position, lines.start, lines.part, own), carry, None
 
     x = model.embed_tokens(lines.token)
     x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, as_integers=as_integers)
-    logits = model.logits(model.norm(x[:, lines.context :]))
+    logits = model.logits(model.norm(gather(x, "sequence")[:, lines.context :]))
     target = lines.target[:, lines.context :]
     wanted = target >= 0
     right = jnp.take_along_axis(logits, jnp.maximum(target, 0)[..., None], -1)[..., 0]

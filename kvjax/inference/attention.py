@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.mesh import BATCH, P, gather
+from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
 from kvjax.step import Readout, Step
@@ -20,7 +20,7 @@ from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge
 from pallas_kernels.vertical_slash import vertical_slash
 
-HEADS = P(BATCH, "tensor")
+SPLIT = P(BATCH, HEADS)
 
 
 def causal_attention(step: Step, *, implementation: str | None = None) -> Float[Array, "b n t h"]:
@@ -29,7 +29,7 @@ def causal_attention(step: Step, *, implementation: str | None = None) -> Float[
     def local(q, k, v):
         return vertical_slash(q, k, v, window=1, implementation=implementation)[0]
 
-    return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v)
+    return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v)
 
 
 def masked_attention(
@@ -71,7 +71,7 @@ def masked_attention(
         # weights are float32, and what they are multiplied with
         return sum(weighted[1:], weighted[0]).astype(step.q.dtype), figures
 
-    return jax.shard_map(local, out_specs=(HEADS, HEADS))(gather(method, "data", "fsdp"), step, document)
+    return jax.shard_map(local, out_specs=(SPLIT, SPLIT))(gather(method, "data", "fsdp"), step, document)
 
 
 def cached_attention(
@@ -134,7 +134,7 @@ def cached_attention(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")
-    return jax.shard_map(local, out_specs=(HEADS, HEADS, *specs))(whole, step, pages, layer, seen, valid)
+    return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
 
 
 def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:

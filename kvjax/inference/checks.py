@@ -11,7 +11,7 @@ import numpy as np
 from kvjax.cache import CAPACITY_PLANES, Cache, pages_for
 from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
-from kvjax.mesh import axis_size, batch_shards
+from kvjax.mesh import HEADS, axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -159,7 +159,7 @@ def check_capacity(capacity: int | str) -> None:
     """Refuse what is no capacity, whatever the model: that of a page for one entry."""
     pages_for(
         capacity, expected=lambda tokens: np.ones((1, 1)), window=1, tokens=[1] * batch_shards(), layers=1,
-        kv_heads=axis_size("tensor"), page_size=1, page_bytes=1,
+        kv_heads=axis_size(*HEADS), page_size=1, page_bytes=1,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
 from kvjax.cache.planes import appended
 from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
-from kvjax.mesh import P, gather
+from kvjax.mesh import HEADS, P, gather
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Eviction, Trail
 from kvjax.policies.policy import Policy
@@ -25,7 +25,7 @@ def compacted(
     """The cache after one compaction. No row may hold more than `entries` entries in its global region. over, ties: as
     of `kvjax.top.top`."""
     ring = ring_pages(cache.window, cache.page_size)
-    heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
+    heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
 
     rotation = model.config.rotation()
 
@@ -40,7 +40,7 @@ def compacted(
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
-    output = gather(model.layers.o[...], "fsdp")
+    output = jax.sharding.reshard(model.layers.o[...], P(None, HEADS, None, None))
     arguments = whole, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
     pages, layers = jax.shard_map(local, out_specs=specs)(*arguments)
     seen = cache.seen - jnp.where(quota.due, quota.dropped, 0)

@@ -110,8 +110,9 @@ def last_logits(
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """`forward`, and the logits that follow each sequence's last valid token."""
     cache, hidden, _ = forward(model, policy, cache, tokens, valid, implementation=implementation)
-    last = jnp.maximum(valid - 1, 0)[:, None, None]
-    return cache, model.logits(jnp.take_along_axis(hidden, last, 1))[:, 0]
+    # a sum of zeros and of one token, which is exact also where tokens are split
+    last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
+    return cache, model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))[:, 0]
 
 
 @jax.jit

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, Quota
-from kvjax.mesh import BATCH, put
+from kvjax.mesh import BATCH, HEADS, put
 from kvjax.policies.plan import Range
 from kvjax.policies.policy import Policy
 
@@ -137,7 +137,7 @@ def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
         return put(np.pad(np.asarray(x), empty), BATCH)
 
     def by_row(x):
-        return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, "tensor" if x.shape[2] == heads else None)
+        return put(np.pad(x, ((0, 0), empty, (0, 0))), None, BATCH, HEADS if x.shape[2] == heads else None)
 
     zero = np.zeros((layers, len(due), heads), np.int32)
     return Quota(

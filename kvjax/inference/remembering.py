@@ -5,7 +5,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache
 from kvjax.cache.trail import newest, written
-from kvjax.mesh import BATCH, P, gather
+from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.interfaces import Trail
 from kvjax.policies.policy import Policy
 from kvjax.step import Step
@@ -24,7 +24,7 @@ def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) ->
         return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
 
     slots = jax.tree.map(lambda ring: ring.shape[1], trail)
-    specs = jax.tree.map(lambda ring: P(BATCH, "tensor") if ring.ndim == 5 else P(BATCH), trail)
+    specs = jax.tree.map(lambda ring: P(BATCH, HEADS) if ring.ndim == 5 else P(BATCH), trail)
     return jax.shard_map(local, out_specs=specs)(gather(policy.eviction, "data", "fsdp"), step, valid)
 
 

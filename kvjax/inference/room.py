@@ -13,7 +13,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.quota import entry_bytes
-from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, on_cpu
+from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Trail
 from kvjax.policies.policy import Policy, States
@@ -84,7 +84,7 @@ def layout_for(
     page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
     entry_bytes = layers * kv_heads * page_bytes // page_size
     ring = caches.ring_pages(policy.window, page_size)
-    rows = layers * batch // batch_shards() * kv_heads // axis_size("tensor")
+    rows = layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
 
     def shard_pages(each: Sequence[int]) -> int:
         """Of a pool for sequences of so many tokens."""
@@ -146,7 +146,7 @@ def laid_out(policy: Policy, layout: Layout, group: int) -> Cache:
         states, trail = policy.memories(local, layout.layers)
         return states, jax.tree.map(as_bits, trail) if layout.stored != layout.dtype else trail
 
-    local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size("tensor"))
+    local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size(*HEADS))
     shapes = zip(*(policy.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
     specs = tuple(
         jax.tree.map(functools.partial(_split_like_heads, first), *both)
@@ -160,7 +160,7 @@ def _split_like_heads(first: tuple[Any, ...], one: jax.ShapeDtypeStruct, two: ja
     """The split of a memory, its first axes' given, of one kv head and of two: axes that grow with the heads go with
     them."""
     axes = zip(one.shape[len(first) :], two.shape[len(first) :], strict=True)
-    return P(*first, *("tensor" if small != large else None for small, large in axes))
+    return P(*first, *(HEADS if small != large else None for small, large in axes))
 
 
 def new_cache(
@@ -242,12 +242,12 @@ def pool_pages(cache: Cache) -> int:
     return cache.pages.pool.shape[0] // len(np.asarray(cache.pages.free_count))
 
 
-def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "data tensor"]:
+def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "batch_shards head_shards"]:
     """Sums of an `[l b k]` array over each shard's rows."""
     shards = len(np.asarray(cache.pages.free_count))
     layers, _, heads = rows.shape
-    tensor = shards // batch_shards()
-    return rows.reshape(layers, batch_shards(), -1, tensor, heads // tensor).sum((0, 2, 4))
+    parts = shards // batch_shards()
+    return rows.reshape(layers, batch_shards(), -1, parts, heads // parts).sum((0, 2, 4))
 
 
 def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
@@ -313,9 +313,9 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
         policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads)
     )
     each = np.ceil(np.minimum(expected, tokens) / cache.page_size) + 1
-    tensor = len(np.asarray(cache.pages.free_count)) // batch_shards()
+    parts = len(np.asarray(cache.pages.free_count)) // batch_shards()
     rings = int(_shard_sums(cache, _ring_pages(cache, tokens) - _ring_pages(cache)).max())
-    need = used + rings + batch // batch_shards() * caches.largest_shard(each, tensor)
+    need = used + rings + batch // batch_shards() * caches.largest_shard(each, parts)
     need = min(need, used + more_pages(cache, tokens, policy.most_stored))
     if plan is None or not plan.moment.while_decoding:
         return need

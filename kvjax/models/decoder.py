@@ -1,7 +1,9 @@
 """One decoder for Llama, Qwen and Mistral: differences are flags of `ModelConfig`, layers are stacked and scanned.
 
 Stored weights are split over `fsdp` and `tensor`; a layer gathers its own over `fsdp` just before it uses them.
-Activations are split over the batch, heads over `tensor`; products accumulate in float32.
+Activations are split over the batch, and over `sequence` by tokens; attention has whole sequences of the kv heads that
+are a device's own, so queries, keys and values change places before it and its outputs after it. Where tokens cannot be
+split, as one alone cannot, `sequence` does as `tensor` does. Products accumulate in float32.
 """
 
 import math
@@ -16,7 +18,7 @@ from jax.sharding import reshard
 from jaxtyping import Array, Float, Float32, Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import BATCH, P, axis_size, batch_shards, gather, use_mesh
+from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.rope import CosSin, cos_sin, rotate
 from kvjax.step import Step
@@ -24,27 +26,28 @@ from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 
 ROWS = P(BATCH, None, None)
-HEADS = P(BATCH, "tensor", None, None)
+SPLIT = P(BATCH, HEADS, None, None)
 VOCABULARY_MULTIPLE = 128
 """Vocabularies are padded in storage to a multiple of this, so that one shape serves every usual `tensor` axis."""
 
 
 def padded_vocabulary(config: ModelConfig) -> int:
     """Rows of the stored embedding table on the current mesh."""
-    multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size("tensor"))
+    multiple = math.lcm(VOCABULARY_MULTIPLE, axis_size(*HEADS))
     return -(-config.vocab_size // multiple) * multiple
 
 
 def check_mesh(config: ModelConfig) -> None:
     """UserError if an axis of the current mesh does not divide a size of the model that it splits."""
-    for name, size, axis in (
-        ("kv heads", config.num_kv_heads, "tensor"),
-        ("mlp width", config.mlp_width, "tensor"),
-        ("width", config.width, "fsdp"),
+    heads = "tensor axis" if axis_size("sequence") == 1 else "tensor × sequence"
+    for name, size, said, axes in (
+        ("kv heads", config.num_kv_heads, heads, HEADS),
+        ("mlp width", config.mlp_width, heads, HEADS),
+        ("width", config.width, "fsdp axis", ("fsdp",)),
     ):
-        if size % axis_size(axis):
+        if size % axis_size(*axes):
             raise UserError(
-                f"the mesh's {axis} axis has size {axis_size(axis)}, which does not divide the model's {name} ({size})"
+                f"the mesh's {said} has size {axis_size(*axes)}, which does not divide the model's {name} ({size})"
             )
 
 
@@ -61,14 +64,28 @@ class RMSNorm(nnx.Module):
         return (y * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
+Wide = str | tuple[str, ...]
+
+
+def _axes(x: Float[Array, "b t d"]) -> tuple[str | None, Wide]:
+    """What splits the tokens of activations, and what then splits heads, the mlp's width and the vocabulary."""
+    axis = jax.typeof(x).sharding.spec[1]
+    return axis, HEADS if axis is None else "tensor"
+
+
+def _gathered(stored: nnx.Param, wide: Wide) -> Array:
+    """A stored array whole over `fsdp`, and split over `wide` where it is stored split over `tensor`."""
+    spec = jax.typeof(stored[...]).sharding.spec
+    return reshard(stored[...], P(*(wide if axis == "tensor" else None for axis in spec)))
+
+
 def _product(
-    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P
+    equation: str, x: Array, weight: nnx.Param, bias: nnx.Param | None, spec: P, wide: Wide
 ) -> Float32[Array, "..."]:
-    """x · weight (+ bias), the weight gathered over `fsdp`. A bias broadcasts against the result's last axes."""
-    y = jnp.einsum(
-        equation, x, gather(weight[...], "fsdp"), preferred_element_type=jnp.float32, out_sharding=spec
-    )
-    return y if bias is None else y + bias[...]
+    """x · weight (+ bias). A bias broadcasts against the result's last axes."""
+    weights = _gathered(weight, wide)
+    y = jnp.einsum(equation, x, weights, preferred_element_type=jnp.float32, out_sharding=spec)
+    return y if bias is None else y + _gathered(bias, wide)
 
 
 class DecoderLayer(nnx.Module):
@@ -120,35 +137,41 @@ class DecoderLayer(nnx.Module):
 
     def project(self, x: Float[Array, "b t d"], angles: CosSin) -> dict[str, Float[Array, "b ..."]]:
         """The fields of `Step` that are computed from the layer's input. One layer's arrays, not the stack."""
-        hidden = self.attention_norm(x)
+        hidden, (axis, wide) = self.attention_norm(x), _axes(x)
 
         def heads(weight, bias, norm=None):
             # asked for by head at once, XLA's CPU product comes out with its last two axes swapped
-            y = _product("btd,dnh->btnh", hidden, weight, None, P(BATCH, None, "tensor", None))
+            y = _product("btd,dnh->btnh", hidden, weight, None, P(BATCH, axis, wide, None), wide)
             y = rearrange(y, "b t n h -> b n t h")
-            y = (y if bias is None else y + bias[...]).astype(x.dtype)
-            return y if norm is None else norm(y)
+            y = (y if bias is None else y + _gathered(bias, wide)).astype(x.dtype)
+            return reshard(y if norm is None else norm(y), SPLIT)
 
         q_pre = heads(self.q, self.q_bias, self.q_norm)
         k_pre = heads(self.k, self.k_bias, self.k_norm)
         rotated = {"q": rotate(q_pre, angles), "k": rotate(k_pre, angles)}
-        return {"hidden": hidden, "q_pre": q_pre, "k_pre": k_pre, "v": heads(self.v, self.v_bias)} | rotated
+        v = heads(self.v, self.v_bias)
+        # whole, which costs nothing unless a method looks at it
+        return {"hidden": reshard(hidden, ROWS), "q_pre": q_pre, "k_pre": k_pre, "v": v} | rotated
 
-    def output(self, o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
-        """The output projection: what attention adds to the residual stream."""
-        return _product("bnth,nhd->btd", o, self.o, self.o_bias, ROWS).astype(o.dtype)
+    def output(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
+        """The output projection: what attention adds to the residual stream `x`."""
+        axis, wide = _axes(x)
+        o = reshard(o, P(BATCH, wide, axis, None))
+        added = _product("bnth,nhd->btd", o, self.o, self.o_bias, P(BATCH, axis, None), wide)
+        return added.astype(o.dtype)
 
     def mlp(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
         """down(activation(gate(x)) · up(x))."""
-        wide = P(BATCH, None, "tensor")
-        gate = _product("btd,df->btf", x, self.gate, self.gate_bias, wide)
-        up = _product("btd,df->btf", x, self.up, self.up_bias, wide)
+        axis, wide = _axes(x)
+        inside, outside = P(BATCH, axis, wide), P(BATCH, axis, None)
+        gate = _product("btd,df->btf", x, self.gate, self.gate_bias, inside, wide)
+        up = _product("btd,df->btf", x, self.up, self.up_bias, inside, wide)
         inner = (ACTIVATIONS[self.config.activation](gate) * up).astype(x.dtype)
-        return _product("btf,fd->btd", inner, self.down, self.down_bias, ROWS).astype(x.dtype)
+        return _product("btf,fd->btd", inner, self.down, self.down_bias, outside, wide).astype(x.dtype)
 
     def finish(self, x: Float[Array, "b t d"], o: Float[Array, "b n t h"]) -> Float[Array, "b t d"]:
         """The layer's output from its input and its heads' attention outputs."""
-        x = x + self.output(o)
+        x = x + self.output(x, o)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -177,21 +200,23 @@ class Decoder(nnx.Module):
             self.head = None if config.tied else table()
 
     def embed_tokens(self, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-        """Embeddings, split over the batch. The table stays split: the looked-up columns change places instead."""
+        """Embeddings, split over the batch and, where `sequence` divides them, by tokens. The table stays split: the
+        looked-up columns change places instead."""
         if tokens.shape[0] % batch_shards():
             raise UserError(
                 f"a batch of {tokens.shape[0]} does not divide over the mesh's data × fsdp = {batch_shards()} shards: "
                 "add empty rows"
             )
-        tokens = reshard(tokens, P("data", None))
-        x = self.embed[...].at[tokens].get(out_sharding=P("data", None, "fsdp"))
-        return reshard(x, ROWS)
+        axis = token_axis(tokens.shape[1])
+        tokens = reshard(tokens, P("data", axis))
+        x = self.embed[...].at[tokens].get(out_sharding=P("data", axis, "fsdp"))
+        return reshard(x, P(BATCH, axis, None))
 
     def logits(self, hidden: Float[Array, "b t d"]) -> Float32[Array, "b t v"]:
         """Logits of hidden states that have been through the final norm. The vocabulary is whole on every device."""
-        table = self.embed if self.head is None else self.head
-        y = _product("btd,vd->btv", hidden, table, None, P(BATCH, None, "tensor"))
-        return reshard(y, ROWS)[..., : self.config.vocab_size]
+        table, (axis, wide) = self.embed if self.head is None else self.head, _axes(hidden)
+        y = _product("btd,vd->btv", hidden, table, None, P(BATCH, axis, wide), wide)
+        return reshard(y, P(BATCH, axis, None))[..., : self.config.vocab_size]
 
     def hidden(
         self, tokens: Int[Array, "b t"], document: Int[Array, "b t"] | None = None, *, remat: bool = False
@@ -203,7 +228,7 @@ class Decoder(nnx.Module):
             return vertical_slash(q, k, v, window=1, segment_ids=document)[0]
 
         def attend(step, carry, xs):
-            return jax.shard_map(local, out_specs=HEADS)(step.q, step.k, step.v, document), carry, None
+            return jax.shard_map(local, out_specs=SPLIT)(step.q, step.k, step.v, document), carry, None
 
         x = self.embed_tokens(tokens)
         x, _, _ = scan_layers(self, x, places(tokens, document), attend, remat=remat)
@@ -227,7 +252,7 @@ def layer_body(
 ) -> Callable[[tuple[Any, Any], tuple[Any, Any, Any]], tuple[tuple[Any, Any], Any]]:
     """One layer, as the body of a scan: from (x, carry) and (the layer's weights, its index, its xs) to (x, carry) and
     its ys. Arguments as in `scan_layers`."""
-    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P("tensor"))
+    heads = reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
     angles = cos_sin(model.config.rope, model.config.head_dim, position)
 
     def body(carried, inputs):

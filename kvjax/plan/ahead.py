@@ -83,7 +83,7 @@ def run(job: Job) -> Figures:
     from kvjax.plan.program import figures
 
     topology, shape = Topology.parse(job.topology), MeshShape.parse(job.mesh)
-    mesh = make_mesh(shape.data, shape.fsdp, shape.tensor, topology.devices())
+    mesh = make_mesh(**dataclasses.asdict(shape), devices=topology.devices())
     with jax.set_mesh(mesh):
         return figures(_program(job, shape, mesh), topology.platform, job.limit)
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def dry_run(config: Recipe) -> str:
 
     def measure(length: int, index: int, shape: MeshShape = config.mesh, limit: int | None = None) -> Figures:
         count.say(f"an update of {length} tokens, --mesh {shape}")
-        mesh = make_mesh(shape.data, shape.fsdp, shape.tensor)
+        mesh = make_mesh(**asdict(shape))
         platform = "cuda" if mesh.devices.flat[0].platform == "gpu" else mesh.devices.flat[0].platform
         with jax.set_mesh(mesh):
             program = update(replace(config, mesh=shape), model.config, dtype, mesh, length, index)

@@ -30,14 +30,15 @@ def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
 
 def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
     """Refuse a mesh that does not divide the model. Raises UserError."""
-    for what, size, axis, parts in (
-        ("kv heads", config.num_kv_heads, "tensor", mesh.tensor),
-        ("mlp width", config.mlp_width, "tensor", mesh.tensor),
-        ("width", config.width, "fsdp", mesh.fsdp),
+    heads = "tensor axis" if mesh.sequence == 1 else "tensor × sequence"
+    for what, size, said, parts in (
+        ("kv heads", config.num_kv_heads, heads, mesh.head_shards),
+        ("mlp width", config.mlp_width, heads, mesh.head_shards),
+        ("width", config.width, "fsdp axis", mesh.fsdp),
     ):
         if size % parts:
             raise UserError(
-                f"--mesh {mesh}: its {axis} axis of {parts} does not divide the model's {what} ({size})"
+                f"--mesh {mesh}: its {said} of {parts} does not divide the model's {what} ({size})"
             )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError
-from kvjax.mesh import axis_size
+from kvjax.mesh import HEADS, axis_size
 from kvjax.policies.budget import Budget, Shares, Size, whole
 from kvjax.policies.interfaces import Ahead
 from kvjax.policies.moment import Moment
@@ -200,5 +200,5 @@ class Plan:
             kept = self.budget.of(tokens, entry_bytes)
         if self.shares.over != "head":
             # heads that compete may leave all of a budget to those of one shard
-            kept *= axis_size("tensor")
+            kept *= axis_size(*HEADS)
         return float(min(tokens, kept + chunk + max(self.observed, self.read_behind)))

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.mesh import put, use_mesh
+from kvjax.mesh import HEADS, put, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import BUDGETS, Budget, Threshold
 from kvjax.policies.interfaces import (
@@ -273,7 +273,7 @@ class Policy:
                 raise UserError(
                     f"policy {self.name}: {path[-1].name} is made for {made_for}, the model has {layers} × {kv_heads}"
                 )
-            return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, "tensor")
+            return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, HEADS)
 
         return jax.tree_util.tree_map_with_path(place, self)
 
@@ -343,7 +343,7 @@ class Policy:
 
         def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
             axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
-            sizes = (shape.kv_heads if axis in ("tensor", ("tensor",)) else size for size, axis in axes)
+            sizes = (shape.kv_heads if axis == HEADS else size for size, axis in axes)
             return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
         return jax.eval_shape(lambda policy: policy.memories(shape, layers), jax.tree.map(as_long, self))

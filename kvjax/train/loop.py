@@ -28,6 +28,7 @@ from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.plan.here import check_memory
 from kvjax.plan.shapes import check_longest
+from kvjax.plan.training import check_run
 from kvjax.policies import Policy
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
@@ -72,14 +73,7 @@ def check(config: Recipe) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
     folder = find_model(config.model)
     model = read_config(folder)
-    tensor = config.mesh.tensor
-    if model.num_kv_heads % tensor:
-        raise UserError(
-            f"--mesh {config.mesh}: its tensor axis of {tensor} does not divide the model's "
-            f"{model.num_kv_heads} kv heads"
-        )
-    for phase in config.phases():
-        phase.check_model(model)
+    check_run(config, model)
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
@@ -345,7 +339,7 @@ def plan(config: Recipe, first: int, tokens: int, parameters: int) -> str:
     text = f"{parameters:,} parameters, {rows * steps:,} {config.unit}{counted} in all: {steps} updates of {rows}"
     if rows > config.batch:
         shards = config.mesh.batch_shards
-        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axis `tensor` does not)"
+        text += f", not {config.batch}: the mesh splits a batch into {shards} (its axes `tensor` and `sequence` do not)"
     if first:
         text += f"; going on with update {first + 1}" if first < steps else "; all are done"
     return text

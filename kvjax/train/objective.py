@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import ends
 from kvjax.inference.attention import masked_attention
-from kvjax.mesh import BATCH, P
+from kvjax.mesh import BATCH, HEADS, P, token_axis, token_shards
 from kvjax.models.decoder import Decoder, places, scan_layers
 from kvjax.policies.interfaces import BIAS, Admission, Mask, Trainable
 from kvjax.step import Shape, Step
@@ -93,12 +93,12 @@ class Deployed:
 def _split_heads(x: jax.Array, model: Decoder) -> jax.Array:
     heads = x.shape[:2] == (model.config.num_layers, model.config.num_kv_heads)
     if heads and not any(jax.typeof(x).sharding.spec):
-        return reshard(x, P(None, "tensor"))
+        return reshard(x, P(None, HEADS))
     return x
 
 
 TOKENS_AT_ONCE = 512
-"""Of a sequence, whose logits are there at one time."""
+"""Of a device's tokens of a sequence, whose logits are there at one time."""
 Part = Callable[[Array], Array]
 """Cuts the same tokens out of each array [b t …]."""
 
@@ -162,6 +162,17 @@ def likeliest(
     return logits, which
 
 
+def cut_tokens(x: Shaped[Array, "b t ..."], first: Any, count: int) -> Shaped[Array, "b cut ..."]:
+    """Of each device's own tokens of every sequence `count`, from its `first` one on; of all tokens, where they are
+    whole on every device."""
+    (b, t, *rest), whole = x.shape, (None,) * (x.ndim - 2)
+    axis, shards = token_axis(t), token_shards(t)
+    x = reshard(x, P(BATCH, axis, *whole))
+    x = jax.lax.reshape(x, (b, shards, t // shards, *rest), out_sharding=P(BATCH, axis, None, *whole))
+    x = jax.lax.dynamic_slice_in_dim(x, first, count, 2)
+    return jax.lax.reshape(x, (b, shards * count, *rest), out_sharding=P(BATCH, axis, *whole))
+
+
 def _following(tokens: Shaped[Array, "b t"]) -> Shaped[Array, "b t"]:
     return jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
 
@@ -178,19 +189,21 @@ def _sums_by_parts(
     """Sums of each over all tokens that another one, or a labelled one, follows, of sequences cut in parts, one after
     another; and how many tokens these are."""
     b, t = tokens.shape
-    part = min(TOKENS_AT_ONCE, t)
+    shards = token_shards(t)
+    own = t // shards
+    part = min(TOKENS_AT_ONCE, own)
     counts = reshard(jnp.broadcast_to(jnp.arange(t) < t - 1, (b, t)), P(BATCH, None))
     if labelled is not None:
         counts &= _following(labelled)
 
     @jax.checkpoint
     def some(first: Any, done: Any):
-        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, part, 1)  # noqa: E731
+        cut = lambda x: cut_tokens(x, first, part)  # noqa: E731
         # the last part begins early enough to be whole
-        new = jnp.arange(part) + first >= done
+        new = jnp.tile(jnp.arange(part) + first >= done, shards)
         return tuple(jnp.sum(jnp.where(cut(counts) & new, x, 0), 1) for x in errors(cut))
 
-    starts = jnp.minimum(jnp.arange(-(-t // part), dtype=jnp.int32) * part, t - part)
+    starts = jnp.minimum(jnp.arange(-(-own // part), dtype=jnp.int32) * part, own - part)
     _, sums = jax.lax.scan(lambda done, first: (first + part, some(first, done)), jnp.int32(0), starts)
     return tuple(x.sum(0) for x in sums), counts.sum(1)
 

@@ -63,7 +63,8 @@ class Recipe(abc.ABC):
     """
 
     mesh: MeshShape = MeshShape()
-    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2. Virtual CPU devices where there is no accelerator."""
+    """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2; sequences longer than a device's memory are split over
+    sequence=2. Virtual CPU devices where there is no accelerator."""
     method: str = ""
     """What is trained: one of kvjax's own, a method that an installed package brings, or package.module:NAME."""
     config: str | None = None
@@ -207,6 +208,12 @@ class Recipe(abc.ABC):
                 raise UserError(f"{name} must be {expected}, got {value}")
         if not self.lengths or self.lengths[0] < 1 or sorted(set(self.lengths)) != list(self.lengths):
             raise UserError(f"--lengths must be one or more lengths, rising, got {list(self.lengths)}")
+        for length in self.lengths if self.unit == "sequences" else ():
+            if length % self.mesh.sequence:
+                raise UserError(
+                    f"--lengths {length}: --mesh {self.mesh} splits the tokens of a sequence over {self.mesh.sequence} "
+                    "devices, which do not divide it"
+                )
         if len(self.shares) != len(self.lengths) or min(self.shares) < 0 or sum(self.shares) <= 0:
             raise UserError(
                 f"--shares must be a number for each of {len(self.lengths)} lengths, got {list(self.shares)}"

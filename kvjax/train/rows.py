@@ -28,7 +28,8 @@ class Rows:
 
     @classmethod
     def of_this_process(cls, mesh: Mesh, total: int) -> "Rows":
-        """The rows on this process's devices. Processes that share their rows over `tensor` read the same ones."""
+        """The rows on this process's devices. Processes that share their rows over `tensor` or `sequence` read the same
+        ones."""
         parts = NamedSharding(mesh, P(BATCH)).addressable_devices_indices_map((total,)).values()
         bounds = [part[0].indices(total) for part in parts if part is not None]
         return cls(min(b[0] for b in bounds), max(b[1] for b in bounds), total)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.mesh import BATCH, P
+from kvjax.mesh import BATCH, HEADS, P
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 
 CLIP = 1e-6
@@ -21,21 +21,21 @@ LAYER = "loss/"
 
 
 def scores(gates: SinkGate, x: Float[Array, "b l ..."]) -> Float[Array, "l k b"]:
-    """What the gates predict of positions' inputs, rows split over the batch shards and kv heads over `tensor`."""
+    """What the gates predict of positions' inputs, rows split over the batch shards, and kv heads."""
     if x.ndim == 3:
         x = jnp.swapaxes(x, 0, 1)[:, None]
     else:  # a key for each kv head
-        x = jax.sharding.reshard(x.transpose(1, 2, 0, 3)[:, None], P(None, None, "tensor", BATCH, None))
+        x = jax.sharding.reshard(x.transpose(1, 2, 0, 3)[:, None], P(None, None, HEADS, BATCH, None))
 
     def local(gates, x):
         return jax.vmap(lambda gate, x: gate(x))(gates, x)
 
-    return jax.shard_map(local, out_specs=P(None, None, "tensor", BATCH))(gates, x)[:, 0]
+    return jax.shard_map(local, out_specs=P(None, None, HEADS, BATCH))(gates, x)[:, 0]
 
 
 def by_head(score: Float[Array, "b l k"]) -> Float[Array, "l k b"]:
     """Targets as `scores` has its predictions."""
-    return jax.sharding.reshard(score.transpose(1, 2, 0), P(None, "tensor", BATCH))
+    return jax.sharding.reshard(score.transpose(1, 2, 0), P(None, HEADS, BATCH))
 
 
 def cross_entropy(predicted: Float[Array, "..."], target: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.sampling import prefill
-from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.train.contexts import Context
@@ -140,8 +140,8 @@ def _most(
     *,
     offset: int | None,
 ) -> Float[np.ndarray, "b k s"]:
-    """The most that a query pays to a key, rows split over the batch shards and heads over `tensor`."""
-    placed = [put(x, BATCH, "tensor") for x in (q, k, lse)]
+    """The most that a query pays to a key, rows split over the batch shards, and heads."""
+    placed = [put(x, BATCH, HEADS) for x in (q, k, lse)]
     return np.asarray(_largest(*placed, offset=offset))
 
 
@@ -149,7 +149,7 @@ def _most(
 def _largest(
     q: Float[Array, "b n t h"], k: Float[Array, "b k s h"], lse: Float[Array, "b n t"], *, offset: int | None
 ) -> Float[Array, "b k s"]:
-    heads = P(BATCH, "tensor")
+    heads = P(BATCH, HEADS)
     local = functools.partial(attention_mass, over="max", group="max", offset=offset)
     call = jax.shard_map(
         lambda q, k, lse: local(q, k, lse=lse), in_specs=(heads, heads, heads), out_specs=heads

@@ -25,10 +25,10 @@ from jaxtyping import Array, Float, Int, Shaped
 from kvjax.errors import UserError
 from kvjax.exported.fingerprint import MadeFor, contents
 from kvjax.files import write_text
-from kvjax.mesh import BATCH, P, batch_shards
+from kvjax.mesh import BATCH, P, batch_shards, token_shards
 from kvjax.models.decoder import Decoder
 from kvjax.train.kept import begin_kept, check_kept, check_room, mending
-from kvjax.train.objective import TOKENS_AT_ONCE, likeliest
+from kvjax.train.objective import TOKENS_AT_ONCE, cut_tokens, likeliest
 from kvjax.train.pace import Pace
 from kvjax.train.rows import Rows, TokenRows, from_mesh, to_mesh
 
@@ -183,10 +183,13 @@ def _keep(said: Said, teacher: Decoder, own: TokenRows, mesh: Mesh, rows: Rows) 
     if not np.any(multihost_utils.process_allgather(np.array(len(missing)))):
         return
     hidden, parts = _hidden(teacher, to_mesh(mesh, rows, own)), []
-    for first in range(0, own.shape[1], TOKENS_AT_ONCE):
-        found = _likeliest(teacher, hidden[:, first : first + TOKENS_AT_ONCE], said.count)
-        parts.append([from_mesh(rows, x) for x in found])
-    logits, which = (np.concatenate(x, 1) for x in zip(*parts, strict=True))
+    count, tokens = own.shape
+    shards = token_shards(tokens)
+    for first in range(0, tokens // shards, TOKENS_AT_ONCE):
+        part = min(TOKENS_AT_ONCE, tokens // shards - first)
+        found = _likeliest(teacher, hidden, np.int32(first), part, said.count)
+        parts.append([from_mesh(rows, x).reshape(count, shards, part, -1) for x in found])
+    logits, which = (np.concatenate(x, 2).reshape(count, tokens, -1) for x in zip(*parts, strict=True))
     for index in missing.values():
         said.write(own[index], logits[index], which[index])
 
@@ -196,11 +199,12 @@ def _hidden(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"]:
     return model.hidden(tokens)
 
 
-@functools.partial(jax.jit, static_argnames="count")
+@functools.partial(jax.jit, static_argnames=("part", "count"))
 def _likeliest(
-    model: Decoder, hidden: Float[Array, "b t d"], count: int
-) -> tuple[Float[Array, "b t n"], Int[Array, "b t n"]]:
-    logits, which = likeliest(model, hidden, count)
+    model: Decoder, hidden: Float[Array, "b t d"], first: Int[Array, ""], part: int, count: int
+) -> tuple[Float[Array, "b cut n"], Int[Array, "b cut n"]]:
+    """`likeliest` after `cut_tokens`."""
+    logits, which = likeliest(model, cut_tokens(hidden, first, part), count)
     # a divergence does not change with them, and half precision is finest near 0
     below = (logits.astype(jnp.float32) - logits[..., :1]).astype(jnp.float16)
     return tuple(jax.sharding.reshard(x, P(BATCH, None, None)) for x in (below, which.astype(jnp.int32)))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvjax import cache as caches
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import BATCH as SEQUENCES
+from kvjax.mesh import HEADS as SPLIT
 from kvjax.mesh import SHARDS, make_mesh, put
 from kvjax.policies import make_policy
 
@@ -83,7 +84,7 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
         shapes = cache.pages.pool.shape[:2], cache.layers.priority.shape
         planes, numbers = (
             {"born": put(np.zeros(x, np.int32), *spec), "unused": put(np.zeros(x, np.float32), *spec)}
-            for x, spec in zip(shapes, ((SHARDS, None), (None, SEQUENCES, "tensor", None)), strict=True)
+            for x, spec in zip(shapes, ((SHARDS, None), (None, SEQUENCES, SPLIT, None)), strict=True)
         )
         cache = dataclasses.replace(
             cache,

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.inference.attention import cached_attention, masked_attention
 from kvjax.inference.room import empty_cache
-from kvjax.mesh import BATCH, P, make_mesh, put
+from kvjax.mesh import BATCH, HEADS, P, make_mesh, put
 from kvjax.policies import make_policy
 from kvjax.policies.interfaces import Mask
 from kvjax.step import Step
@@ -17,18 +17,18 @@ from kvjax.struct import struct
 from pallas_kernels.vertical_slash import ends, vertical_slash
 from tests.tiny_models import policies_for, tiny_model
 
-HEADS = P(BATCH, "tensor", None, None)
+SPLIT = P(BATCH, HEADS, None, None)
 
 
 def step_of(values):
     """Tokens that pay all they see the same attention, with one number as value, in bfloat16."""
     t = len(values)
-    zeros = put(np.zeros((1, 1, t, 8), np.float32).astype(jnp.bfloat16), *HEADS)
+    zeros = put(np.zeros((1, 1, t, 8), np.float32).astype(jnp.bfloat16), *SPLIT)
     v = np.broadcast_to(np.reshape(values, (t, 1)), (1, 1, t, 8)).astype(jnp.bfloat16)
     return Step(
         hidden=put(np.zeros((1, t, 8), np.float32), BATCH, None, None), q=zeros, k=zeros, q_pre=zeros, k_pre=zeros,
-        v=put(v, *HEADS), position=put(np.arange(t, dtype=np.int32)[None], BATCH, None), layer=jnp.int32(0),
-        head=put(np.zeros(1, np.int32), "tensor"),
+        v=put(v, *SPLIT), position=put(np.arange(t, dtype=np.int32)[None], BATCH, None), layer=jnp.int32(0),
+        head=put(np.zeros(1, np.int32), HEADS),
     )  # fmt: skip
 
 
@@ -74,14 +74,14 @@ def test_weighted_masks_are_added_and_each_has_its_own_log_sum_exp(shape):
     wanted = sum(w * o for w, (o, _) in zip(weights, parts, strict=True))
     apart = (parts[0][1] - parts[1][1]).reshape(2, 2, -1).max(-1)
     with jax.set_mesh(make_mesh(**shape)):
-        q, k, v = (put(x, *HEADS) for x in (q, k, v))
+        q, k, v = (put(x, *SPLIT) for x in (q, k, v))
         rows = put(np.zeros((2, 12), np.int32), BATCH, None)
         step = Step(
             hidden=put(np.zeros((2, 12, 8), np.float32), BATCH, None, None), q=q, k=k, q_pre=q, k_pre=k, v=v,
-            position=rows, layer=jnp.int32(0), head=put(np.arange(2, dtype=np.int32), "tensor"),
+            position=rows, layer=jnp.int32(0), head=put(np.arange(2, dtype=np.int32), HEADS),
         )  # fmt: skip
         attend = jax.jit(functools.partial(masked_attention, window=3))
-        o, figures = attend(TwoMasks(put(share, "tensor")), step)
+        o, figures = attend(TwoMasks(put(share, HEADS)), step)
         np.testing.assert_allclose(o, wanted, atol=1e-5)
         np.testing.assert_allclose(figures["apart"], apart, atol=1e-5)
         assert np.min(apart) > 0.1
@@ -118,11 +118,11 @@ def test_attention_over_the_cache_needs_no_collective():
 
 def fake_step(tokens):
     b, t = tokens.shape
-    kv, q = (jnp.zeros((b, n, t, 8), out_sharding=HEADS) for n in (4, 8))
+    kv, q = (jnp.zeros((b, n, t, 8), out_sharding=SPLIT) for n in (4, 8))
     return Step(
         hidden=jnp.zeros((b, t, 32), out_sharding=P(BATCH, None, None)), q=q, k=kv, q_pre=q, k_pre=kv, v=kv,
         position=jnp.zeros((b, t), jnp.int32, out_sharding=P(BATCH, None)),
-        layer=jnp.int32(0), head=jnp.zeros(4, jnp.int32, out_sharding=P("tensor")),
+        layer=jnp.int32(0), head=jnp.zeros(4, jnp.int32, out_sharding=P(HEADS)),
     )  # fmt: skip
 
 

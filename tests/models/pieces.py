@@ -31,7 +31,7 @@ def layer_pieces(model, index, x, mlp_in):
     norm, q, k, k_pre, v = (projected[name] for name in ("hidden", "q", "k", "k_pre", "v"))
     o = dense_attention(q, k, v)
     found = {"norm": norm, "cos": angles[0], "sin": angles[1], "q": q, "k": k, "k_pre": k_pre, "v": v}
-    return found | {"attention": layer.output(o), "mlp": layer.mlp(mlp_in), "layer": layer.finish(x, o)}
+    return found | {"attention": layer.output(x, o), "mlp": layer.mlp(mlp_in), "layer": layer.finish(x, o)}
 
 
 @jax.jit

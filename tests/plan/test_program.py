@@ -73,6 +73,18 @@ def test_the_parts_of_training_are_those_of_the_run(mesh, shape, trained):
     assert trained.least_bytes == trained.total - trained.parts[TEMPORARIES] - trained.parts["program"]
 
 
+def test_split_tokens_take_their_part_of_the_memory(shape):
+    found = []
+    for count in (1, 2):
+        run, mesh = dataclasses.replace(RUN, mesh=MeshShape(sequence=count)), make_mesh(sequence=count)
+        with jax.set_mesh(mesh):
+            found.append(figures(update(run, shape, "float32", mesh, 1024), "cpu"))
+    alone, split = found
+    assert split.parts[WEIGHTS] == alone.parts[WEIGHTS]
+    assert split.parts[TEMPORARIES] < 0.55 * alone.parts[TEMPORARIES]
+    assert set(split.collectives) == {"all-to-all", "all-reduce"}
+
+
 @pytest.mark.parametrize(("policy", "share"), [({}, 1.0), ({"policy": "wgkv", "ratio": 0.25}, 0.25 * 1.25)])
 def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their

@@ -12,7 +12,7 @@ from kvjax.inference import compaction, sampling
 from kvjax.inference import quota as quotas
 from kvjax.inference.forward import feed
 from kvjax.inference.room import new_cache
-from kvjax.mesh import AXES, BATCH, P, gather, use_mesh
+from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies
 from tests.policies.published import Captured
@@ -74,7 +74,7 @@ def scored(model, policy, prompts):
         cache = new_cache(model, policy, prompts, 0, PAGE, None)
         quota = quotas.quota(policy, cache, [len(x) for x in prompts])
         cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
-        heads = jax.sharding.reshard(jnp.arange(4), P("tensor"))
+        heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
         output = gather(model.layers.o[...], "fsdp")
 
         def local(eviction, output, pages, layers, trail, seen, *others):
@@ -83,7 +83,7 @@ def scored(model, policy, prompts):
             return compaction.scores(*stored, model.config.rotation(), max(LENGTHS), policy.window)
 
         arguments = policy.eviction, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
-        run = jax.shard_map(local, out_specs=P(None, BATCH, "tensor", None))
+        run = jax.shard_map(local, out_specs=P(None, BATCH, HEADS, None))
         return np.asarray(jax.jit(run)(*arguments))
 
 

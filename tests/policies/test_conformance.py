@@ -148,8 +148,13 @@ MESHED = "wgkv", "kvpop", "quest", *BESIDES
 @pytest.mark.parametrize(
     "name", [*MESHED, *(pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES if x not in MESHED)]
 )
-def test_a_mesh_is_one_device(alike, name):
-    with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
+@pytest.mark.parametrize(
+    "shape",
+    [{"tensor": 4}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.thorough)],
+    ids=str,
+)
+def test_a_mesh_is_one_device(alike, name, shape):
+    with jax.set_mesh(make_mesh(fsdp=2, **shape)):
         split = outcome(name, unnormed(), ROWS)
     alike(name, split)
 

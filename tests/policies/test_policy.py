@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill
-from kvjax.mesh import P, make_mesh, use_mesh
+from kvjax.mesh import HEADS, P, make_mesh, use_mesh
 from kvjax.policies import (
     H2O,
     RKV,
@@ -169,7 +169,7 @@ def test_a_method_s_numbers_may_be_python_s_and_jax_s(model, start, more):
         placed: Any = policy.placed(3, 4).admission
     np.testing.assert_array_equal(placed.start, START)
     np.testing.assert_array_equal(placed.more, [2, 2, 2])
-    assert (placed.start.sharding.spec, placed.more.sharding.spec) == (P(None, "tensor"), P())
+    assert (placed.start.sharding.spec, placed.more.sharding.spec) == (P(None, HEADS), P())
     cache = prefill(model, [np.arange(9)], policy=policy)
     np.testing.assert_array_equal(cache.layers.length[:, 0], admitted(9, window=3))
 

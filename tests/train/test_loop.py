@@ -159,7 +159,7 @@ def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
 
 def test_a_killed_run_goes_on_on_another_mesh(whole, killed, tmp_path):
     again = resumed(killed, tmp_path, "4x2")
-    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2}
+    assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
     assert losses(again.folder) == pytest.approx(losses(whole.folder), rel=1e-5)
 
 
@@ -497,7 +497,7 @@ def test_a_run_says_what_its_mesh_makes_of_the_batch():
     config = parse(["--config", "llama-3.1-8b", "--mesh", "8"])
     assert plan(config, 0, 65_536_000, 1234) == (
         "1,234 parameters, 7,504 sequences, 65,536,000 tokens in all: 938 updates of 8, not 1: the mesh splits a batch "
-        "into 8 (its axis `tensor` does not)"
+        "into 8 (its axes `tensor` and `sequence` do not)"
     )
     builtin = parse(["--mesh", "8"])
     assert (builtin.steps, builtin.rows) == (200, 8)

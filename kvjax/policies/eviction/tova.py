@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from kvjax.mesh import HEADS
 from kvjax.policies.eviction import queries
 from kvjax.step import Stored
 from kvjax.struct import struct
@@ -18,5 +19,5 @@ class TOVA(queries.LastQueries):
 
     def score(self, state: tuple[()], stored: Stored) -> Float[Array, "b k s"]:
         mass = queries.attention(stored)
-        mean = lax.pmean(mass.mean(1, keepdims=True), "tensor")
+        mean = lax.pmean(mass.mean(1, keepdims=True), HEADS)
         return jnp.broadcast_to(mean, mass.shape)

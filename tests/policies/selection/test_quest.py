@@ -18,6 +18,7 @@ from kvjax.inference import forward, sampling
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
+from kvjax.mesh import HEADS as SPLIT
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
 from kvjax.policies.selection.quest import EVERYTHING, Quest, page_scores
@@ -57,7 +58,7 @@ def selector():
             q, bounds, length, layer=jnp.int32(0), local=near, seen=seen, page_size=PAGE
         )
 
-    return jax.jit(jax.shard_map(local, out_specs=P(BATCH, "tensor"), mesh=make_mesh()))
+    return jax.jit(jax.shard_map(local, out_specs=P(BATCH, SPLIT), mesh=make_mesh()))
 
 
 @settings(max_examples=60, deadline=None)
@@ -85,7 +86,7 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
     with jax.set_mesh(make_mesh()):
         given_as = (np.int32(0 if ratio else tokens), np.float32(ratio or 0))
         rows = [put(x.astype(np.int32), BATCH) for x in (near, seen)]
-        split = (BATCH, "tensor")
+        split = (BATCH, SPLIT)
         found = np.asarray(
             selector()(
                 *map(put, given_as), put(queries, *split), put(bounds.astype(np.float32), *split),

@@ -12,7 +12,7 @@ from kvjax.command.launch import MeshShape
 from kvjax.exported.folder import describe
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
-from kvjax.mesh import adopt, make_mesh
+from kvjax.mesh import HEADS, adopt, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import GATE_FLOOR
 from kvjax.train.objective import student_errors
@@ -168,7 +168,7 @@ def test_gates_begin_alike_on_every_mesh_and_differ_by_seed(student):
     alone = initial_state_on(make_mesh(), tiny_model())
     for mine, theirs in zip(jax.tree.leaves(gates), jax.tree.leaves(alone.params), strict=True):
         np.testing.assert_array_equal(mine, theirs)
-    assert gates.w1[...].sharding.spec == P(None, "tensor", None, "fsdp")
+    assert gates.w1[...].sharding.spec == P(None, HEADS, None, "fsdp")
     changed = initial_state_on(mesh, model, WriteGates(window=4, seed=1, expand=4.0)).params
     assert not np.array_equal(changed.w1[...], gates.w1[...])
 

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import UserError, one_of, whole_number
+from kvjax.mesh import HEADS
 from pallas_kernels.mlstm import Memory, Normaliser, mlstm
 
 EXACT = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -79,7 +80,7 @@ class Scorer(nnx.Module):
     reads from the memory of all tokens up to the one by which it is read (`score`).
 
     `theta` learns a head's decay by position, `log_gamma`. Arrays are float32, layers first, and split with the kv
-    heads over `tensor`. Initialised so that gates are alike for all tokens at first: W uniform in ±1/√(2d), w_i, w_f
+    heads. Initialised so that gates are alike for all tokens at first: W uniform in ±1/√(2d), w_i, w_f
     and b_i 0, b_f from 3 to 6 over the heads of a layer, a normal of standard deviation 1/√d_v, c and theta 0.
 
     Args:
@@ -119,7 +120,7 @@ class Scorer(nnx.Module):
             )
 
         def split(*shape: int) -> P:
-            return P(None, "tensor", *(None for _ in shape))
+            return P(None, HEADS, *(None for _ in shape))
 
         def zeros(*shape: int) -> nnx.Param:
             return nnx.Param(jnp.zeros(heads + shape, jnp.float32, out_sharding=split(*shape)))

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from kvjax.mesh import axis_size
+from kvjax.mesh import HEADS, axis_size
 
 
 class WriteGate(nnx.Module):
@@ -32,10 +32,10 @@ class WriteGate(nnx.Module):
         fan_in = 2 * head_dim
         self.norm_pre = nnx.Param(jnp.ones((layers, head_dim), out_sharding=P(None, None)))
         self.norm_post = nnx.Param(jnp.ones((layers, head_dim), out_sharding=P(None, None)))
-        self.w1 = uniform(fan_in, (layers, kv_heads, fan_in, width), None, "tensor", None, split)
-        self.b1 = uniform(fan_in, (layers, kv_heads, width), None, "tensor", split)
-        self.w2 = uniform(width, (layers, kv_heads, width), None, "tensor", split)
-        self.b2 = uniform(width, (layers, kv_heads), None, "tensor")
+        self.w1 = uniform(fan_in, (layers, kv_heads, fan_in, width), None, HEADS, None, split)
+        self.b1 = uniform(fan_in, (layers, kv_heads, width), None, HEADS, split)
+        self.w2 = uniform(width, (layers, kv_heads, width), None, HEADS, split)
+        self.b2 = uniform(width, (layers, kv_heads), None, HEADS)
 
     def __call__(self, k_pre: Float[Array, "b k t h"], k: Float[Array, "b k t h"]) -> Float[Array, "b k t"]:
         """The gates of one layer's tokens (this module sliced to that layer), in (0, 1)."""

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
+from kvjax.mesh import HEADS
 from kvjax.step import Step
 
 INPUTS = "hidden", "k", "k_pre"
@@ -33,13 +34,13 @@ class SinkGate(nnx.Module):
     b is added once, to the numerator's logit, whatever its sign: the form in which published gates are used. `form`
     names it or one of the paper's alternatives (`FORMS`), which have other parameters.
 
-    Arrays are float32, layers first, and split with the kv heads over `tensor`; initialised as a torch linear layer,
+    Arrays are float32, layers first, and split with the kv heads; initialised as a torch linear layer,
     U(±1/√width), sinks and b at 0. A layer's scores are local code: call it inside `shard_map` with the layer's part of
     the arrays. Of all layers at once, in training, with x [l b t d] whose rows are split:
 
         def local(gates, x):
             return jax.vmap(lambda gate, x: gate(x))(gates, x)
-        scores = jax.shard_map(local, out_specs=P(None, BATCH, "tensor"))(gates, x)
+        scores = jax.shard_map(local, out_specs=P(None, BATCH, HEADS))(gates, x)
     """
 
     b: nnx.Param
@@ -66,7 +67,7 @@ class SinkGate(nnx.Module):
 
         def draw(*shape: int, heads: bool = True, value: float | None = None) -> nnx.Param:
             shape = (layers, kv_heads, *shape) if heads else (layers, *shape)
-            spec = P(None, "tensor" if heads else None, *(None,) * (len(shape) - 2))
+            spec = P(None, HEADS if heads else None, *(None,) * (len(shape) - 2))
             if value is not None:
                 return nnx.Param(jnp.full(shape, value, jnp.float32, out_sharding=spec))
             bound = 1 / math.sqrt(width)

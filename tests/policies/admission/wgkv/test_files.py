@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.mesh import make_mesh
+from kvjax.mesh import HEADS, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import load_gates, save_gates
 from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes
@@ -89,7 +89,7 @@ def test_a_policy_takes_the_authors_file(model, published):
 def test_the_authors_file_is_split_over_the_mesh(published):
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         gates, _ = load_gates(published[0])
-    assert gates.w1[...].sharding.spec == jax.P(None, "tensor", None, "fsdp")
+    assert gates.w1[...].sharding.spec == jax.P(None, HEADS, None, "fsdp")
     jax.tree.map(
         np.testing.assert_array_equal, jax.device_get(gates), jax.device_get(load_gates(published[0])[0])
     )

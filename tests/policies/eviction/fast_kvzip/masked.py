@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.mesh import AXES, BATCH, P, gather, use_mesh
+from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 
 
@@ -18,7 +18,7 @@ def _forward(model, gates, tokens, visible):
         s = jnp.einsum("bnth,bnsh->bnts", q, k_) / np.sqrt(k.shape[-1])
         p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1)
         o = jax.sharding.reshard(jnp.einsum("bnts,bnsh->bnth", p, v_), jax.typeof(step.q).sharding.spec)
-        score = jax.shard_map(lambda gate, x: gate(x), out_specs=P(BATCH, "tensor"))(gate, step.hidden)
+        score = jax.shard_map(lambda gate, x: gate(x), out_specs=P(BATCH, HEADS))(gate, step.hidden)
         return o, None, (k[0], gather(score, *AXES)[0])
 
     position = jnp.arange(len(tokens))[None]

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from kvjax.errors import UserError
-from kvjax.mesh import make_mesh, use_mesh
+from kvjax.mesh import HEADS, make_mesh, use_mesh
 from kvjax.policies.eviction.fast_kvzip import FORMS, SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from tests.exported.torch_files import Global, Numpy, write_torch
@@ -48,7 +48,7 @@ def test_gates_are_split_as_they_were_made(tmp_path, model):
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         read, _ = load_gates(tmp_path, model)
     for name in ("w_q", "k_base", "b"):
-        assert getattr(read, name)[...].sharding.spec[1] == "tensor"
+        assert getattr(read, name)[...].sharding.spec[1] == HEADS
 
 
 def test_gates_of_another_model_are_refused(tmp_path, model):

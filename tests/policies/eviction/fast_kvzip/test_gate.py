@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.errors import UserError
 from kvjax.mesh import BATCH, make_mesh, put, use_mesh
+from kvjax.mesh import HEADS as SPLIT
 from kvjax.policies.eviction.fast_kvzip import FORMS, INPUTS, SinkGate, inputs
 from tests.policies.steps import step
 
@@ -157,7 +158,7 @@ def entropy_of_all_layers(gates, x, target):
     def local(gates, x):
         return jax.vmap(lambda gate, x: gate(x))(gates, x)
 
-    scores = jax.shard_map(local, out_specs=P(None, BATCH, "tensor"))(gates, x)
+    scores = jax.shard_map(local, out_specs=P(None, BATCH, SPLIT))(gates, x)
     return -(target * jnp.log(scores) + (1 - target) * jnp.log1p(-scores)).mean()
 
 
@@ -173,9 +174,9 @@ def test_gradients_on_a_mesh_are_those_of_one_device(form):
                     LAYERS, HEADS, GROUP, WIDTH, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(3)
                 )
             )
-            arguments = make(), put(x, None, BATCH), put(target, None, BATCH, "tensor")
+            arguments = make(), put(x, None, BATCH), put(target, None, BATCH, SPLIT)
             found.append(jax.jit(jax.value_and_grad(entropy_of_all_layers))(*arguments))
-    assert found[1][1].b[...].sharding.spec[1] == "tensor"
+    assert found[1][1].b[...].sharding.spec[1] == SPLIT
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-6), *jax.device_get(found))
 
 

@@ -1,0 +1,114 @@
+"""Reading and answering on a mesh that splits tokens, and the cache by kv heads: as on one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import UserError
+from kvjax.inference.capture import captured_layers
+from kvjax.mesh import HEADS, make_mesh, token_axis
+from kvjax.policies import make_policy
+from tests.tiny_models import TRAINED, tiny_config, tiny_model
+
+POLICIES = {
+    "full": {},
+    "streaming_llm": {"window": 6, "sink": 2},
+    "wgkv": {"tau": 0.5, "window": 6},
+    "snapkv": {"ratio": 0.5, "observed": 4},
+    "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
+    "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
+    "kvpop": {"budget": 14, "sink": 2, "window": 6},
+    "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
+}
+ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in (40, 23)]
+
+
+@functools.cache
+def outcome(name, **shape):
+    """What is stored of each sequence after a prefill, an answer with its log-probabilities, and the bytes of each
+    device's pool."""
+    with jax.set_mesh(make_mesh(**shape)):
+        model = tiny_model()
+        trained = TRAINED[name](model) if name in TRAINED else {}
+        policy = make_policy(name, model=model, **POLICIES[name], **trained)
+        # in pieces of 16 tokens and one of 3, which no axis divides
+        cache = kvjax.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
+        said = kvjax.sample(
+            model, [[5], [6]], policy=policy, cache=cache, max_new_tokens=6, logprobs=True, eos=[]
+        )
+        sizes = {shard.data.nbytes for shard in cache.pages.pool.addressable_shards}
+    return np.asarray(cache.layers.length), said, sizes
+
+
+BOTH = {"tensor": 2, "sequence": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *((name, {"sequence": 2}) for name in POLICIES),
+        ("adakv", BOTH),
+        *(pytest.param(x, BOTH, marks=pytest.mark.thorough) for x in POLICIES if x != "adakv"),
+    ],
+    ids=str,
+)
+def test_what_is_kept_and_said_is_one_device_s(name, shape):
+    entries, said, sizes = outcome(name, **shape)
+    wanted, same, (whole,) = outcome(name)
+    np.testing.assert_array_equal(entries, wanted)
+    for mine, theirs in zip(said.tokens, same.tokens, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    for mine, theirs in zip(said.logprobs, same.logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    if name == "full":
+        assert sizes == {whole // math.prod(shape.values())}
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_only_heads_and_outputs_change_places(tokens):
+    """Of a call that the axis splits four all-to-alls a layer, and nothing that all devices hold whole; of one token
+    one sum after attention, one after the mlp, as on `tensor`."""
+    with jax.set_mesh(make_mesh(sequence=2)):
+        model = tiny_model()
+        x = jax.jit(lambda model: model.hidden(jnp.zeros((1, tokens), jnp.int32)))
+        text = x.lower(model).compile().as_text()
+        assert token_axis(tokens) == (None if tokens == 1 else "sequence")
+    kinds = {name: text.count(f" {name}(") for name in ("all-to-all", "all-gather", "all-reduce")}
+    # one program of a layer, in a loop
+    wanted = {"all-to-all": 4, "all-gather": 0, "all-reduce": 0}
+    assert kinds == (wanted if tokens > 1 else {"all-to-all": 0, "all-gather": 0, "all-reduce": 2})
+
+
+@pytest.mark.parametrize("shape", [{"sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}], ids=str)
+def test_what_is_captured_is_one_device_s(shape):
+    """Whole sequences of every head; of 19 and 40 tokens, in calls of 24 and 48."""
+    names = "hidden", "q", "k", "v", "k_pre", "lse"
+    for rows in ([ROWS[0][:19], ROWS[1][:19]], [ROWS[0], np.roll(ROWS[0], 1)]):
+        found = []
+        for mesh in (make_mesh(), make_mesh(**shape)):
+            with jax.set_mesh(mesh):
+                found.append(list(captured_layers(tiny_model(), make_policy("full"), None, rows, names)))
+        for alone, split in zip(*found, strict=True):
+            for name in names:
+                np.testing.assert_allclose(split[name], alone[name], atol=1e-5)
+
+
+def test_heads_that_cannot_be_split_are_one_line():
+    with jax.set_mesh(make_mesh(tensor=2, sequence=4)), pytest.raises(UserError) as error:
+        tiny_model()
+    assert tiny_config().num_kv_heads == 4
+    assert str(error.value) == (
+        "the mesh's tensor × sequence has size 8, which does not divide the model's kv heads (4)"
+    )
+
+
+def test_gates_are_split_with_the_heads():
+    with jax.set_mesh(make_mesh(tensor=2, sequence=2)):
+        gates = TRAINED["wgkv"](tiny_model())["gates"]
+    assert gates.w1[...].sharding.spec[1] == HEADS
+    assert gates.w1[...].addressable_shards[0].data.shape[1] == 1
