@@ -11,12 +11,11 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.mesh import BATCH, make_mesh, put
-from kvjax.policies import make_policy
+from kvjax.mesh import make_mesh
 from kvjax.train.config import parse
 from kvjax.train.loop import train
-from kvjax.train.objective import Deployed, next_token_loss, student
 from kvjax.train.recipes.kvpop import ConstantCache
+from kvjax.train.recipes.prulong import PruLong
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
@@ -29,12 +28,17 @@ RECIPES = {
     "wgkv": WriteGates(window=4, lambda_=0.3, sequences=5, expand=4.0),
     "uptrain": ConstantCache(phase="uptrain", **KVPOP),
     "sparsify": ConstantCache(phase="sparsify", **KVPOP),
+    "prulong": PruLong(sink=2, window=6, block=2, start=0.0, frozen_model=False),
 }
 
 
-def drawn(mesh, length, rows=8):
+def drawn(mesh, length, rows=8, *, packed=False):
+    """Tokens; packed, documents of which one begins where a device's tokens do, and one stands across."""
     tokens = np.random.default_rng(0).integers(0, 61, (rows, length)).astype(np.int32)
-    return to_mesh(mesh, Rows(0, rows, rows), tokens)
+    document = np.searchsorted([7, 16, 29], np.arange(length), "right")[None].repeat(rows, 0)
+    labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
+    batch = {"tokens": tokens, "document": document.astype(np.int32), "labelled": labelled}
+    return to_mesh(mesh, Rows(0, rows, rows), batch if packed else tokens)
 
 
 def assert_close(found, wanted):
@@ -56,7 +60,7 @@ def gradient(name, **shape):
             loss = functools.partial(recipe.loss, batch=tokens, key=jax.random.key(0), step=jnp.int32(0))
             return jax.value_and_grad(lambda params: loss(params, model), has_aux=True)(params)
 
-        return jax.device_get(run(params, model, drawn(mesh, 32)))
+        return jax.device_get(run(params, model, drawn(mesh, 32, packed=name == "prulong")))
 
 
 @each
@@ -71,37 +75,6 @@ def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
     )
     assert_close(found, wanted)
     assert max(np.abs(x).max() for x in jax.tree.leaves(wanted)) > 1e-3
-
-
-@functools.cache
-def packed(**shape):
-    """The loss of documents that follow one another under sinks and a window, and its gradient."""
-    document = np.searchsorted([13, 16, 30], np.arange(40), "right")[None].repeat(8, 0)
-    labelled = np.pad(document[:, 1:] == document[:, :-1], ((0, 0), (1, 0)))
-    mesh = make_mesh(**shape)
-    with jax.set_mesh(mesh):
-        model = tiny_model()
-        sinks = make_policy("streaming_llm", sink=2, window=6).placed(3, 4).admission
-
-        @jax.jit
-        def run(model, tokens, document, labelled):
-            def loss(model):
-                hidden, _ = student(Deployed(sinks, 6), model, tokens, document, window=6)
-                return next_token_loss(model, hidden, tokens, labelled)
-
-            return jax.value_and_grad(loss)(model)
-
-        return jax.device_get(
-            run(model, drawn(mesh, 40), put(document, BATCH, None), put(labelled, BATCH, None))
-        )
-
-
-@each
-def test_packed_documents_are_one_device_s(mesh):
-    """One of them begins where one device's tokens end, and one stands across."""
-    (loss, found), (alone, wanted) = packed(**mesh), packed()
-    assert loss == pytest.approx(alone, rel=1e-5)
-    assert_close(found, wanted)
 
 
 def temporaries(name, length, **shape):

@@ -96,6 +96,34 @@ def test_the_expected_sparsity_is_that_of_many_draws():
     np.testing.assert_allclose(draws.mean(0), expected, atol=0.01)
 
 
+def test_log_alphas_have_the_gradients_of_finite_differences():
+    """Of the whole loss with one draw, in which no head's mask is clipped: the model's part and the constraint's."""
+    recipe = PruLong(sequences=80, **SIZES)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 61, (2, 32)).astype(np.int32)
+    batch = {"tokens": tokens, "document": np.zeros_like(tokens), "labelled": tokens >= 0}
+    with jax.set_mesh(make_mesh()):
+        model, batch = tiny_model(), jax.tree.map(jnp.asarray, batch)
+        keys = jax.random.split(jax.random.key(0), 20000)
+        draws = jax.vmap(lambda key: hard_concrete.sample(key, jnp.zeros((3, 4))))(keys)
+        inside = jnp.abs(draws - 0.5).max((1, 2))
+        assert inside.min() < 0.46
+        key = keys[inside.argmin()]
+
+        @jax.jit
+        def loss(log_alpha):
+            params = {"log_alpha": log_alpha, "multipliers": jnp.asarray([0.7, 0.4])}
+            return recipe.loss(params, model, batch, key, jnp.int32(5))[0]
+
+        found, step = jax.jit(jax.grad(loss))(jnp.zeros((3, 4))), 0.02
+        for at in np.ndindex(3, 4):
+            moved = np.zeros((3, 4), np.float32)
+            moved[at] = step
+            wanted = (float(loss(jnp.asarray(moved))) - float(loss(jnp.asarray(-moved)))) / (2 * step)
+            assert float(found[at]) == pytest.approx(wanted, rel=0.005, abs=3e-4)
+    assert np.abs(np.asarray(found)).min() > 3e-3
+
+
 def test_masks_are_rounded_as_they_are_used():
     """Equal weights too, at every share: the earlier head is whole."""
     weights = np.asarray([[0.5, -3.0, 0.5, 9.0], [0.5, 2.0, -3.0, 0.5]], np.float32)
