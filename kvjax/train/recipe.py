@@ -356,7 +356,7 @@ class Recipe(abc.ABC):
     @property
     def evaluate_options(self) -> Sequence[str]:
         """What `kvjax.evaluate` is told for this method to be among those that it compares."""
-        return "--policies", "full", *self.rivals.values(), self.used_as
+        return "--policies", "full", *self.rivals.values(), self.method
 
     @property
     def use_options(self) -> Sequence[str]:

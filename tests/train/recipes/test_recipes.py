@@ -12,6 +12,8 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import MeshShape
+from kvjax.evaluate.config import POLICIES
+from kvjax.evaluate.contenders import contender
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import load_arrays
 from kvjax.inference.sampling import sample
@@ -230,6 +232,14 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
         )
     np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])
     assert read.stats.kv_ratio == pytest.approx(kept.stats.kv_ratio)
+
+
+@pytest.mark.parametrize("method", recipes.RECIPES)
+def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
+    """Not of other policies that leave its folder unread."""
+    _, *named = made(method).evaluate_options or ("--policies", *POLICIES)
+    own = [contender(name) for name in named]
+    assert any(x.gates == method and x.needs_gates for x in own)
 
 
 def test_every_recipe_is_here():
