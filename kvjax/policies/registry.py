@@ -65,12 +65,13 @@ POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
 
 ELSEWHERE = {
     "DuoAttention": "it is head_pattern, whose pattern= may be a folder of DuoAttention's",
+    "PruLong": "it is head_pattern, whose pattern= may be a folder that kvjax.train --method prulong leaves",
     "ObservedAttention": "the nearest is h2o, which sums the attention that ObservedAttention averages over the "
     "queries that see an entry, and leaves half of its budget to the newest (none with recent=0)",
     "Random": "it is random_eviction; random is an admission",
     "CriticalAdaKV": "the nearest is adakv with eviction='critical_kv', which shares budgets by CriticalKV's scores",
 }
-"""What methods of kvpress, whose names end in Press, are here, where the nearest name does not say it."""
+"""What other methods are here, those of kvpress also with Press behind, where the nearest name does not say it."""
 
 
 def described() -> dict[str, str]:

@@ -287,6 +287,11 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
             "DuoAttention's",
         ),
         (
+            lambda: make_policy("prulong"),
+            "unknown policy 'prulong'; here it is head_pattern, whose pattern= may be a folder that kvjax.train "
+            "--method prulong leaves",
+        ),
+        (
             lambda: make_policy("observed_attention", ratio=0.5),
             "unknown policy 'observed_attention'; here the nearest is h2o, which sums the attention that "
             "ObservedAttention averages over the queries that see an entry, and leaves half of its budget to the "
