@@ -246,6 +246,23 @@ def test_static_heads_may_stream_between_calls(name, model, gates):
         budget_policy(f"{name}:streaming=never", sizing)
 
 
+@pytest.mark.parametrize("name", LEARNED)
+def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(name, model, tmp_path):
+    """Of those that stream the sinks are the folder's, the window at least the folder's."""
+    weights = np.random.default_rng(0).permutation(12).reshape(3, 4) - 6.0
+    write_pattern(tmp_path, weights, 3, 9, sparsity=0.7)
+    counts = []
+    for ratio in (0.25, 0.5, 0.75):
+        sizing = Sizing(model, ratio, 128, 120, 32, 4, str(tmp_path))
+        policy = budget_policy(name, sizing)
+        whole = np.asarray(policy.admission.pattern)
+        counts.append(int(whole.sum()))
+        assert weights[whole].min() > weights[~whole].max()
+        assert (np.asarray(policy.admission.sink) == 3).all()
+        assert policy.window >= 9
+    assert 0 < counts[0] < counts[1] < counts[2] < 12
+
+
 def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
     """Its order, sinks and window, whatever the budget; and it takes one folder."""
     shape = model.config.num_layers, model.config.num_kv_heads
