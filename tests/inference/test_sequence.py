@@ -20,6 +20,7 @@ POLICIES = {
     "streaming_llm": {"window": 6, "sink": 2},
     "wgkv": {"tau": 0.5, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
+    "tova": {"ratio": 0.5},
     "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "kvpop": {"budget": 14, "sink": 2, "window": 6},
