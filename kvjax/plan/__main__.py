@@ -81,7 +81,7 @@ def train(args: list[str]) -> None:
         if search:
             growing = TEMPORARIES, "batch"
             if phase.unit == "sequences":
-                longest = programs.largest([job], "length", found, growing, most)
+                longest = programs.largest([job], "length", found, growing, most, mesh.sequence)
                 _say(figures.bracket(longest, "longest sequence", most=most))
             _say(*programs.mesh([job], found, others))
 

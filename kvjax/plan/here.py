@@ -69,7 +69,8 @@ def dry_run(config: Recipe) -> str:
         known = {length: found}
         if phase.unit == "sequences":
             longest = largest(
-                lambda length, index=index: measure(length, index), known, usable, (TEMPORARIES,), most
+                lambda length, index=index: measure(length, index),
+                *(known, usable, (TEMPORARIES,), most, config.mesh.sequence),
             )
             lines.append(figures.bracket(longest, "longest sequence", most=most))
         if not fits(found, usable):

@@ -71,6 +71,7 @@ def largest(
         most: no larger number means anything.
         multiple: of which numbers are.
     """
+    most -= most % multiple
     fixed = min(one.total - sum(one.parts.get(part, 0) for part in growing) for one in known.values())
     for _ in range(TRIES if fixed <= usable else 0):
         found = _bracket(known, usable)

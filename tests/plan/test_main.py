@@ -102,6 +102,20 @@ def test_training_that_does_not_fit_gets_a_length_and_a_mesh(folder, monkeypatch
     assert all(job.arguments == jobs[0].arguments and "--topology" not in job.arguments for job in jobs)
 
 
+def test_lengths_that_are_tried_are_those_that_the_mesh_splits(folder, monkeypatch, capsys):
+    """Of a device's 15.75 GiB weights and a token take one each: 13 would fit, of which two devices have no halves."""
+    monkeypatch.setattr(
+        command,
+        "compiled",
+        lambda job: Figures({"weights": 2**30, TEMPORARIES: 2**30 * job.length}, 1e12, 0, {}, {}, 1.0),
+    )
+    monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
+    told = ["--window", "8", "--lengths", "64", "--shares", "1", "--model", str(folder)]
+    for mesh, fits in (("8", 13), ("fsdp=4,sequence=2", 12)):
+        command.main([*TRAIN[:4], mesh, *told])
+        assert f"longest sequence: {fits} fits" in capsys.readouterr().out
+
+
 def test_what_is_read_before_the_first_update_is_compiled_first(folder, monkeypatch, capsys):
     """By Fast KVzip's recipe, of its longest contexts; other targets are not planned."""
     jobs = []

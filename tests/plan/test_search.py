@@ -47,6 +47,7 @@ def test_no_more_than_means_anything_and_in_multiples():
     assert search(64, 1 << 40, most=500) == (Bracket(500, None, 6000), 1)
     assert search(600, 1 << 40, most=500) == (Bracket(600, None, 7000), 0)
     assert search(9, 10_010, multiple=9)[0].fits == 828
+    assert search(9, 1 << 40, most=500, multiple=9)[0].fits == 495
 
 
 def test_nothing_is_tried_where_what_does_not_grow_is_too_much():
