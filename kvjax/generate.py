@@ -124,6 +124,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.inference.stop import stop_texts
     from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
+    from kvjax.models.decoder import check_mesh
     from kvjax.models.folder import find_model
     from kvjax.policies.make import make_ahead, make_policy
 
@@ -139,6 +140,7 @@ def run(config: GenerateConfig) -> None:
         longest = len(prompt) + config.max_new_tokens
         if policy is not None:
             shape = read_config(find_model(config.model), longest)
+            check_mesh(shape)
             policy.check(shape)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)

@@ -133,6 +133,13 @@ def test_arguments_are_refused_before_there_is_a_model(args, says):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("mesh", ["sequence=3", "1x3"])
+def test_a_mesh_that_does_not_divide_the_heads_is_refused_before_anything_is_split(mesh, monkeypatch):
+    monkeypatch.setattr("kvjax.models.load_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(UserError, match=r"has size 3, which does not divide the model's kv heads \(4\)"):
+        main(["--prompt", "x", "--policy", "head_pattern", "--gates", "builtin:prulong", "--mesh", mesh])
+
+
 def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypatch):
     monkeypatch.setattr("kvjax.models.load_model", None)
     with pytest.raises(UserError, match="these gates are for"):
