@@ -16,7 +16,7 @@ from kvjax.evaluate.gates import described
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Quest, SnapKV, make_policy
-from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.policies.admission.pattern_folder import PatternFolder, read_pattern
 from kvjax.policies.assignments import with_arguments
 from kvjax.policies.make import check_names, takes_tokenizer
 from kvjax.policies.numbers import head_table
@@ -131,7 +131,7 @@ def _told_pattern(sizing: Sizing) -> Policy:
 
 def _learned_heads(sizing: Sizing) -> Policy:
     assert sizing.gates is not None  # the command line is refused without
-    learned = read_pattern(sizing.gates)
+    learned = ranked(f"--gates {sizing.gates}", read_pattern(sizing.gates))
     _check_holds(sizing.entries, learned.sink, f"{learned.sink} sinks")
     sizes = {
         "entries": sizing.entries,
@@ -143,12 +143,22 @@ def _learned_heads(sizing: Sizing) -> Policy:
     return whole_heads(weights, **sizes).policy(sizing.model, **sizing.arguments)
 
 
+def ranked(where: str, pattern: PatternFolder) -> PatternFolder:
+    """A pattern that has an order of the heads for any budget. Raises UserError for one of 0 and 1 alone."""
+    if np.isin(pattern.weights, (0, 1)).all():
+        raise UserError(
+            f"{where}: a pattern of 0 and 1 has no order of its heads for --budgets; as it is it is "
+            f"head_pattern:sparsity={1 - pattern.weights.mean():g} with --pattern"
+        )
+    return pattern
+
+
 def known_orders(sizing: Sizing) -> tuple[dict[str, Float[np.ndarray, "l k"]], int]:
     """What heads are worth as far as it need not be measured, by the orders' names, and the smallest window of
     streaming heads: the gates', if there are any."""
     orders, window = {}, narrowest(sizing.tokens)
     for folder in sizing.patterns:
-        weights = read_pattern(folder).weights
+        weights = ranked(f"--pattern {folder}", read_pattern(folder)).weights
         orders[str(folder)] = head_table("--pattern", "its table", weights, *sizing.shape, shares=False)
     if sizing.gates is not None:
         said = described(sizing.gates)

@@ -48,7 +48,7 @@ def train(args: list[str]) -> None:
     """What a run reads before its updates, if it does; its updates: of each phase the longest sequence, then what would
     fit."""
     from kvjax.plan.targets import STAGES
-    from kvjax.plan.training import check_run
+    from kvjax.plan.training import check_run, split_lengths
     from kvjax.train.config import parse
 
     told, search = find_value(args, "--topology"), NO_SEARCH not in args
@@ -61,7 +61,7 @@ def train(args: list[str]) -> None:
     model, mesh = find_shape(recipe.model), recipe.mesh
     check_run(recipe, model.config)
     topology = _checked(told, mesh)
-    most, others = model.config.longest, list(meshes(model.config, mesh.count, mesh))
+    most, others = model.config.longest, list(meshes(model.config, mesh.count, mesh, split_lengths(recipe)))
     _heading(recipe.model, recipe.dtype or model.dtype, topology, mesh)
     phases = recipe.phases()
     first, each = tuple(STAGES) if recipe.repeats else (), 1 + (TRIES + len(others) if search else 0)

@@ -21,7 +21,7 @@ from kvjax.plan.program import TEMPORARIES, Figures, held, too_much
 from kvjax.plan.program import figures as compiled
 from kvjax.plan.search import TRIES, Count, fits, largest, meshes
 from kvjax.plan.shapes import check_longest, find_shape
-from kvjax.plan.training import batch_of, check_run, update
+from kvjax.plan.training import batch_of, check_run, split_lengths, update
 from kvjax.train.recipe import Recipe
 from kvjax.train.update import Update, first_state
 
@@ -46,7 +46,8 @@ def dry_run(config: Recipe) -> str:
     check_run(config, model.config)
     dtype, phases = config.dtype or model.dtype, config.phases()
     start(config.mesh)
-    usable, others = device_bytes(), list(meshes(model.config, config.mesh.count, config.mesh))
+    usable = device_bytes()
+    others = list(meshes(model.config, config.mesh.count, config.mesh, split_lengths(config)))
     count = Count(len(phases) * (1 + TRIES + len(others)))
 
     def measure(length: int, index: int, shape: MeshShape = config.mesh, limit: int | None = None) -> Figures:

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.command.launch import MeshShape
 from kvjax.models.config import ModelConfig
@@ -121,11 +121,17 @@ def rounded_down(number: int) -> int:
     return max(1, number // step * step)
 
 
-def meshes(config: ModelConfig, count: int, but: MeshShape) -> Iterator[MeshShape]:
-    """The meshes of `count` devices, fsdp × tensor, that divide the model; those that split heads most come first, as
-    they take the fewest sequences at a time."""
-    for tensor in range(count, 0, -1):
-        divides = count % tensor == 0 and config.num_kv_heads % tensor == 0 and config.mlp_width % tensor == 0
-        shape = MeshShape(1, count // tensor, tensor)
-        if divides and config.width % shape.fsdp == 0 and shape != but:
+def meshes(
+    config: ModelConfig, count: int, but: MeshShape, lengths: Sequence[int] = (1,)
+) -> Iterator[MeshShape]:
+    """The meshes of `count` devices that divide the model, fsdp × tensor: those that split heads most come first, as
+    they take the fewest sequences at a time. Then fsdp × sequence, where sequences of these lengths can be split."""
+    divisors = [parts for parts in range(count, 0, -1) if count % parts == 0]
+    shapes = [MeshShape(fsdp=count // parts, tensor=parts) for parts in divisors]
+    splits = [parts for parts in divisors[:-1] if not any(length % parts for length in lengths)]
+    shapes += [MeshShape(fsdp=count // parts, sequence=parts) for parts in reversed(splits)]
+    for shape in shapes:
+        heads = config.num_kv_heads, config.mlp_width
+        divides = not any(size % shape.head_shards for size in heads) and config.width % shape.fsdp == 0
+        if divides and shape != but:
             yield shape

@@ -1,6 +1,7 @@
 """A training run's update, as a program of shapes alone."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -47,6 +48,11 @@ def check_run(recipe: Recipe, config: ModelConfig) -> None:
     check_mesh(recipe.mesh, config)
     for phase in recipe.phases():
         phase.check_model(config)
+
+
+def split_lengths(recipe: Recipe) -> Sequence[int]:
+    """The lengths that a sequence axis must divide: those of sequences, of rows of another kind none that can be."""
+    return recipe.lengths if recipe.unit == "sequences" else (1,)
 
 
 def update(

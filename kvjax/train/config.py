@@ -63,7 +63,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if named is None else Path(named)
-    recipe, before = _saved(out, "--resume: ", arguments)
+    recipe, before = _saved(out, "--resume: ")
     config = parse_command(recipe, args, default=load_config(recipe, name) if name else before)
     if config.rows != before.batch:
         raise UserError(
@@ -95,11 +95,11 @@ def read_run(out: Path, mesh: MeshShape | None = None) -> Recipe:
     return config
 
 
-def _saved(out: Path, where: str = "", arguments: Sequence[str] = ()) -> tuple[type[Recipe], Recipe]:
+def _saved(out: Path, where: str = "") -> tuple[type[Recipe], Recipe]:
     """The recipe of the run in a folder, and what it was told."""
     if not (out / SAVED).is_file():
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
-    recipe = _recipe(arguments, out / SAVED)
+    recipe = _recipe((), out / SAVED)
     return recipe, load_config(recipe, str(out / SAVED))
 
 

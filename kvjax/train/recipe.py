@@ -302,7 +302,8 @@ class Recipe(abc.ABC):
 
         Args:
             batch: of one update, or of one part of it; split over the mesh by its rows.
-            key: another one for each update and part. step: updates before this one, in this phase.
+            key: another one for each update, the same for its parts, so that these are the update. step: updates before
+                this one, in this phase.
         """
 
     @abc.abstractmethod

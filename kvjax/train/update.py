@@ -140,15 +140,14 @@ def _accumulate(
         x = jax.lax.reshape(x, (x.shape[0] // parts, parts, *x.shape[1:]), out_sharding=P(BATCH, None, *rest))
         return jnp.moveaxis(x, 1, 0)
 
-    def one(total, inputs):
-        index, part = inputs
+    def one(total, part):
         part = jax.tree.map(lambda x: reshard(x, P(BATCH, *(None,) * (x.ndim - 1))), part)
-        found = gradient(state, model, part, jax.random.fold_in(key, index), step)
+        found = gradient(state, model, part, key, step)
         return jax.tree.map(lambda a, b: a + b.astype(a.dtype) / parts, total, found), None
 
     batches = jax.tree.map(split, batch)
     first = jax.tree.map(lambda x: x[0], batches)
     shapes = jax.eval_shape(gradient, state, model, first, key, step)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32, out_sharding=x.sharding), shapes)
-    total, _ = jax.lax.scan(one, zeros, (jnp.arange(parts), batches))
+    total, _ = jax.lax.scan(one, zeros, batches)
     return total

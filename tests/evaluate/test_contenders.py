@@ -280,6 +280,16 @@ def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
             own.make(dataclasses.replace(sizing, patterns=folders))
 
 
+@pytest.mark.parametrize("name", ["head_pattern", "prulong"])
+def test_a_table_of_0_and_1_is_ranked_for_no_budget(name, model, tmp_path):
+    write_pattern(tmp_path, np.eye(3, 4), 4, 16)
+    sizing = Sizing(model, 0.5, 128, 120, 32, 4, gates=str(tmp_path), patterns=(tmp_path,))
+    with pytest.raises(
+        UserError, match="0 and 1 has no order .* as it is it is head_pattern:sparsity=0.75 with"
+    ):
+        budget_policy(name, sizing)
+
+
 def brought(*, model: Any = None, pool: int = 5) -> Policy:
     """Another package's."""
     return make_policy("full", model=model)

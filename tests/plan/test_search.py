@@ -69,3 +69,10 @@ def test_meshes_divide_the_model(shape):
     """Two kv heads: tensor is 1 or 2."""
     assert list(meshes(shape, 8, MeshShape(1, 8, 1))) == [MeshShape(1, 4, 2)]
     assert list(meshes(shape, 8, MeshShape(1, 1, 8))) == [MeshShape(1, 4, 2), MeshShape(1, 8, 1)]
+
+
+def test_meshes_split_sequences_that_they_divide(shape):
+    """After those that split heads."""
+    split = MeshShape(fsdp=4, sequence=2)
+    assert list(meshes(shape, 8, MeshShape(1, 8, 1), (64, 96))) == [MeshShape(1, 4, 2), split]
+    assert split not in meshes(shape, 8, MeshShape(1, 8, 1), (64, 97))

@@ -154,6 +154,8 @@ def test_a_run_is_numbered_kept_and_gone_on_with(tmp_path):
     assert resumed == dataclasses.replace(first, resume=True, mesh=MeshShape(1, 2, 1), config=None, batch=8)
     with pytest.raises(UserError, match=r"--resume goes on with the run's own --lambda 0.7, got 0.5"):
         parse(["--resume", "--lambda", "0.5"])
+    with pytest.raises(UserError, match=r"--resume goes on with the run's own --method wgkv, got prulong"):
+        parse(["--resume", "--method", "prulong"])
     with pytest.raises(
         UserError, match=r"the run's own 8 sequences an update, got 9, by --batch or rounded up to"
     ):

@@ -69,11 +69,13 @@ class HeadMasks(LabelledRecipe):
         return student(blend, model, batch["tokens"], batch["document"], window=blend.band)[0]
 
     def rounded(self, params: Any) -> Float[Array, "l k"]:
-        """The masks as they are used: 1 for the heads of the highest weights, 0 for `sparsity` of them."""
+        """The masks as they are used: 1 for the heads of the highest weights, 0 for `sparsity` of them. Weights that
+        are all 0 or 1 have their own."""
         weights = self.weights(params)
         order = jnp.argsort(-weights.reshape(-1), stable=True)
         whole = order[: whole_count(weights.size, self.sparsity)]
-        return jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
+        chosen = jnp.zeros(weights.size).at[whole].set(1).reshape(weights.shape)
+        return jnp.where(((weights == 0) | (weights == 1)).all(), weights, chosen)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
         """A pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", pattern=folder)`."""
@@ -107,6 +109,8 @@ class HeadMasks(LabelledRecipe):
         return make_policy(self.used_as, model=model, pattern=weights, **told)
 
     def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
+        if self.told(np.asarray(gather(self.weights(params), *AXES))) is None:
+            return super().sweep(params, model, held_out)
         shares = dict.fromkeys([self.sparsity, *SWEPT])
         return {
             f"sparsity={share:g}": dataclasses.replace(self, sparsity=share).deploy(params, model)

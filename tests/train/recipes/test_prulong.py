@@ -134,6 +134,20 @@ def test_masks_are_rounded_as_they_are_used():
         np.testing.assert_array_equal(found, wanted)
 
 
+def test_weights_of_0_and_1_are_used_as_they_are():
+    """They have no order for another sparsity: neither held-out figures nor policies nor a report's rows invent one."""
+    recipe = PruLong(sparsity=0.5, **SIZES)
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        weights = jnp.asarray(np.arange(12).reshape(3, 4) % 4 == 0, jnp.float32)
+        params = {"log_alpha": weights, "multipliers": jnp.zeros(2)}
+        np.testing.assert_array_equal(recipe.rounded(params), weights)
+        np.testing.assert_array_equal(recipe.deploy(params, model).admission.pattern, weights == 1)
+        assert list(recipe.sweep(params, model, ())) == [""]
+        params["log_alpha"] = weights.at[0, 0].set(0.9)
+        assert list(recipe.sweep(params, model, ())) == [f"sparsity={x}" for x in (0.5, 0.3, 0.7, 0.9)]
+
+
 COMMON = [
     *("--method", "prulong", "--model", MODEL, "--dtype", "float32", "--mesh", "1", "--lengths", "64"),
     *("--batch", "4", "--sequences", "24", "--sink", "2", "--window", "8", "--validation", "2"),
