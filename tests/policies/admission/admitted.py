@@ -3,14 +3,14 @@
 import jax
 import numpy as np
 
-from kvjax.mesh import gather, use_mesh
+from kvjax.mesh import AXES, gather, use_mesh
 from tests.policies.steps import shape_of, whole
 
 
 def layer(tree, index):
     """One layer's part of a method, whole on the device, as the layer scan hands it over."""
     with use_mesh(tree):
-        return gather(jax.tree.map(lambda leaf: leaf[index], tree), "fsdp", "tensor")
+        return gather(jax.tree.map(lambda leaf: leaf[index], tree), *AXES)
 
 
 def kept(policy, at, index=0):
