@@ -121,7 +121,7 @@ train(parse(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("kind", [[], PASSKEYS])
+@pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
 def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
     told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]
     command = [sys.executable, "-c", KILLED, *told, "--out", str(tmp_path / "run")]

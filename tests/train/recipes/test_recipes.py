@@ -47,10 +47,16 @@ RECIPES = {
 }
 USED = {"fast_kvzip": {"ratio": 0.3}}
 """What their policies are told as `deploy` tells them, where they need a budget."""
-OTHERS = [method for method in RECIPES if method != "wgkv"]
-ALIKE = "tests.probes.hidden_gate:HiddenGates", "tests.train.recipes.whole_model:WholeModel"
+ALIKE = "duo_attention", "tests.probes.hidden_gate:HiddenGates", "tests.train.recipes.whole_model:WholeModel"
 """Those of which a run keeps nothing that it does not keep of the others."""
-each = pytest.mark.parametrize("method", RECIPES)
+LONG = "kvpop"
+"""Whose updates on meshes have tests of their own."""
+
+
+def each_but(*thorough):
+    """Every recipe; these only where all is asked for."""
+    marked = [pytest.param(x, marks=pytest.mark.thorough if x in thorough else ()) for x in RECIPES]
+    return pytest.mark.parametrize("method", marked)
 
 
 def made(method, **changes):
@@ -99,12 +105,12 @@ def alone(method):
     return updates(made(method), make_mesh())[0]
 
 
-@pytest.mark.parametrize("method", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in OTHERS)])
+@each_but(*(method for method in RECIPES if method != "wgkv"))
 def test_a_mesh_of_sequences_gives_the_same(method):
     compare_on(make_mesh(fsdp=8), method)
 
 
-@each
+@each_but("duo_attention", LONG)
 def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
     compare_on(make_mesh(fsdp=2, tensor=4), method)
 
@@ -116,7 +122,7 @@ def compare_on(mesh, method):
     assert alone(method)[0]["loss"] != alone(method)[2]["loss"]
 
 
-@each
+@each_but("duo_attention", LONG)
 def test_an_update_in_parts_is_the_update(method):
     parts, _ = updates(made(method, accumulate=4), make_mesh(fsdp=2))
     for mine, theirs in zip(parts, alone(method), strict=True):
@@ -184,9 +190,7 @@ def stopping_after(count):
     return stopping
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(x, marks=pytest.mark.thorough if x in ALIKE else ()) for x in RECIPES]
-)
+@each_but(*ALIKE)
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
     """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
@@ -240,7 +244,7 @@ def test_every_recipe_is_here():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
-@each
+@each_but("duo_attention")
 def test_what_is_frozen_stays(method):
     """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
     recipe = made(method)
