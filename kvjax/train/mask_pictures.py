@@ -8,17 +8,17 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate.pictures import draw_heads, figure
-from kvjax.policies.admission.head_pattern import choose_heads, whole_count
+from kvjax.policies.admission.head_pattern import heads_for
 
 
-def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float) -> None:
-    """What each layer's kv heads are worth, beside which of them are whole at a sparsity."""
+def draw_weights(file: Path, weights: Float[np.ndarray, "l k"], sparsity: float | None) -> None:
+    """What each layer's kv heads are worth, beside which of them are whole at a sparsity; None: weights of 0 and 1."""
     layers, heads = weights.shape
     sheet = figure(2 * (2.2 + 0.3 * heads), 1.6 + 0.25 * layers)
     left, right = sheet.subplots(1, 2)
     sheet.colorbar(draw_heads(left, weights, "weight", least=None))
-    whole = choose_heads(weights, whole_count(weights.size, sparsity))
-    draw_heads(right, whole.astype(np.float64), f"whole at a sparsity of {sparsity:g}", 1.0)
+    whole = heads_for(weights, sparsity)
+    draw_heads(right, whole.astype(np.float64), f"whole: {whole.sum()} of {whole.size}", 1.0)
     sheet.savefig(file)
 
 

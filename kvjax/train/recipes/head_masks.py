@@ -91,7 +91,8 @@ class HeadMasks(LabelledRecipe):
         return None if np.isin(weights, (0, 1)).all() else self.sparsity
 
     def draw(self, folder: Path, validation: Validation) -> None:
-        draw_weights(folder / "weights.png", read_pattern(folder / self.exports).weights, self.sparsity)
+        weights = read_pattern(folder / self.exports).weights
+        draw_weights(folder / "weights.png", weights, self.told(weights))
         draw_course(folder / "course.png", folder / "metrics.jsonl", self.course)
 
     @property

@@ -58,6 +58,8 @@ class PruLong(HeadMasks):
     """Sequences to train on in all, on any mesh: 1,000 updates of 8."""
     batch: int = 8
     """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
+    master_weights: bool = True
+    """Keep a 16-bit model that is trained in float32 between updates; the loss sees it rounded."""
 
     builtin: ClassVar[str | None] = "prulong-builtin"
     shown: ClassVar[Mapping[str, str]] = {"cross_entropy": ".4f", "streaming": ".3f", "wanted": ".3f"}
