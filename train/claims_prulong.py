@@ -128,7 +128,7 @@ def rankings(config: ClaimsConfig, seed: int) -> dict[str, Path]:
 
 
 def ablated(config: ClaimsConfig, seed: int) -> dict[str, Path]:
-    """The rankings by each head's own loss, alone streaming or alone whole, on records and needles: those that an
+    """The rankings by each head's own loss, alone streaming or alone whole, on records and copies: those that an
     evaluation measures where it is given no pattern."""
     folder, tasks = config.out / f"seed-{seed}" / "ablated", ("recall", "copy")
     evaluated(folder, ["head_pattern"], [0.3], tasks, *common(config, seed))
@@ -149,10 +149,10 @@ def with_sizes(pattern: Path, into: Path) -> Path:
     return folder
 
 
-def full(config: ClaimsConfig, seed: int, model: Sequence[str] = ()) -> dict[str, float]:
+def full(config: ClaimsConfig, seed: int) -> dict[str, float]:
     """The full cache's score of each task."""
     folder = config.out / f"seed-{seed}" / "asked" / "full"
-    found = evaluated(folder, ["full"], [1.0], TASKS, *model, *common(config, seed))
+    found = evaluated(folder, ["full"], [1.0], TASKS, *common(config, seed))
     return {cell["task"]: 100 * cell["score"] for cell in found}
 
 
@@ -246,7 +246,7 @@ def reached(config: ClaimsConfig) -> str:
 
 
 def variant_table(config: ClaimsConfig) -> str:
-    """Other data and unfrozen weights, at one sparsity; scores as they are, of the full cache of the same model."""
+    """Other data and unfrozen weights, at one sparsity."""
     rows = []
     for name, options in (RANKINGS | VARIANTS).items():
         found: dict[str, list[float]] = {}
