@@ -81,6 +81,22 @@ def test_multipliers_ascend_masks_descend_and_both_decay():
     np.testing.assert_allclose(change["multipliers"], [-1 - 0.1, 1 - 0.1], rtol=1e-3)
 
 
+def test_multipliers_have_the_gap_and_its_square_for_gradients(monkeypatch):
+    """So that too few streaming heads lower the first one."""
+    monkeypatch.setattr(prulong, "next_token_losses", lambda *_: jnp.zeros(1))
+    monkeypatch.setattr(PruLong, "blended", lambda *_: None)
+    recipe, batch = PruLong(sparsity=0.7, **SIZES), dict.fromkeys(("tokens", "document", "labelled"))
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        params, key = recipe.init(model), jax.random.key(0)
+        found, numbers = jax.grad(lambda p: recipe.loss(p, model, batch, key, jnp.int32(900)), has_aux=True)(
+            params
+        )
+    gap = float(numbers["streaming"]) - 0.7
+    assert gap < -0.5
+    np.testing.assert_allclose(found["multipliers"], [gap, gap**2], rtol=1e-5)
+
+
 def test_gradients_are_clipped_together():
     """Adam forgets a gradient's length but for its eps: a norm that the multipliers make huge leaves masks little."""
     change = first_change(log_alpha=jnp.full((2, 3), 1.0), multipliers=jnp.asarray([1e8, 0.0]))
