@@ -87,7 +87,7 @@ def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
     monkeypatch.setattr("kvjax.models.load_model", None)
     policies = [] if "--policies" in args else ["--policies", "full"]
     tasks = [] if "--tasks" in args else ["--tasks", "needle"]
-    write_pattern(tmp_path / "pattern", np.eye(3, 4), 4, 16)
+    write_pattern(tmp_path / "pattern", np.eye(3, 4) / 2, 4, 16)
     args = [arg.format(pattern=tmp_path / "pattern") for arg in args]
     with pytest.raises(UserError, match=message) as error:
         main([*SMALL, *policies, *tasks, *args, "--out", str(tmp_path / "run")])
