@@ -141,6 +141,7 @@ def hold_out_packs(
         UserError: no text at all, or not enough for one pack of `longest` tokens to train on and one to hold out.
     """
     packs, documents, held, others = [], [], set[bytes](), set[bytes]()
+    begun = set[bytes]()  # of the pack that is not full yet
     trained = missing = 0
     while (text := reader.next()) is not None:
         name = digest(text) if text else b""
@@ -150,10 +151,11 @@ def hold_out_packs(
             missing = missing or wanted[len(packs)]
             documents.append(encode(text)[:missing])
             held.add(name)
+            begun.add(name)
             missing -= len(documents[-1])
             if not missing:
                 packs.append(joined(documents))
-                documents = []
+                documents, begun = [], set()
         else:
             others.add(name)
             trained += len(encode(text)) if trained < longest else 0
@@ -164,7 +166,7 @@ def hold_out_packs(
     if wanted and not packs:
         found = sum(map(len, documents))
         raise _too_little(source, found, "to hold out, every second document,", wanted[0])
-    return packs, frozenset(held)
+    return packs, frozenset(held - begun)
 
 
 def _too_little(source: str, tokens: int, what: str, length: int) -> UserError:
