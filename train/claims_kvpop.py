@@ -27,8 +27,10 @@ BUDGETS = 0.25, 0.0625
 """Of the context: entries of each kv head."""
 WINDOW = 1 / 8
 """Of a budget, as the paper's 64 of 512."""
-OTHERS = "h2o", "r_kv", "tova", "fast_kvzip"
-"""Of the dense model at the same size: methods that choose among all that was read, which they hold until then."""
+OTHERS = "h2o_chunked", "r_kv_chunked", "tova_chunked", "fast_kvzip"
+"""Of the dense model at the same size, cut to it whenever `CHUNK` more tokens were read."""
+CHUNK = 64
+"""Tokens of a call: what those hold beside their budget."""
 ABLATIONS: dict[str, tuple[str, ...]] = {
     "scored at once": ("--no-delayed",),
     "no Hedgehog features, xLSTM's normaliser": ("--features", "none", "--normaliser", "xlstm"),
@@ -63,19 +65,24 @@ def trained(config: ClaimsConfig, seed: int, name: str, *options: str) -> Path:
     """The folder of a run's model and scorers, trained if there is none."""
     folder = config.out / f"seed-{seed}" / name
     if not (folder / "parameters" / "model").is_dir():
-        of = "--method", "kvpop", "--mesh", "1", "--seed", str(seed), "--report", "none"
+        of = "--method", "kvpop", "--mesh", "1", "--report", "none"
         again = ["--resume"] if (folder / "config.yaml").exists() else [*of, *options]
         run("-m", "kvjax.train", *again, "--out", str(folder))
     return folder / "parameters"
 
 
+def uptrained(config: ClaimsConfig, seed: int) -> Path:
+    """A seed's dense model."""
+    return trained(config, seed, "uptrain", "--phase", "uptrain", "--seed", str(seed))
+
+
 def sparsified(config: ClaimsConfig, seed: int, budget: float, *options: str) -> Path:
-    """A model for a budget, from the seed's dense one."""
-    dense = trained(config, seed, "uptrain", "--phase", "uptrain").parent
+    """A model for a budget, from the seed's dense one, by other sequences than that was trained on."""
+    dense = uptrained(config, seed).parent
     name = "-".join((f"sparsify-{budget:g}", *(option.strip("-") for option in options)))
     size = round(budget * CONTEXT)
     shape = "--budget", str(size), "--window", str(round(WINDOW * size)), "--sink", "4"
-    told = "--phase", "sparsify", "--uptrained", str(dense), *shape
+    told = "--phase", "sparsify", "--uptrained", str(dense), "--seed", str(1000 + seed), *shape
     return trained(config, seed, name, *told, *options)
 
 
@@ -87,7 +94,8 @@ def asked(
     named = [word for name, of in gates.items() if name in policies for word in ("--gates", of)]
     told = "--model", str(trained / "model"), "--seed", str(seed), "--samples", str(config.samples), *named
     folder = trained.parent / "-".join(("asked", *policies))
-    return evaluated(folder, policies, budgets, TASKS, *told, "--context", str(CONTEXT))
+    sizes = "--context", str(CONTEXT), "--chunk", str(CHUNK)
+    return evaluated(folder, policies, budgets, TASKS, *told, *sizes)
 
 
 def recovered(scores: Scores, dense: Scores, at: float) -> list[list[str]]:
@@ -108,7 +116,7 @@ def main_table(config: ClaimsConfig) -> str:
     """KVPOP, the same training under a fixed mask, and what costs no training, at both budgets."""
     dense, scores = Scores(), Scores()
     for seed in config.seeds:
-        up = trained(config, seed, "uptrain", "--phase", "uptrain")
+        up = uptrained(config, seed)
         gather(dense, None, asked(config, seed, up, ["full"], BUDGETS[:1]))
         for budget in BUDGETS:
             own = sparsified(config, seed, budget)
@@ -135,7 +143,7 @@ def ablation_table(config: ClaimsConfig) -> str:
     """Scorers that differ in one thing, at the larger budget."""
     dense, scores = Scores(), Scores()
     for seed in config.seeds:
-        up = trained(config, seed, "uptrain", "--phase", "uptrain")
+        up = uptrained(config, seed)
         gather(dense, None, asked(config, seed, up, ["full"], BUDGETS[:1]))
         for name, options in ({"as trained here": ()} | ABLATIONS).items():
             own = sparsified(config, seed, BUDGETS[0], *options)
@@ -148,7 +156,7 @@ def cost_table(config: ClaimsConfig) -> str:
     """What the phases take beside dense training, of the first seed."""
     seed, rows = config.seeds[0], []
     runs = {
-        "uptrain (dense)": trained(config, seed, "uptrain", "--phase", "uptrain"),
+        "uptrain (dense)": uptrained(config, seed),
         "sparsify": sparsified(config, seed, BUDGETS[0]),
         "sparsify, fixed mask": sparsified(config, seed, BUDGETS[0], "--mask", "streaming"),
     }

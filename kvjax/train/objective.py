@@ -59,7 +59,7 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     if admission.revisits is not None:
         step = from_the_start(step, admission.revisits)
     _, known, delay = admission.score(state, step, *whole)
-    later = ((0, 0), (0, 0), (0, delay))
+    later = ((0, 0), (0, 0), (0, min(delay, tokens)))
     priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)
     keep = admission.keep()
     fixed = jax.lax.stop_gradient(priority)

@@ -54,6 +54,17 @@ def test_training_sees_what_the_cache_keeps(delay, sinks):
     assert int(cache.layers.length.max()) == 7, "the capacity was reached"
 
 
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_what_is_shorter_than_the_window_is_seen_whole(length):
+    """No priority is known by the end of such a sequence, and none is asked for."""
+    policy, at = delayed(window=6, capacity=2, delay=5), step(np.arange(length)[None])
+    admission = changed(policy.admission, threshold=jnp.float32(0), capacity=jnp.int32(2))
+    priority, mask = deployed_mask(admission, at, 6)
+    assert mask.end.shape == at.k.shape[:3]
+    assert (np.asarray(mask.end) >= length).all()
+    assert (np.asarray(priority) == -np.inf).all()
+
+
 def test_training_adds_it_too():
     """A bias, in the mask that `deployed_mask` makes of an admission."""
     policy = delayed(window=6, delay=2, biased=True)
