@@ -10,7 +10,8 @@ was stopped.
 import dataclasses
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +64,7 @@ class ClaimsConfig:
     """Of masks, contexts and draws; the tables show means, and the least and the most."""
     parts: tuple[Part, ...] = ("main", "variants", "chunks")
     """What is measured."""
-    samples: int = 192
+    samples: int = 96
     """Answers of a cell, at least."""
 
     def check(self) -> None:
@@ -71,7 +72,7 @@ class ClaimsConfig:
         check_different(seeds=self.seeds, parts=self.parts)
 
 
-def trained(config: ClaimsConfig, seed: int, name: str, options: Sequence[str]) -> Path:
+def trained(config: ClaimsConfig, name: str, options: Sequence[str], seed: int) -> Path:
     """A run, made if it is not there."""
     folder = config.out / f"seed-{seed}" / name.replace(",", "").replace(" ", "-")
     if not (folder / "pattern" / "config.json").exists():
@@ -113,7 +114,7 @@ def common(config: ClaimsConfig, seed: int, chunk: int = CHUNK) -> tuple[str, ..
 
 def rankings(config: ClaimsConfig, seed: int) -> dict[str, Path]:
     """Pattern folders that hold one ranking of the heads, by what ranked them."""
-    found = {name: trained(config, seed, name, options) / "pattern" for name, options in RANKINGS.items()}
+    found = {name: trained(config, name, options, seed) / "pattern" for name, options in RANKINGS.items()}
     ranked = config.out / f"seed-{seed}" / "ranked"
     rates = ranked / "gates"
     if not (rates / "config.json").exists():
@@ -170,7 +171,7 @@ def sweeps(config: ClaimsConfig) -> Sweeps:
 
     for seed in config.seeds:
         each = [
-            asked(config, seed, each_trained(config, seed, share) / "pattern", [share])[share]
+            asked(config, seed, each_trained(config, share, seed) / "pattern", [share])[share]
             for share in SPARSITIES
         ]
         add(EACH, each)
@@ -188,11 +189,11 @@ def sweeps(config: ClaimsConfig) -> Sweeps:
     return swept
 
 
-def each_trained(config: ClaimsConfig, seed: int, share: float) -> Path:
+def each_trained(config: ClaimsConfig, share: float, seed: int) -> Path:
     """PruLong's run for a sparsity."""
     if share == AT:
-        return trained(config, seed, ONE, RANKINGS[ONE])
-    return trained(config, seed, f"PruLong-{share:g}", ("--method", "prulong", "--sparsity", f"{share:g}"))
+        return trained(config, ONE, RANKINGS[ONE], seed)
+    return trained(config, f"PruLong-{share:g}", ("--method", "prulong", "--sparsity", f"{share:g}"), seed)
 
 
 def main_tables(config: ClaimsConfig) -> list[str]:
@@ -217,45 +218,64 @@ def main_tables(config: ClaimsConfig) -> list[str]:
         critical.append(own)
     return [
         reached(config),
+        trained_table(config),
         table(["task", "heads ranked by", *(f"{x:g}" for x in SPARSITIES)], rows),
         table(["critical footprint", *TASKS], critical),
     ]
 
 
 def joined(crossings: Sequence[Any]) -> str:
-    """The mean of all seeds' crossings, or the worst of them where a sweep does not cross."""
+    """The mean of the seeds' crossings, and the worst of those whose sweep does not cross."""
     beyond = [x for x in crossings if x.relation != "="]
-    if beyond:
-        return str(max(beyond, key=lambda x: (x.relation == ">", x.footprint)))
-    return spread([100 * x.footprint for x in crossings]) + "%"
+    mean = [spread([100 * x.footprint for x in crossings if x.relation == "="]) + "%"] * (beyond != crossings)
+    worst = [str(max(beyond, key=lambda x: (x.relation == ">", x.footprint)))] if beyond else []
+    several = f" ({len(beyond)} of {len(crossings)} seeds)" * bool(mean and beyond)
+    return ", ".join([*mean, *(x + several for x in worst)])
 
 
 def reached(config: ClaimsConfig) -> str:
-    """The drawn masks' share of streaming heads over the last tenth of the updates."""
+    """The drawn masks' share of streaming heads over the last tenth of the updates, and the seed furthest from it."""
     rows = []
     for share in SPARSITIES:
         found = []
         for seed in config.seeds:
-            file = each_trained(config, seed, share) / "metrics.jsonl"
+            file = each_trained(config, share, seed) / "metrics.jsonl"
             lines = [json.loads(line) for line in file.read_text().splitlines()]
             drawn = [line["streaming"] for line in lines if "streaming" in line]
             found.append(statistics.mean(drawn[-(len(drawn) // 10) :]))
         mean, low, high = statistics.mean(found), min(found), max(found)
-        rows.append([f"{share:g}", f"{mean:.3f} ({low:.3f}–{high:.3f})"])
-    return table(["wanted sparsity", "of the drawn masks, last tenth"], rows)
+        furthest = max(abs(x - share) for x in found)
+        rows.append([f"{share:g}", f"{mean:.3f} ({low:.3f}–{high:.3f})", f"{furthest:.3f}"])
+    return table(["wanted sparsity", "of the drawn masks, last tenth", "furthest"], rows)
 
 
-def variant_table(config: ClaimsConfig) -> str:
-    """Other data and unfrozen weights, at one sparsity."""
+def trained_table(config: ClaimsConfig) -> str:
+    """Masks trained at every sparsity, used at one (PruLong, Fig. 5)."""
+    runs: dict[str, Callable[[int], Path]] = {
+        f"PruLong, trained at {share:g}": partial(each_trained, config, share) for share in SPARSITIES
+    }
+    name = "DuoAttention"
+    runs[name] = partial(trained, config, name, RANKINGS[name])
+    return at_one(config, runs)
+
+
+def at_one(config: ClaimsConfig, runs: Mapping[str, Callable[[int], Path]]) -> str:
+    """The scores of runs, by seed, whose patterns are all used at one sparsity."""
     rows = []
-    for name, options in (RANKINGS | VARIANTS).items():
+    for name, made in runs.items():
         found: dict[str, list[float]] = {}
         for seed in config.seeds:
-            cells = asked(config, seed, trained(config, seed, name, options) / "pattern", [AT])[AT]
+            cells = asked(config, seed, made(seed) / "pattern", [AT])[AT]
             for task in TASKS:
                 found.setdefault(task, []).append(cells[task][1])
         rows.append([name, *(spread(found[task]) for task in TASKS)])
     return table([f"at {AT:g}", *TASKS], rows)
+
+
+def variant_table(config: ClaimsConfig) -> str:
+    """Other data and unfrozen weights, at one sparsity."""
+    runs = {name: partial(trained, config, name, options) for name, options in (RANKINGS | VARIANTS).items()}
+    return at_one(config, runs)
 
 
 def chunk_table(config: ClaimsConfig) -> str:
@@ -266,7 +286,7 @@ def chunk_table(config: ClaimsConfig) -> str:
             for chunk in (CHUNK, SMALL):
                 found: dict[str, list[float]] = {}
                 for seed in config.seeds:
-                    pattern = trained(config, seed, name, options) / "pattern"
+                    pattern = trained(config, name, options, seed) / "pattern"
                     cells = asked(config, seed, pattern, [AT], chunk=chunk, streaming=streaming)[AT]
                     for task in TASKS:
                         found.setdefault(task, []).append(cells[task][1])

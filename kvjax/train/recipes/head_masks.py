@@ -61,6 +61,10 @@ class HeadMasks(LabelledRecipe):
     def weights(self, params: Any) -> Float[Array, "l k"]:
         """What heads are ordered by, of the method's own parameters."""
 
+    def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
+        """The same in 0 … 1 and float64, in the same order: what other programs read, which clip to it."""
+        return weights.astype(np.float64)
+
     def blended(
         self, z: Float[Array, "l k"], model: Decoder, batch: Mapping[str, Array]
     ) -> Float[Array, "b t d"]:
@@ -84,7 +88,7 @@ class HeadMasks(LabelledRecipe):
             made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
             made |= {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
             told = {"sparsity": self.told(weights), "described": made}
-            write_pattern(folder, weights, self.sink, self.window, **told)
+            write_pattern(folder, self.published(weights), self.sink, self.window, **told)
 
     def told(self, weights: Float[np.ndarray, "l k"]) -> float | None:
         """The sparsity that a pattern of these weights is told: none where all are 0 or 1 and have their own."""

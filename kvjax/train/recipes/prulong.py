@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Int
 
@@ -88,6 +89,9 @@ class PruLong(HeadMasks):
 
     def weights(self, params: dict[str, Any]) -> Float[Array, "l k"]:
         return params["log_alpha"]
+
+    def published(self, weights: Float[np.ndarray, "l k"]) -> Float[np.ndarray, "l k"]:
+        return 1 / (1 + np.exp(-super().published(weights)))
 
     def wanted(self, step: Int[Array, ""]) -> Float[Array, ""]:
         """The sparsity that an update is to have, in float32."""

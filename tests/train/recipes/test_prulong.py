@@ -181,7 +181,8 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
     folder = run.folder / "pattern"
     model = load_model(MODEL)
     weights = np.loadtxt(folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2)
-    np.testing.assert_allclose(weights, run.params["log_alpha"], rtol=1e-6)
+    np.testing.assert_allclose(np.log(weights / (1 - weights)), run.params["log_alpha"], rtol=1e-6)
+    assert ((weights > 0) & (weights < 1)).all(), "what clips it to 0 … 1 reads the same order"
     policy = make_policy("head_pattern", pattern=folder, model=model)
     assert policy.window == 8
     heads = model.config.num_layers * model.config.num_kv_heads
