@@ -12,6 +12,7 @@ from kvjax.mesh import make_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
 from pallas_kernels.vertical_slash.api import FOREVER
+from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, cached_logits
 from tests.inference.delayed import delayed
 from tests.inference.dense import dense_logits, stored
@@ -19,22 +20,6 @@ from tests.tiny_models import tiny_model
 
 TABLE = np.arange(12).reshape(3, 4)
 """A capacity for each layer and kv head, 0 among them."""
-
-
-def positions(cache):
-    """Where the stored entries stood, of every row: lists in order."""
-    table = np.asarray(cache.layers.page_table)[..., caches.ring_pages(cache.window, cache.page_size) :]
-    plane = np.asarray(cache.pages.planes["position"])
-    length = np.asarray(cache.layers.length)
-    return {
-        row: sorted(plane[table[row].clip(max=len(plane) - 1)].reshape(-1)[: length[row]].tolist())
-        for row in np.ndindex(length.shape)
-    }
-
-
-def lists(kept):
-    """The same of a mask."""
-    return {row: np.flatnonzero(kept[row]).tolist() for row in np.ndindex(kept.shape[:3])}
 
 
 def placed(policy, model):

@@ -82,6 +82,7 @@ def test_reference_means_what_a_cache_does(shape):
                 j for j in range(max(leaves + 1, 0)) if competes[row][j] and int(rank[row][j]) not in kept
             ]
             assert out == gone
+    assert np.all(np.diff(tau) <= 0), "what is out stays out"
     assert np.all(end[~competes] == FOREVER)
     assert np.all((end >= np.arange(s) + window) & (end >= s - t))
     assert np.all((end < s) | (end == FOREVER))

@@ -7,25 +7,12 @@ import pytest
 from jax.test_util import check_grads
 
 from kvjax.train.boundary import boundary_loss, boundary_pairs
+from tests.train.walked import loss_of_pairs, walked
 
 T, SINK, WINDOW, K = 40, 3, 5, 6
 RANDOM = np.random.default_rng(0)
 SCORE, TARGET = (RANDOM.standard_normal((2, 2, T)).astype(np.float32) for _ in range(2))
 COMPETES = np.broadcast_to(np.arange(T) >= SINK, (2, 2, T))
-
-
-def walked(target, k=K, window=WINDOW, sink=SINK):
-    """Of one head: of each token that leaves a full cache the worst of those in it, by target."""
-    pairs, held = {}, []
-    for query in range(len(target)):
-        new = query - window
-        if new < sink:
-            continue
-        if len(held) == k and k:
-            worst = min(held, key=lambda u: (target[u], -u))
-            pairs[new] = worst
-        held = sorted([*held, new], key=lambda u: (-target[u], u))[:k]
-    return pairs
 
 
 @pytest.mark.parametrize("k", [0, 1, K, T])
@@ -34,7 +21,7 @@ def test_a_token_is_held_against_the_one_whose_place_it_would_take(k, levels):
     target = TARGET if levels is None else np.floor(levels * TARGET) / levels
     pairs = boundary_pairs(jnp.asarray(target), jnp.asarray(COMPETES), jnp.int32(k), WINDOW)
     for row in np.ndindex(2, 2):
-        wanted = walked(target[row], k)
+        wanted = walked(target[row], k, WINDOW, SINK)
         valid = np.asarray(pairs.valid[row])
         assert set(np.flatnonzero(valid)) == set(wanted)
         assert {u: int(pairs.boundary[row][u]) for u in wanted} == wanted
@@ -50,18 +37,10 @@ def test_the_loss_is_the_papers():
     """softplus(−y Δscore / τ) with y = ±1 by the target and min(1, |Δtarget|) as weight, the mean over the pairs."""
     found = loss_of(jnp.asarray(SCORE), TARGET)
     for row in np.ndindex(2, 2):
-        score, target, pairs = (
-            SCORE[row].astype(np.float64),
-            TARGET[row].astype(np.float64),
-            walked(TARGET[row]),
-        )
-        apart = np.array([target[u] - target[b] for u, b in pairs.items()])
-        between = np.array([score[u] - score[b] for u, b in pairs.items()])
-        errors = np.logaddexp(0, -np.sign(apart) * between / 0.7) * np.minimum(1, np.abs(apart))
-        np.testing.assert_allclose(found["score_loss"][row], errors.mean(), rtol=1e-5)
-        np.testing.assert_allclose(
-            found["agreement"][row], np.mean(np.sign(apart) == np.sign(between)), rtol=1e-6
-        )
+        pairs = walked(TARGET[row], K, WINDOW, SINK)
+        loss, agreement = loss_of_pairs(SCORE[row], TARGET[row], pairs, 0.7)
+        np.testing.assert_allclose(found["score_loss"][row], loss, rtol=1e-5)
+        np.testing.assert_allclose(found["agreement"][row], agreement, rtol=1e-6)
         assert found["pairs"][row] == len(pairs) == T - WINDOW - SINK - K
 
 

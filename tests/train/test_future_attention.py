@@ -1,10 +1,13 @@
 """KVPOP's target against dense sums, and what its training masks and reaches."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.inference.attention import masked_attention
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
 from kvjax.struct import changed
@@ -14,6 +17,7 @@ from pallas_kernels.vertical_slash import vertical_slash
 from tests.policies.admission.admitted import layer
 from tests.policies.steps import shape_of, step
 from tests.tiny_models import tiny_model, tiny_scorers
+from tests.train.walked import loss_of_pairs, walked
 
 T, SINK, WINDOW, BUDGET = 32, 2, 5, 13
 
@@ -57,9 +61,25 @@ def test_a_target_is_the_attention_that_is_paid_later(one, over):
     found = np.asarray(training.target(at, lse))[0]
     np.testing.assert_allclose(found[:, : T - WINDOW], np.log(mass[:, : T - WINDOW]), atol=1e-5)
     np.testing.assert_array_equal(found[:, T - WINDOW :], FLOOR)
-    if over == "all":
-        by_head = np.where(later, p, 0).sum(1)
-        assert (by_head.sum(-1) <= T - WINDOW).all(), "of one query head: at most 1 a query"
+
+
+def test_no_query_pays_more_than_it_has(one):
+    """Of all tokens together a query head's targets are at most 1 for each query that looks from outside the window; a
+    group's are the larger ones."""
+    training, at, (_, lse), _ = one
+    training = changed(training, over="all", falls=False)
+    each = dataclasses.replace(
+        at,
+        k=jnp.repeat(at.k, 2, 1),
+        k_pre=jnp.repeat(at.k_pre, 2, 1),
+        v=jnp.repeat(at.v, 2, 1),
+        head=jnp.arange(8),
+    )
+    by_head = np.exp(training.target(each, lse)[0])
+    assert (by_head.sum(-1) <= T - WINDOW).all()
+    assert by_head.sum(-1).max() > 0.5 * (T - WINDOW), "and not much less"
+    by_group = np.exp(training.target(at, lse)[0])
+    np.testing.assert_allclose(by_group, by_head.reshape(4, 2, T).max(1), rtol=1e-5)
 
 
 def test_targets_fall_as_scores_do(one):
@@ -88,6 +108,30 @@ def test_the_mask_is_that_of_the_cache(one):
     last = np.asarray(priority[0, :, : T - WINDOW])
     best = [set(np.argsort(-row, kind="stable")[: BUDGET - WINDOW]) for row in last]
     assert [set(np.flatnonzero(row[: T - WINDOW])) for row in seen[:, -1]] == best
+
+
+def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
+    """By hand of the first pass's attention: the targets, the tokens that compete for the places beside sinks and
+    window, and the loss of their scores."""
+    training, at, _, mask = one
+    with use_mesh():
+        attend = jax.jit(lambda method: masked_attention(method, at, window=WINDOW)[1])
+        found, over_all = attend(training), attend(changed(training, over="all"))
+    index = np.arange(T)
+    end = np.repeat(np.asarray(mask.end[0]), 2, 0)[:, None]
+    p = dense(at, (index[:, None] >= index) & (index[:, None] < end))
+    later = index[:, None] - index >= WINDOW
+    mass = np.where(later, p, 0).sum(1).reshape(4, 2, T).max(1)
+    decay = np.asarray(training.admission.scorers.log_gamma(), np.float64)[:, None] * index
+    target = np.log(np.maximum(mass, np.exp(FLOOR))) - decay
+    score, _ = training.masks(at)
+    for head in range(4):
+        pairs = walked(target[head], BUDGET - WINDOW - SINK, WINDOW, SINK)
+        loss, agreement = loss_of_pairs(score[0, head], target[head], pairs, 1.0)
+        assert found["pairs"][0, head] == len(pairs) == T - BUDGET
+        np.testing.assert_allclose(found["score_loss"][0, head], loss, rtol=1e-4)
+        np.testing.assert_allclose(found["agreement"][0, head], agreement, rtol=1e-6)
+        assert abs(over_all["score_loss"][0, head] - loss) > 1e-3 * loss, "of other attention it is another"
 
 
 def test_neither_loss_reaches_what_the_other_trains():

@@ -3,10 +3,6 @@ tasks."""
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -27,6 +23,7 @@ from kvjax.train.labelled import ASKED
 from kvjax.train.loop import TokenCount, train
 from kvjax.train.rows import Rows, to_mesh
 from tests.tiny_models import tiny_model
+from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.labelled_scale import Scale
 from tests.train.texts import texts
 
@@ -102,33 +99,10 @@ def test_a_run_on_two_sources(kind, two, tmp_path):
         assert (line["labelled"] < 1) == (apart or bool(kind))
 
 
-KILLED = """
-import os, signal, sys
-import orbax.checkpoint as ocp
-from kvjax.train.config import parse
-from kvjax.train.loop import train
-
-saves, save = [], ocp.JsonCheckpointHandler.async_save
-
-async def killed_in_the_second(self, *args, **kwargs):
-    saves.append(1)
-    if len(saves) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return await save(self, *args, **kwargs)
-
-ocp.JsonCheckpointHandler.async_save = killed_in_the_second
-train(parse(sys.argv[1:]))
-"""
-
-
 @pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
 def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
     told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]
-    command = [sys.executable, "-c", KILLED, *told, "--out", str(tmp_path / "run")]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    killed = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    again = train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+    again = go_on(run_until_killed(told, tmp_path / "run"), "2")
     whole = train(parse([*told, "--out", str(tmp_path / "whole")]))
     for mine, theirs in zip(steps_of(tmp_path / "run")[0], steps_of(tmp_path / "whole")[0], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

@@ -7,11 +7,9 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -37,33 +35,13 @@ from kvjax.train.recipe import Validation
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import TrainState
 from tests.tiny_models import tiny_model
-
-ROOT = Path(__file__).parents[2]
+from tests.train.killed import ROOT, go_on, run_until_killed
 
 ARGS = [
     *("--model", str(builtin_model("test_model")), "--data", "builtin", "--lengths", "64", "--shares", "1"),
     *("--batch", "8", "--window", "8", "--lambda", "0.3", "--lr", "1e-2", "--sequences", "48"),
     *("--checkpoint-every", "2", "--report", "none", "--dtype", "float32"),
 ]
-
-KILLED = """
-import os, signal, sys
-import orbax.checkpoint as ocp
-from kvjax.train.config import SAVED, parse
-from kvjax.train.loop import train
-
-saves, save = [], ocp.JsonCheckpointHandler.async_save
-
-async def killed_in_the_second(self, *args, **kwargs):
-    saves.append(1)
-    if len(saves) == 2:
-        print("killed in a save", flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return await save(self, *args, **kwargs)
-
-ocp.JsonCheckpointHandler.async_save = killed_in_the_second
-train(parse(sys.argv[1:]))
-"""
 
 
 def written(folder):
@@ -106,19 +84,11 @@ def whole(tmp_path_factory, saves):
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """The folder of a run that was killed in the middle of its second save."""
-    folder = tmp_path_factory.mktemp("killed") / "run"
-    command = [sys.executable, "-c", KILLED, *ARGS, "--mesh", "8", "--out", str(folder)]
-    ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=folder.parent, capture_output=True, text=True
-    )
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert "killed in a save" in ended.stdout
-    return folder
+    return run_until_killed([*ARGS, "--mesh", "8"], tmp_path_factory.mktemp("killed") / "run")
 
 
 def resumed(killed, tmp_path, mesh):
-    shutil.copytree(killed, tmp_path / "run")
-    return train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", mesh]))
+    return go_on(shutil.copytree(killed, tmp_path / "run"), mesh)
 
 
 def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):

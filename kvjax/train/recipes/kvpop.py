@@ -2,6 +2,7 @@
 §4, App. A to D)."""
 
 import dataclasses
+import shlex
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -319,6 +320,13 @@ class ConstantCache(Recipe):
 
 
 def _model_of(folder: str) -> str:
-    """The model that a run left, where `folder` is a run's; else the folder itself."""
-    left = Path(folder).expanduser() / Recipe.exports / "model"
+    """The model that a run left, where `folder` is a run's; else the folder itself. Raises UserError for a run that has
+    left none."""
+    run = Path(folder).expanduser()
+    left = run / Recipe.exports / "model"
+    if not left.is_dir() and (run / "checkpoints").is_dir():
+        raise UserError(
+            f"--uptrained {folder}: this run is not finished, or trained no model: it has no {Recipe.exports}/model; "
+            f"python -m kvjax.export {shlex.quote(folder)} exports its last checkpoint"
+        )
     return str(left) if left.is_dir() else folder

@@ -3,11 +3,6 @@
 import dataclasses
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +25,8 @@ from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
 from tests.tasks.model_tokenizers import smol_tokenizer
 from tests.tiny_models import tiny_model, tiny_sink_gates
+from tests.train.killed import SECOND_SAVE, go_on, run_until_killed
 
-ROOT = Path(__file__).parents[3]
 MODEL = str(builtin_model("test_model"))
 ARGS = [
     *("--method", "fast_kvzip", "--model", MODEL, "--dtype", "float32", "--lengths", "64", "--shares", "1"),
@@ -50,35 +45,21 @@ ARGS = [
     *("--report", "none", "--targets", "disk"),
 ]
 
-KILLED = """
-import os, signal, sys
-import orbax.checkpoint as ocp
+THIRD_SHARD = """
 from kvjax.train import targets
-from kvjax.train.config import parse
 from kvjax.train.features import Shards
-from kvjax.train.loop import train
 
 targets.TOGETHER = 1  # a context after another
 writing, written = Shards.writing, []
 
 def killed_in_the_third(self, index):
-    if len(written) == 2 and sys.argv[1] == "targets":
+    if len(written) == 2:
         with writing(self, index):
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill()
     written.append(index)
     return writing(self, index)
 
 Shards.writing = killed_in_the_third
-saves, save = [], ocp.JsonCheckpointHandler.async_save
-
-async def killed_in_the_second(self, *args, **kwargs):
-    saves.append(1)
-    if len(saves) == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return await save(self, *args, **kwargs)
-
-ocp.JsonCheckpointHandler.async_save = killed_in_the_second
-train(parse(sys.argv[2:]))
 """
 
 
@@ -198,16 +179,13 @@ def test_every_gate_has_a_gradient(form, inputs):
     assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
 
 
-@pytest.mark.parametrize("phase", ["targets", "gates"])
-def test_a_run_that_is_killed_ends_like_one_that_is_not(phase, whole, tmp_path):
-    folder = tmp_path / "run"
-    command = [sys.executable, "-c", KILLED, phase, *ARGS, "--mesh", "1", "--out", str(folder)]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+@pytest.mark.parametrize(("when", "files"), [(THIRD_SHARD, 4), (SECOND_SAVE, 8)], ids=["targets", "gates"])
+def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_path):
+    """While targets are computed, two numbers of each context on the disk by then; or later."""
+    folder = run_until_killed([*ARGS, "--mesh", "1"], tmp_path / "run", when)
     shards = {file: file.stat() for file in sorted(folder.glob("targets/0*/*.npy"))}
-    assert len(shards) == {"targets": 4, "gates": 8}[phase]
-    resumed = train(parse(["--resume", "--out", str(folder), "--mesh", "1"]))
+    assert len(shards) == files
+    resumed = go_on(folder, "1")
     for file, before in shards.items():
         after = file.stat()
         assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns), file

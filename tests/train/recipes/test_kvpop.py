@@ -9,6 +9,7 @@ import shutil
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from kvjax.builtin import builtin_model
@@ -22,6 +23,7 @@ from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import filled, tiny_config, tiny_model
+from tests.train.killed import go_on, run_until_killed
 
 MODEL = str(builtin_model("test_model"))
 SIZES = dict(budget=14, window=6, sink=2, lengths=(32,), shares=(1.0,), sequences=32, batch=8)
@@ -53,9 +55,13 @@ def uptrained(tmp_path_factory):
     )
 
 
+def second(uptrained, *more):
+    """What the second phase is told."""
+    return ["--phase", "sparsify", "--uptrained", str(uptrained.folder), *CACHE, *more]
+
+
 def sparsify(uptrained, folder, *more):
-    told = ["--phase", "sparsify", "--uptrained", str(uptrained.folder), *CACHE, *more]
-    return train(parse([*COMMON, *told, "--out", str(folder)]))
+    return train(parse([*COMMON, *second(uptrained, *more), "--out", str(folder)]))
 
 
 def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
@@ -122,6 +128,64 @@ def test_model_and_scorers_have_rates_of_their_own():
     assert moved["scorers"] == 0
 
 
+RAMP, UPDATES = 3, 12
+"""Of the scorers' rate, and in all."""
+
+
+def optimizer(**told):
+    """Of a recipe of so many updates, with parameters of 2 to change."""
+    made = {"phase": "sparsify", "sequences": UPDATES * 8, "scorer_warmup": RAMP, "weight_decay": 0.01}
+    tx = ConstantCache(**SIZES | made | told).optimizer()
+    params = {"scorers": {"a": jnp.full(3, 2.0), "c": jnp.full(1, 2.0)}, "model": {"down": jnp.full(4, 2.0)}}
+    return tx, params
+
+
+def moments(opt, which):
+    """AdamW's, by group."""
+    found = [groups for _, groups in optax.tree_utils.tree_get_all_with_path(opt, which)]
+    return {name: x for groups in found for name, x in groups.items() if jax.tree.leaves(x)}
+
+
+@pytest.mark.parametrize("long", ["scorers", "model"])
+def test_model_and_scorers_are_clipped_apart(long):
+    """A gradient of norm 100 becomes one of 1, the other's of .5 stays; AdamW's means begin with .1 of it and
+    with .05 of its square."""
+    tx, params = optimizer()
+    gradients = jax.tree.map(lambda x: jnp.full_like(x, 0.25), params)
+    gradients[long] = jax.tree.map(lambda x: 200 * x, gradients[long])
+    _, opt = tx.update(gradients, tx.init(params), params)
+    for name in params:
+        clipped = 0.5 if name == long else 0.25
+        for which, wanted in (("mu", 0.1 * clipped), ("nu", 0.05 * clipped**2)):
+            for x in jax.tree.leaves(moments(opt, which)[name]):
+                np.testing.assert_allclose(x, wanted, rtol=1e-5)
+
+
+def rates(**told):
+    """Of each update and of two that would follow, by group: of a gradient that stays AdamW's step is the rate."""
+    tx, params = optimizer(**told)
+
+    def update(opt, _):
+        change, opt = tx.update(jax.tree.map(jnp.ones_like, params), opt, params)
+        return opt, change
+
+    _, changes = jax.lax.scan(update, tx.init(params), None, length=UPDATES + 2)
+    # and, of parameters of 2, a weight decay of .01
+    return {name: np.asarray(jax.tree.leaves(x)[0][:, 0]) / -1.02 for name, x in changes.items()}
+
+
+@pytest.mark.parametrize("peak", [1e-3, 1e-5])
+def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
+    """From 0 to the peak, of which the ramp's last update is the first one below, and down to 8e-5, unless the peak is
+    lower than that."""
+    found, end = rates(lr=3e-4, scorer_lr=peak), min(8e-5, peak)
+    np.testing.assert_allclose(found["model"], 3e-4, rtol=1e-3)
+    at = np.arange(RAMP, UPDATES + 1)
+    fall = end + (peak - end) * (1 + np.cos(np.pi * (at - RAMP) / (UPDATES - RAMP))) / 2
+    wanted = [*peak * np.arange(RAMP) / RAMP, *fall, end]
+    np.testing.assert_allclose(found["scorers"], wanted, rtol=1e-3)
+
+
 def test_no_array_is_of_all_pairs():
     """What the gradient of an update's loss over 8,192 tokens computes: nothing as large as each query with all that it
     may see."""
@@ -145,9 +209,10 @@ def alone():
     return {phase: five(phase, make_mesh()) for phase in ("uptrain", "sparsify")}
 
 
-def five(phase, mesh):
-    """What is logged of five updates."""
-    recipe, numbers = ConstantCache(phase=phase, **SIZES | {"scorer_warmup": 2, "sequences": 40}), []
+def five(phase, mesh, parts=1):
+    """What is logged of five updates, each of so many parts."""
+    told = SIZES | {"scorer_warmup": 2, "sequences": 40, "accumulate": parts}
+    recipe, numbers = ConstantCache(phase=phase, **told), []
     with jax.set_mesh(mesh):
         model = tiny_model()
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
@@ -160,11 +225,21 @@ def five(phase, mesh):
 
 
 @pytest.mark.parametrize("phase", ["uptrain", "sparsify"])
-@pytest.mark.parametrize("name", [pytest.param("8", marks=pytest.mark.thorough), "4x2"])
-def test_five_updates_are_equal_on_every_mesh(alone, phase, name):
-    for mine, theirs in zip(five(phase, make_mesh(**MESHES[name])), alone[phase], strict=True):
+@pytest.mark.parametrize(
+    ("name", "parts"), [("8", 1), ("4x2", 2), pytest.param("4x2", 1, marks=pytest.mark.thorough)]
+)
+def test_five_updates_are_equal_on_every_mesh(alone, phase, name, parts):
+    """And in parts."""
+    for mine, theirs in zip(five(phase, make_mesh(**MESHES[name]), parts), alone[phase], strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert alone[phase][4]["loss"] != alone[phase][0]["loss"]
+
+
+def test_the_loss_is_next_tokens_and_a_tenth_of_the_teachers_beside_the_scorers(alone):
+    for found in alone["sparsify"]:
+        own = 0.9 * found["cross_entropy"] + 0.1 * found["divergence"]
+        assert found["loss"] == pytest.approx(own + found["score_loss"], rel=1e-6)
+        assert min(found["divergence"], found["score_loss"]) > 1e-3, "either would be missed"
 
 
 def test_the_fixed_mask_is_sinks_and_a_window_of_the_same_size():
@@ -189,17 +264,23 @@ def test_each_phase_has_the_papers_updates_unless_told():
 
 
 def test_bytes_of_each_device_are_an_eighth():
-    """Parameters, moments and master weights, of the model and, by kv heads, of the scorers."""
+    """Parameters, moments and master weights, of the model and, by kv heads, of the scorers; and gradients."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)
     with jax.set_mesh(mesh):
         model = filled(tiny_config(), jnp.bfloat16)
         state = jax.jit(lambda model: initial_state(recipe, model))(model)
+        batch = to_mesh(mesh, Rows(0, 8, 8), np.zeros((8, 32), np.int32))
+        loss = lambda params: recipe.loss(params, model, batch, jax.random.key(0), jnp.int32(0))[0]  # noqa: E731
+        gradients = jax.eval_shape(jax.grad(loss), state.params)
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-    for part, shards in ((state.params["model"], 8), (state.params["scorers"], 4), (state.opt, 4)):
-        leaves = jax.tree.leaves(part)
-        total = sum(x.nbytes for x in leaves)
-        own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-        assert own < 1.2 * total / shards
+    for group, shards in (("model", 8), ("scorers", 4)):
+        for part in (state.params, moments(state.opt, "mu"), moments(state.opt, "nu")):
+            leaves = jax.tree.leaves(part[group])
+            total = sum(x.nbytes for x in leaves)
+            own = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+            assert total / shards <= own < 1.2 * total / shards
+    for gradient, param in zip(jax.tree.leaves(gradients), jax.tree.leaves(state.params), strict=True):
+        assert gradient.sharding.spec == param.sharding.spec
 
 
 @pytest.mark.parametrize(
@@ -233,34 +314,60 @@ def test_wrong_options_are_one_line(wrong, said, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_killed_phase_goes_on_on_another_mesh(uptrained, tmp_path):
-    """From its first update's checkpoint, on four devices; stopped as `SIGKILL` would, with what is on the disk."""
-    told = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0", "--checkpoint-every", "1"
-    whole = sparsify(uptrained, tmp_path / "whole", *told, "--keep", "9")
-    left = tmp_path / "left"
-    shutil.copytree(whole.folder, left, ignore=shutil.ignore_patterns("parameters", "2"))
-    config = (left / "config.yaml").read_text().replace(str(whole.folder), str(left))
-    (left / "config.yaml").write_text(config)
-    resumed = train(parse(["--resume", "--out", str(left), "--mesh", "2x2"]))
-    assert metrics_of(resumed)[1] == pytest.approx(metrics_of(whole)[1], rel=1e-5)
-    assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-4)
+STORED = "--teacher", "store", "--teacher-tokens", "16", "--scorer-warmup", "0"
+
+
+@pytest.fixture(scope="module")
+def stored(uptrained, tmp_path_factory):
+    """A second phase of which the teacher's word is on the disk."""
+    return sparsify(uptrained, tmp_path_factory.mktemp("stored") / "run", *STORED)
+
+
+@pytest.fixture(scope="module")
+def killed(uptrained, tmp_path_factory):
+    """The folder of the same, killed while its second update is saved."""
+    told = [*COMMON, *second(uptrained, *STORED, "--checkpoint-every", "1")]
+    return run_until_killed(told, tmp_path_factory.mktemp("killed") / "run")
+
+
+def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
+    resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "1")
+    assert metrics_of(resumed) == metrics_of(stored)
+    jax.tree.map(
+        np.testing.assert_array_equal, (resumed.params, resumed.model), (stored.params, stored.model)
+    )
+    assert resumed.validation.numbers == stored.validation.numbers
+
+
+def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
+    """On four devices."""
+    resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "2x2")
+    assert metrics_of(resumed)[1] == pytest.approx(metrics_of(stored)[1], rel=1e-5)
+    assert resumed.validation.numbers == pytest.approx(stored.validation.numbers, rel=1e-4)
     # where a gradient is rounding alone Adam makes a step of it; one update moves a weight by 8e-5
-    ends = zip(*(jax.tree.leaves(x.model) for x in (resumed, whole)), strict=True)
+    ends = zip(*(jax.tree.leaves(x.model) for x in (resumed, stored)), strict=True)
     apart = np.concatenate([np.abs(np.asarray(mine) - theirs).ravel() for mine, theirs in ends])
     assert apart.mean() < 2e-6
 
 
+def test_a_run_that_is_not_finished_has_no_model_to_go_on_from(killed):
+    told = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(killed)]
+    with pytest.raises(
+        UserError, match="--uptrained .* this run is not finished, .* has no parameters/model; .*export"
+    ):
+        parse(told)
+
+
 def metrics_of(run):
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: x[name] for name in ("cross_entropy", "divergence")} for x in lines if "divergence" in x]
+    names = "loss", "cross_entropy", "divergence", "score_loss", "agreement"
+    return [{name: x[name] for name in names} for x in lines if "divergence" in x]
 
 
-def test_what_the_teacher_said_stands_in_for_it(uptrained, tmp_path):
+def test_what_the_teacher_said_stands_in_for_it(uptrained, stored, tmp_path):
     """No weights of a teacher are there, and the losses are those that they would give, but for half precision."""
-    told = "--teacher-tokens", "16", "--scorer-warmup", "0"
-    beside = sparsify(uptrained, tmp_path / "beside", *told)
-    kept = sparsify(uptrained, tmp_path / "kept", *told, "--teacher", "store")
-    for mine, theirs in zip(metrics_of(kept), metrics_of(beside), strict=True):
+    beside = sparsify(uptrained, tmp_path / "beside", *STORED[2:])
+    for mine, theirs in zip(metrics_of(stored), metrics_of(beside), strict=True):
         assert mine == pytest.approx(theirs, rel=2e-3)
-    assert kept.validation.numbers == pytest.approx(beside.validation.numbers, rel=2e-3, abs=1e-4)
-    assert len(list((tmp_path / "kept/teacher").glob("??/*.npz"))) == 8 + 2, "sequences, and those held out"
+    assert stored.validation.numbers == pytest.approx(beside.validation.numbers, rel=2e-3, abs=1e-4)
+    assert len(list((stored.folder / "teacher").glob("??/*.npz"))) == 8 + 2, "sequences, and those held out"

@@ -20,6 +20,7 @@ from kvjax.train.loop import train
 from kvjax.train.recipes import prulong
 from kvjax.train.recipes.prulong import PruLong
 from tests.tiny_models import tiny_model
+from tests.train.killed import go_on, run_until_killed
 
 SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
 MODEL = str(builtin_model("test_model"))
@@ -200,6 +201,25 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
         assert (run.folder / picture).read_bytes().startswith(b"\x89PNG")
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert {"cross_entropy", "streaming", "wanted", "lambda/1", "lambda/2"} <= lines[0].keys()
+
+
+def test_a_killed_run_ends_like_one_that_was_not(run, tmp_path):
+    """Masks are drawn on, multipliers and moments go on: by what is logged and what is left."""
+    told = [*COMMON, "--sparsity", "0.5", "--checkpoint-every", "2"]
+    resumed = go_on(run_until_killed(told, tmp_path / "run"), "1")
+    mine, theirs = (logged(x.folder) for x in (resumed, run))
+    assert [line["step"] for line in mine] == list(range(6))
+    assert mine == theirs
+    assert mine[5]["lambda/1"] != mine[2]["lambda/1"]
+    jax.tree.map(np.testing.assert_array_equal, resumed.params, run.params)
+    assert resumed.validation.numbers == run.validation.numbers
+
+
+def logged(folder):
+    """Of each update what it says of itself, whenever it was."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = "step", "loss", "cross_entropy", "streaming", "wanted", "lambda/1", "lambda/2"
+    return [{name: line[name] for name in names} for line in lines if "loss" in line]
 
 
 def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):

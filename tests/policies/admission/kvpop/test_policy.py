@@ -1,6 +1,7 @@
 """KVPOP's rule: what is ranked by what, that it never comes back, that a cache in any chunks keeps what training sees,
 and what is refused."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -14,10 +15,13 @@ from kvjax.inference.sampling import stream
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, load_scorers, save_scorers
-from kvjax.train.objective import Deployed, student
+from kvjax.struct import changed, struct
+from kvjax.train.objective import Deployed, deployed_mask, from_the_start, student
+from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, TOKENS, cached_logits
 from tests.inference.dense import stored
 from tests.policies.admission.admitted import layer
+from tests.policies.steps import shape_of, step, whole
 from tests.tiny_models import tiny_model, tiny_scorers
 
 SIZES = {"budget": 15, "sink": 2, "window": 6}
@@ -89,20 +93,115 @@ def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
     assert returning(kept_by(lambda u, q: score[u] - 0.5 * ((q - u) // 8), 12, 8), 8) > 100
 
 
+def seen(policy, at, **changes):
+    """What each query of a layer sees as training masks it, [b k t s]."""
+    _, mask = deployed_mask(changed(layer(policy.admission, 1), **changes), at, policy.window)
+    index = jnp.arange(at.k.shape[2])
+    return np.asarray((index <= index[:, None]) & (index[:, None] < mask.end[:, :, None]))
+
+
+def streaming(model, sink, window):
+    return make_policy("streaming_llm", model=model, sink=sink, window=window)
+
+
+AT = step(np.arange(LENGTH)[None])
+
+
+@pytest.mark.parametrize(("decay", "sink", "window"), [(True, 2, 13), (False, 9, 6)])
+def test_of_equal_scores_age_decides(model, decay, sink, window):
+    """Where scores fall, the last tokens are kept, as if the window were longer; else the first ones, as sinks are."""
+    policy = made(model, decay=decay)
+    scorers = jax.tree.map(lambda x: x, layer(policy.admission, 1).scorers)
+    scorers.a[...], scorers.c[...] = 0 * scorers.a[...], 0 * scorers.c[...] + 0.3
+    found = seen(policy, AT, scorers=scorers)
+    np.testing.assert_array_equal(found, seen(streaming(model, sink, window), AT))
+
+
+def test_with_room_for_sinks_alone_it_is_streaming_llm(model):
+    found = seen(made(model), AT, capacity=jnp.int32(2))
+    np.testing.assert_array_equal(found, seen(streaming(model, 2, 6), AT))
+    assert (found != seen(made(model), AT)).any()
+
+
+def known(admission, at):
+    """The priorities of a sequence's tokens but the last, as training asks for them."""
+    back = admission.revisits
+    at = from_the_start(at, back)
+    return np.asarray(admission.score(admission.init(shape_of(at)), at, *whole(at))[1])[..., back:]
+
+
+def test_a_priority_knows_what_came_before_its_token_left(model):
+    """By a query made again of its key and value: of token u all up to u + w − 1, and not u + w, the first that may no
+    longer see it."""
+    admission, changing = layer(made(model, sink=0).admission, 1), 23
+    told = {name: getattr(AT, name).at[:, :, changing].add(1.0) for name in ("k", "v")}
+    before = known(admission, AT)
+    apart = np.abs(known(admission, dataclasses.replace(AT, **told)) - before).max((0, 1))
+    np.testing.assert_array_equal(apart[: changing - 6 + 1], 0)
+    assert apart[changing - 6 + 1] > 1e-4
+
+    streams = admission.scorers.streams(AT.k, AT.v)
+    rolled, _ = admission.scorers.score(jnp.roll(streams.q, 5, 2), streams)
+    np.testing.assert_allclose(before, admission.fallen(rolled[..., 5:], AT.position[:, :-5]), atol=1e-6)
+
+
+@struct
+class Watched(Deployed):
+    """Says of every token its priority and which is the first query that no longer sees it."""
+
+    def masks(self, step):
+        priority, mask = deployed_mask(self.admission, step, self.window)
+        return (priority, mask.end), [mask]
+
+    def figures(self, state, step, outputs):
+        return {
+            f"{i} {t}": x[..., t].astype(jnp.float32) for i, x in enumerate(state) for t in range(x.shape[-1])
+        }
+
+
+def in_training(model, policy, tokens):
+    """The logits under training's mask, and by layer, sequence, head and token the priorities and ends."""
+    with use_mesh(model):
+        hidden, figures = jax.jit(lambda *a: student(Watched(a[0], 6), *a[1:], window=6))(
+            policy.admission, model, put(tokens)
+        )
+        logits = model.logits(hidden)
+    count = range(tokens.shape[1])
+    return logits, *(np.stack([figures[f"{i} {t}"] for t in count], -1) for i in range(2))
+
+
+def narrowest(priority, capacity, window):
+    """How far the last that stays and the first that goes are apart at least, at any query."""
+    gaps = [np.inf]
+    for count in range(capacity + 1, priority.shape[-1] - window + 1):
+        ordered = -np.sort(-priority[..., :count], -1)
+        gaps.append((ordered[..., capacity - 1] - ordered[..., capacity]).min())
+    return min(gaps)
+
+
 @pytest.mark.parametrize("calls", [[LENGTH], [17, 1, 1, 21], [1] * LENGTH], ids=["whole", "chunks", "tokens"])
 @pytest.mark.parametrize("told", [{}, {"delayed": False, "age": 4}, {"budget": 200}], ids=str)
 def test_a_cache_keeps_what_training_sees(model, told, calls):
+    """Logits, and the very tokens: those that training would show the next query."""
     if told and len(calls) == LENGTH:
         calls = [5, *[1] * (LENGTH - 5)]
     policy = made(model, **told)
     found, cache = cached_logits(model, policy, TOKENS, calls)
-    with use_mesh(model):
-        hidden, _ = jax.jit(lambda *a: student(Deployed(a[0], 6), *a[1:], window=6))(
-            policy.admission, model, put(TOKENS)
-        )
-        wanted = model.logits(hidden)
-    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    wanted, priority, end = in_training(model, policy, np.pad(TOKENS, ((0, 0), (0, 1))))
+    np.testing.assert_allclose(found, wanted[:, :LENGTH], atol=1e-4)
+    assert narrowest(priority, int(policy.admission.capacity.max()), 6) > 1e-5, "or rounding might decide"
+    left = np.arange(LENGTH) <= LENGTH - 6
+    assert positions(cache) == lists((end[..., :LENGTH] > LENGTH) & left)
     assert int(cache.layers.length.max()) == min(told.get("budget", 15) - 6, LENGTH - 5)
+
+
+def test_a_budget_that_holds_all_is_full_attention(model):
+    policy = made(model, budget=LENGTH + 1)
+    with use_mesh(model):
+        wanted = jax.jit(lambda model, tokens: model.logits(model.hidden(tokens)))(model, put(TOKENS))
+    cached, _ = cached_logits(model, policy, TOKENS, [17, 1, 1, 21])
+    for found in (cached, in_training(model, policy, TOKENS)[0]):
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_a_cache_has_one_size_whatever_comes():
@@ -147,8 +246,8 @@ def test_files_hold_what_was_trained(model, tmp_path):
     assert (policy.window, int(policy.admission.capacity), policy.admission.decay) == (5, 15, False)
     assert policy.admission.delayed
     assert said["method"] == "kvpop"
-    changed = make_policy("kvpop", scorers=tmp_path, window=9, budget=12)
-    assert (changed.window, int(changed.admission.capacity)) == (9, 3)
+    other = make_policy("kvpop", scorers=tmp_path, window=9, budget=12)
+    assert (other.window, int(other.admission.capacity)) == (9, 3)
 
 
 def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):

@@ -1,0 +1,57 @@
+"""Runs that `SIGKILL` ends, each in a process of its own, and runs that go on from what those left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvjax.train.config import parse
+from kvjax.train.loop import RunOutput, train
+
+ROOT = Path(__file__).parents[2]
+
+KILL = """
+import os, signal
+
+def kill():
+    print("killed as told", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+SECOND_SAVE = """
+import orbax.checkpoint as ocp
+
+saves, save = [], ocp.JsonCheckpointHandler.async_save
+
+async def killed_in_the_second(self, *args, **kwargs):
+    saves.append(1)
+    if len(saves) == 2:
+        kill()
+    return await save(self, *args, **kwargs)
+
+ocp.JsonCheckpointHandler.async_save = killed_in_the_second
+"""
+"""In the middle of a checkpoint, with one before it that is complete."""
+TRAIN = """
+import sys
+from kvjax.train.config import parse
+from kvjax.train.loop import train
+
+train(parse(sys.argv[1:]))
+"""
+
+
+def run_until_killed(args: Sequence[str], folder: Path, when: str = SECOND_SAVE) -> Path:
+    """The folder of a run that was told `args`. `when`: code that has something call `kill()`."""
+    command = [sys.executable, "-c", KILL + when + TRAIN, *args, "--out", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-2000:]
+    assert "killed as told" in ended.stdout
+    return folder
+
+
+def go_on(folder: Path, mesh: str) -> RunOutput:
+    """The same run, from its last checkpoint to its end."""
+    return train(parse(["--resume", "--out", str(folder), "--mesh", mesh]))
