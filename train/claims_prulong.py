@@ -226,11 +226,13 @@ def main_tables(config: ClaimsConfig) -> list[str]:
 
 def joined(crossings: Sequence[Any]) -> str:
     """The mean of the seeds' crossings, and the worst of those whose sweep does not cross."""
+    crossed = [100 * x.footprint for x in crossings if x.relation == "="]
     beyond = [x for x in crossings if x.relation != "="]
-    mean = [spread([100 * x.footprint for x in crossings if x.relation == "="]) + "%"] * (beyond != crossings)
-    worst = [str(max(beyond, key=lambda x: (x.relation == ">", x.footprint)))] if beyond else []
-    several = f" ({len(beyond)} of {len(crossings)} seeds)" * bool(mean and beyond)
-    return ", ".join([*mean, *(x + several for x in worst)])
+    said = [f"{spread(crossed)}%"] if crossed else []
+    if beyond:
+        worst = str(max(beyond, key=lambda x: (x.relation == ">", x.footprint)))
+        said.append(f"{worst} ({len(beyond)} of {len(crossings)} seeds)" if crossed else worst)
+    return ", ".join(said)
 
 
 def reached(config: ClaimsConfig) -> str:
