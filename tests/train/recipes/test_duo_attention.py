@@ -13,6 +13,7 @@ from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.recipes.duo_attention import DuoAttention
 from tests.tiny_models import tiny_model
+from tests.train.recipes.packed import rows, weighted
 
 SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
 MODEL = str(builtin_model("test_model"))
@@ -50,6 +51,19 @@ def test_the_loss_is_the_difference_before_labelled_tokens_and_the_mean_alpha(ba
     assert wanted > 1e-4
     assert float(numbers["distillation"]) == pytest.approx(wanted, rel=1e-5)
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
+    """By their labelled tokens."""
+    recipe, (together, alone) = DuoAttention(regularized=0.0, **SIZES), rows()
+    alpha = jnp.asarray(np.random.default_rng(2).uniform(size=(3, 4)), jnp.float32)
+    model = tiny_model()
+    with use_mesh(model):
+        call = jax.jit(lambda b: recipe.loss({"alpha": alpha}, model, b, jax.random.key(0), jnp.int32(0))[0])
+        found, *own = (float(call(batch)) for batch in (together, *alone))
+    assert min(own) > 1e-4
+    assert abs(own[0] / own[1] - 1) > 0.01
+    assert found == pytest.approx(weighted(own, alone), rel=1e-4)
 
 
 def test_alpha_stays_between_0_and_1():

@@ -14,13 +14,17 @@ from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.admission.head_pattern import choose_heads, whole_count
-from kvjax.train import hard_concrete
+from kvjax.policies.admission.pattern_folder import read_pattern
+from kvjax.tasks import Recall
+from kvjax.train import __main__ as command
+from kvjax.train import hard_concrete, held_out_report, mask_pictures, report
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.recipes import prulong
 from kvjax.train.recipes.prulong import PruLong
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
+from tests.train.recipes.packed import rows, weighted
 
 SIZES = dict(lengths=(32,), shares=(1.0,), sink=2, window=6, block=1)
 MODEL = str(builtin_model("test_model"))
@@ -104,6 +108,49 @@ def test_gradients_are_clipped_together():
     assert np.abs(np.asarray(change["log_alpha"]) + 0.1).max() < 0.6
 
 
+def rates_of(peak, updates=100):
+    """A tenth of the updates up from 0, then a cosine down to a hundredth of the peak."""
+    up = np.arange(10) / 10
+    down = 0.01 + 0.99 * (1 + np.cos(np.pi * np.arange(updates - 10) / (updates - 10))) / 2
+    return peak * np.concatenate([up, down])
+
+
+PEAKS = {"log_alpha": 1.0, "multipliers": 0.5, "model": 1e-3}
+
+
+def changes(gradients, **told):
+    """What every update does to parameters of 1 of each group, of which all have these gradients."""
+    sizes = {"sequences": 800, "lr": 1.0, "multiplier_lr": 0.5, "model_lr": 1e-3}
+    tx = PruLong(frozen_model=False, **sizes, **SIZES, **told).optimizer()
+    params = {name: jnp.ones(2) for name in PEAKS}
+    opt, found, update = tx.init(params), {name: [] for name in PEAKS}, jax.jit(tx.update)
+    for gradient in gradients:
+        change, opt = update(jax.tree.map(lambda x, g=gradient: jnp.full_like(x, g), params), opt, params)
+        for name, x in change.items():
+            found[name].append(float(x[0]))
+    return found
+
+
+def test_rates_lead_up_for_a_tenth_of_the_updates_and_down_by_a_cosine():
+    """Of masks, multipliers and model, each with its own peak: Adam's step is the rate, of the multipliers upwards."""
+    for name, steps in changes(np.ones(100), weight_decay=0.0).items():
+        sign = 1 if name == "multipliers" else -1
+        np.testing.assert_allclose(sign * np.asarray(steps), rates_of(PEAKS[name]), rtol=1e-3, atol=1e-8)
+
+
+def test_every_group_is_adam_s_with_the_paper_s_betas():
+    """0.9 and 0.95, with decay that is the rate's but for the model, which has none, written out."""
+    gradients = np.random.default_rng(0).standard_normal(30)
+    steps = np.arange(1, 31)
+    first, second = np.zeros(31), np.zeros(31)
+    for i, g in enumerate(gradients):
+        first[i + 1], second[i + 1] = 0.9 * first[i] + 0.1 * g, 0.95 * second[i] + 0.05 * g * g
+    adam = first[1:] / (1 - 0.9**steps) / np.sqrt(second[1:] / (1 - 0.95**steps))
+    for name, found in changes(gradients, weight_decay=0.1, clip=1e6).items():
+        own, decay = -adam if name == "multipliers" else adam, 0.0 if name == "model" else 0.1
+        np.testing.assert_allclose(found, -rates_of(PEAKS[name])[:30] * (own + decay), rtol=1e-3, atol=1e-8)
+
+
 def test_the_expected_sparsity_is_that_of_many_draws():
     log_alpha = jnp.asarray([[4.0, 0.5, -2.0]])
     draws = jax.vmap(lambda key: 1 - (hard_concrete.sample(key, log_alpha) > 0))(
@@ -139,6 +186,25 @@ def test_log_alphas_have_the_gradients_of_finite_differences():
             wanted = (float(loss(jnp.asarray(moved))) - float(loss(jnp.asarray(-moved)))) / (2 * step)
             assert float(found[at]) == pytest.approx(wanted, rel=0.005, abs=3e-4)
     assert np.abs(np.asarray(found)).min() > 3e-3
+
+
+def test_a_packed_row_s_loss_is_that_of_its_documents_each_by_itself():
+    """By their labelled tokens, under one draw of the masks."""
+    recipe, (together, alone) = PruLong(start=0.0, **SIZES), rows()
+    with jax.set_mesh(make_mesh()):
+        model = tiny_model()
+        params = recipe.init(model)
+
+        @jax.jit
+        def loss(batch):
+            found, numbers = recipe.loss(params, model, batch, jax.random.key(3), jnp.int32(0))
+            return found, numbers["streaming"]
+
+        found, streaming = loss(together)
+        own = [float(loss(row)[0]) for row in alone]
+    assert 0.2 < float(streaming) < 0.8
+    assert abs(own[0] - own[1]) > 0.01
+    assert float(found) == pytest.approx(weighted(own, alone), rel=1e-5)
 
 
 def test_masks_are_rounded_as_they_are_used():
@@ -222,6 +288,27 @@ def logged(folder):
     return [{name: line[name] for name in names} for line in lines if "loss" in line]
 
 
+def test_pictures_show_what_a_run_learned_and_logged(run, monkeypatch):
+    """Its weights beside those heads that are whole, and every scalar of its course over the updates."""
+    sheets, make = [], mask_pictures.figure
+    monkeypatch.setattr(mask_pictures, "figure", lambda *size: sheets.append(make(*size)) or sheets[-1])
+    parse([*COMMON, "--sparsity", "0.5", "--out", str(run.folder / "x")]).draw(run.folder, run.validation)
+    heads, course = sheets
+    learned, whole = (axes.images[0].get_array() for axes in heads.axes[:2])
+    weights = np.asarray(run.params["log_alpha"])
+    np.testing.assert_allclose(np.log(learned / (1 - learned)), weights, rtol=1e-5)
+    np.testing.assert_array_equal(whole, choose_heads(weights, whole_count(weights.size, 0.5)))
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "validation" not in line]
+    assert len(updates) == 6 < len(lines)
+    drawn = [[line.get_label() for line in axes.lines] for axes in course.axes]
+    assert drawn == [["cross_entropy"], ["streaming", "wanted"], ["lambda/1", "lambda/2"]]
+    for line in (line for axes in course.axes for line in axes.lines):
+        np.testing.assert_array_equal(line.get_xdata(), range(6))
+        np.testing.assert_array_equal(line.get_ydata(), [update[line.get_label()] for update in updates])
+    assert np.ptp(course.axes[2].lines[0].get_ydata()) > 0.1, "multipliers move"
+
+
 def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):
     """With nothing streaming there is no difference."""
     found = run.validation.numbers
@@ -265,3 +352,54 @@ def test_the_model_can_be_trained_too(tmp_path):
 def test_wrong_options_are_one_line(wrong, message):
     with pytest.raises(UserError, match=message):
         parse([*COMMON, *wrong])
+
+
+def rows_of(folder):
+    """A written report's rows by their names, which its table shows as well, and each head's share of tokens."""
+    found, text = json.loads((folder / "report.json").read_text()), (folder / "report.md").read_text()
+    rows = {row.get("policy", row.get("method")): row for row in found["rows"]}
+    for name, row in rows.items():
+        assert f"| {name} | {row['kv_ratio']:.3f} | {row['footprint']:.3f} |" in text
+    return rows, np.asarray(found["rates"])
+
+
+def kept(context, whole):
+    """The share of a full cache of so many tokens where so many of the model's 8 heads have all of it, the others 2
+    sinks and 7 tokens of the window."""
+    return (whole * context + (8 - whole) * 9) / (8 * context)
+
+
+def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
+    """The smallest cache first. Of 64 tokens 8 are predicted, each from those before it."""
+    recipe = parse([*COMMON, "--sparsity", "0.5", "--out", str(tmp_path / "run")])
+    recipe = dataclasses.replace(recipe, report="default")
+    with jax.set_mesh(run.mesh):
+        trained = run.held_out, run.validation, "summary", print
+        held_out_report.report(run.model, run.params, recipe, tmp_path, *trained)
+    rows, rates = rows_of(tmp_path)
+    whole = {f"prulong sparsity={share}": int(8 * (1 - share) + 0.01) for share in (0.9, 0.7, 0.5, 0.3)}
+    assert list(rows) == [*whole, "full"]
+    for name, count in whole.items():
+        assert rows[name]["kv_ratio"] == pytest.approx(kept(55, count))
+        assert rows[name]["distillation"] > 0
+    assert (rows["full"]["kv_ratio"], rows["full"]["distillation"]) == (1, 0)
+    used = choose_heads(np.asarray(run.params["log_alpha"]), 4)
+    np.testing.assert_array_equal(rates == 1, used, "those of the run's own sparsity")
+
+
+@pytest.mark.thorough
+def test_a_run_s_report_has_a_row_of_it(monkeypatch, tmp_path):
+    """Beside the full cache and what is of its size. Of 128 tokens 124 are read before the question."""
+    monkeypatch.setitem(report.SAMPLES, "default", {Recall: 2})
+    monkeypatch.setitem(report.RIVAL_SAMPLES, Recall, 1)
+    monkeypatch.setattr(report, "CONTEXT", 128)
+    monkeypatch.setattr(PruLong, "rivals", {})
+    told = [*COMMON, "--sparsity", "0.5", "--sequences", "8", "--out", str(tmp_path / "run")]
+    command.main([*told, "--report", "default"])
+    rows, rates = rows_of(tmp_path / "run")
+    assert list(rows) == [
+        *("full", "prulong", "sink + window", "head pattern", "random", "random, the trained rates")
+    ]
+    assert rows["prulong"]["kv_ratio"] == pytest.approx(kept(124, 4))
+    weights = read_pattern(tmp_path / "run/pattern").weights
+    np.testing.assert_array_equal(rates == 1, choose_heads(weights, 4))
