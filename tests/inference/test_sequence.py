@@ -11,13 +11,18 @@ import pytest
 import kvjax
 from kvjax.errors import UserError
 from kvjax.inference.capture import captured_layers
+from kvjax.inference.forward import last_logits
+from kvjax.inference.room import begin
 from kvjax.mesh import HEADS, make_mesh, token_axis
 from kvjax.policies import make_policy
 from tests.tiny_models import TRAINED, tiny_config, tiny_model
 
+PATTERN = {"pattern": np.arange(12).reshape(3, 4) % 3 == 0, "sink": 2, "window": 6}
 POLICIES = {
     "full": {},
     "streaming_llm": {"window": 6, "sink": 2},
+    "head_pattern": PATTERN,
+    "head_pattern between calls": PATTERN | {"streaming": "between_calls"},
     "wgkv": {"tau": 0.5, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
@@ -36,7 +41,7 @@ def outcome(name, **shape):
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
         trained = TRAINED[name](model) if name in TRAINED else {}
-        policy = make_policy(name, model=model, **POLICIES[name], **trained)
+        policy = make_policy(name.split()[0], model=model, **POLICIES[name], **trained)
         # in pieces of 16 tokens and one of 3, which no axis divides
         cache = kvjax.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
         said = kvjax.sample(
@@ -52,7 +57,8 @@ BOTH = {"tensor": 2, "sequence": 2}
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, {"sequence": 2}) for name in POLICIES),
+        *((name, {"sequence": 2}) for name in POLICIES if name != "head_pattern"),
+        pytest.param("head_pattern", {"sequence": 2}, marks=pytest.mark.thorough),
         ("adakv", BOTH),
         *(pytest.param(x, BOTH, marks=pytest.mark.thorough) for x in POLICIES if x != "adakv"),
     ],
@@ -68,6 +74,23 @@ def test_what_is_kept_and_said_is_one_device_s(name, shape):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
     if name == "full":
         assert sizes == {whole // math.prod(shape.values())}
+
+
+def temporaries(tokens, **shape):
+    """Bytes of a device that a prompt's call of so many tokens takes beside what goes in and comes out."""
+    with jax.set_mesh(make_mesh(**shape)):
+        model = tiny_model()
+        policy = make_policy("streaming_llm", model=model, window=6, sink=2)
+        policy, cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None, None)
+        batch = jnp.zeros((1, tokens), jnp.int32), jnp.full(1, tokens, jnp.int32)
+        program = last_logits.lower(model, policy.reading, cache, *batch).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+
+def test_four_devices_take_about_a_quarter_of_a_prefill_s_memory_each():
+    """0.269 of it, of so many tokens that what an empty call would take, too, is little."""
+    whole, own = temporaries(65536), temporaries(65536, sequence=4)
+    assert own < 0.28 * whole
 
 
 @pytest.mark.parametrize("tokens", [1, 32])
