@@ -8,9 +8,11 @@ from kvjax.command.launch import MeshShape, run_command
 from kvjax.command.options import packaged_configs
 from kvjax.errors import Doubt, UserError
 from kvjax.train import config as module
+from kvjax.train import hard_concrete
 from kvjax.train.config import SAVED, parse, prepare_folder
 from kvjax.train.data import draw_step_lengths
 from kvjax.train.loop import check, plan, train
+from kvjax.train.recipes import duo_attention, find_recipe, prulong
 
 PACKAGED = sorted(path.stem for path in packaged_configs().glob("*.yaml"))
 
@@ -103,6 +105,34 @@ def test_every_packaged_config_can_be_trained_with(name):
     assert config.model == "builtin" or "/" in config.model
     assert sum(config.shares) > 0
     assert config.rows == config.batch
+
+
+PUBLISHED = {
+    "prulong": {
+        "lengths": (131072,), "sequences": 8000, "batch": 8, "steps": 1000, "data_kind": "natural",
+        "sparsity": 0.7, "sink": 128, "window": 1024, "block": 128, "start": 4.0, "l0": "sampled",
+        "frozen_model": True, "lr": 1.0, "multiplier_lr": 1.0, "model_lr": 1e-5, "weight_decay": 0.1, "clip": 1.0,
+    },
+    "duo_attention": {
+        "lengths": (32000,), "sequences": 16000, "batch": 8, "steps": 2000, "data_kind": "passkeys",
+        "passkeys": 10, "words": 32, "sparsity": 0.5, "sink": 128, "window": 256, "block": 128,
+        "regularized": 0.05, "lr": 0.02,
+    },
+}  # fmt: skip
+"""Of the papers and their code: arXiv:2506.17121, Sec. 4, App. B and C; arXiv:2410.10819."""
+
+
+@pytest.mark.parametrize("method", PUBLISHED)
+def test_head_masks_are_trained_with_the_published_numbers(method):
+    """By default, and by the config for the papers' model."""
+    published = parse(["--config", f"{method}-llama-3.1-8b"])
+    assert (published.model, published.dtype) == ("meta-llama/Llama-3.1-8B-Instruct", "bfloat16")
+    for config in (published, find_recipe(method)()):
+        assert config.method == method
+        assert {name: getattr(config, name) for name in PUBLISHED[method]} == PUBLISHED[method]
+    assert (prulong.RAMP, prulong.FLOOR, prulong.SPREAD) == (0.8, 0.01, 0.01)
+    assert (duo_attention.RAMP, duo_attention.FLOOR) == (5, 0.1)
+    assert (hard_concrete.TEMPERATURE, hard_concrete.LOW, hard_concrete.HIGH) == (2 / 3, -0.1, 1.1)
 
 
 def test_the_default_is_the_built_in_config_and_another_model_starts_from_the_paper():
