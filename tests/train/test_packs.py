@@ -158,6 +158,16 @@ def test_what_is_held_out_is_of_both_and_never_trained_on(both):
     assert len(name | trained) >= 90, "all but those of which a pack has a few letters"
 
 
+def test_documents_of_a_held_out_pack_that_is_never_full_are_trained_on(tmp_path):
+    """Every second of 20 would be held out, of which three fill a pack: the tenth is left."""
+    source = put(tmp_path, "twenty", [letter * 7 for letter in "abcdefghijklmnopqrst"])
+    data = opened((source,), (1.0,), steps=20, validation=8)
+    held = {text[0] for pack in data.held_out for text in documents_of(pack)}
+    trained = {text[0] for pack in rows_of(data.sequences) for text in documents_of(pack)}
+    assert (len(data.held_out), len(held), len(trained)) == (3, 9, 11)
+    assert not held & trained
+
+
 def test_what_is_held_out_of_one_source_is_trained_on_in_none(tmp_path):
     first, second = (put(tmp_path, name, LONG[::step]) for name, step in (("forth", 1), ("back", -1)))
     data = opened((first, second), (0.5, 0.5), steps=30, validation=8)
