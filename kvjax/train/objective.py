@@ -174,7 +174,7 @@ def cut_tokens(x: Shaped[Array, "b t ..."], first: Any, count: int) -> Shaped[Ar
 
 
 def _following(tokens: Shaped[Array, "b t"]) -> Shaped[Array, "b t"]:
-    return jnp.concatenate([tokens[:, 1:], jnp.zeros_like(tokens[:, :1])], 1)
+    return jnp.pad(tokens[:, 1:], ((0, 0), (0, 1)))
 
 
 def _cross_entropy(logits: Float[Array, "b t v"], labels: Int[Array, "b t"]) -> Float[Array, "b t"]:
