@@ -27,8 +27,9 @@ BUDGETS = 0.25, 0.0625
 """Of the context: entries of each kv head."""
 WINDOW = 1 / 8
 """Of a budget, as the paper's 64 of 512."""
-OTHERS = "h2o_chunked", "r_kv_chunked", "tova_chunked", "fast_kvzip"
-"""Of the dense model at the same size, cut to it whenever `CHUNK` more tokens were read."""
+OTHERS = "h2o_constant", "r_kv_constant", "tova_constant", "fast_kvzip"
+"""Of the dense model, cut to the same size whenever `CHUNK` more tokens were read; Fast KVzip, which decides of each
+token once, to the same share of what was read."""
 CHUNK = 64
 """Tokens of a call: what those hold beside their budget."""
 ABLATIONS: dict[str, tuple[str, ...]] = {

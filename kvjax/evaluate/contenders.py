@@ -176,14 +176,19 @@ EVERY = 128
 """Tokens between two compactions while an answer is written, as of R-KV and Fast KVzip."""
 
 
-def _eviction(name: str, when: str = "prompt", observers: str = "own") -> Contender:
+def _eviction(
+    name: str, when: str = "prompt", observers: str = "own", *, constant: bool = False
+) -> Contender:
     """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's; or
-    at its end and whenever a sequence has a multiple of `EVERY` tokens."""
+    at its end and whenever a sequence has a multiple of `EVERY` tokens. With the budget's share of what was read so far,
+    or `constant`, all along with that of a whole context."""
     decoding = when == "position"
 
     def make(sizing: Sizing) -> Policy:
         told: dict[str, Any] = {"when": when, "observers": observers}
-        told |= {"entries": round(sizing.entries), "every": EVERY} if decoding else {"ratio": sizing.ratio}
+        told |= {"entries": round(sizing.entries)} if constant or decoding else {"ratio": sizing.ratio}
+        if decoding:
+            told["every"] = EVERY
         if when == "chunk":
             told["chunk"] = sizing.chunk
         if name == "snapkv":
@@ -277,9 +282,7 @@ CONTENDERS = {
     "h2o": _eviction("h2o"),
     "h2o_chunked": _eviction("h2o", "chunk"),
     "r_kv": _eviction("r_kv"),
-    "r_kv_chunked": _eviction("r_kv", "chunk"),
     "tova": _eviction("tova"),
-    "tova_chunked": _eviction("tova", "chunk"),
     "keydiff": _eviction("keydiff"),
     "keydiff_chunked": _eviction("keydiff", "chunk"),
     "knorm": _eviction("knorm"),
@@ -302,6 +305,7 @@ CONTENDERS = {
     FIXED_TAU: Contender(_gated, own_tau=True, method="wgkv", on="both"),
     "wgkv+snapkv": Contender(_gates_then_snapkv, reads=GATED, over_gates="eviction", method="snapkv"),
     "wgkv+quest": Contender(_gates_then_quest, reads=GATED, over_gates="selection", method="quest"),
+    **{f"{name}_constant": _eviction(name, "chunk", constant=True) for name in ("h2o", "r_kv", "tova")},
     **{
         f"{name}_decoding": _eviction(name, "position")
         for name in ("snapkv", "expected_attention", "h2o", "r_kv", "tova", "keydiff", "knorm")
@@ -312,7 +316,7 @@ CONTENDERS = {
 }
 """What each means: the docs of the methods in `kvjax.policies.registry`, and docs/evaluation.md. NAME evicts once, when
 the prompt was read, NAME_chunked after every chunk, NAME_patched the same with each chunk observed by the prompt's end,
-NAME_decoding while it answers.
+NAME_constant after every chunk to the size that others have in the end, NAME_decoding while it answers.
 """
 
 

@@ -83,10 +83,14 @@ def test_a_budget_is_met_and_another_is_the_same_program(name, model, gates_of):
         assert [policy.plan.budget.entries for policy in policies] == [256, 512]
         assert (small.plan.moment.when, small.plan.moment.every) == ("position", 128)
     elif small.plan is not None:
-        assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
         way = name.rpartition("_")[2]
+        budgets = [policy.plan.budget for policy in policies]
+        if way == "constant":
+            assert [budget.entries for budget in budgets] == [32, 64]
+        else:
+            assert [budget.ratio for budget in budgets] == [0.25, 0.5]
         schedule = small.plan.moment
-        by_chunk = way in ("chunked", "patched") or name == "fast_kvzip"
+        by_chunk = way in ("chunked", "patched", "constant") or name == "fast_kvzip"
         assert schedule.when == ("chunk" if by_chunk else "prompt")
         assert schedule.patched == (way == "patched")
         assert schedule.chunk == (32 if schedule.in_chunks else 0)
@@ -186,7 +190,7 @@ def test_of_those_compared_by_default_only_those_with_gates_are():
 @pytest.mark.parametrize("name", [n for n in CONTENDERS if n not in ("streaming_llm", "head_pattern")])
 def test_each_is_the_method_of_its_name(name, model, gates_of):
     policy = budget_policy(name, dataclasses.replace(sizing_of(name, model, 0.25, gates_of), seed=7))
-    method = re.sub("_(fixed_tau|chunked|patched|decoding)$", "", name).partition("+")[0]
+    method = re.sub("_(fixed_tau|chunked|constant|patched|decoding)$", "", name).partition("+")[0]
     assert policy.name.partition("+")[0] == ("head_pattern" if method in LEARNED else method)
     if policy.plan is not None and method in ("snapkv", "pyramidkv", "adakv", "critical_kv"):
         assert policy.plan.observed == 4
