@@ -180,8 +180,8 @@ def _eviction(
     name: str, when: str = "prompt", observers: str = "own", *, constant: bool = False
 ) -> Contender:
     """An eviction once the prompt was read, or after every chunk of it, looked at by its own end or by the prompt's; or
-    at its end and whenever a sequence has a multiple of `EVERY` tokens. With the budget's share of what was read so far,
-    or `constant`, all along with that of a whole context."""
+    at its end and whenever a sequence has a multiple of `EVERY` tokens. What stays is the budget's share of what was
+    read so far, or, `constant`, of a whole context."""
     decoding = when == "position"
 
     def make(sizing: Sizing) -> Policy:

@@ -68,16 +68,8 @@ def summary(config: Recipe, trained: "RunOutput", policy: "Policy") -> str:
     own = folder / "model"  # if the run trained it
     model = [] if config.model == BUILTIN else ["--model", config.model]
     model = ["--model", str(own)] if own.is_dir() else model
-    use = ["generate", *model, "--policy", config.used_as, "--gates", str(folder), *config.use_options]
-    use += ["--prompt-file", "FILE"]
-    compare = [
-        "evaluate",
-        *model,
-        *config.evaluate_options,
-        "--gates",
-        str(folder),
-        *_tasks_and_context(config, policy),
-    ]
+    use = ["generate", *model, *config.use_options(folder), "--prompt-file", "FILE"]
+    compare = ["evaluate", *model, *config.evaluate_options(folder), *_tasks_and_context(config, policy)]
     compare = f"compare them: python -m kvjax.{shlex.join([*compare, '--out', 'FOLDER'])}"
     if not measured(policy):
         compare = (

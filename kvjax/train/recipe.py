@@ -354,15 +354,13 @@ class Recipe(abc.ABC):
         """The policy that what was trained is for."""
         return self.method
 
-    @property
-    def evaluate_options(self) -> Sequence[str]:
-        """What `kvjax.evaluate` is told for this method to be among those that it compares."""
-        return "--policies", "full", *self.rivals.values(), self.method
+    def evaluate_options(self, folder: Path) -> Sequence[str]:
+        """What `kvjax.evaluate` is told for what was exported to `folder` to be among what it compares."""
+        return "--policies", "full", *self.rivals.values(), self.method, "--gates", str(folder)
 
-    @property
-    def use_options(self) -> Sequence[str]:
-        """What `kvjax.generate` is told beside the folder to use what was trained as `deploy` does."""
-        return ()
+    def use_options(self, folder: Path) -> Sequence[str]:
+        """What `kvjax.generate` is told to use what was exported to `folder` as `deploy` does."""
+        return "--policy", self.used_as, "--gates", str(folder)
 
     @property
     def rivals(self) -> Mapping[str, str]:

@@ -39,9 +39,9 @@ class DuoAttention(HeadMasks):
     """Weight of the mean α in the loss."""
     lr: float = 0.02
     """Peak learning rate of AdamW, without decay: a fifth of the updates leads up to it, the last fifth down."""
-    lengths: tuple[int, ...] = (32000,)
-    """Tokens of a sequence."""
-    shares: tuple[float, ...] = (1.0,)
+    lengths: tuple[int, ...] = (8000, 16000, 24000, 32000)
+    """Lengths of sequences in tokens. The authors draw one of 50 from 1,000 to 32,000, each a program to compile."""
+    shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     """How often each length is trained on, relative to the others."""
     sequences: int = 16000
     """Sequences to train on in all, on any mesh: 2,000 updates of 8."""

@@ -301,9 +301,8 @@ class KVzipGates(Recipe):
         draw_predictions(folder / "predictions.png", found["predicted"], found["target"], IMPORTANT)
         draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
 
-    @property
-    def use_options(self) -> Sequence[str]:
-        return "--set", f"ratio={self.ratio:g}"
+    def use_options(self, folder: Path) -> Sequence[str]:
+        return *super().use_options(folder), "--set", f"ratio={self.ratio:g}"
 
     def _opening(self) -> list[int]:
         """Token ids of what contexts are read behind, which stays in the cache of every prompt that begins so."""

@@ -307,12 +307,35 @@ class ConstantCache(Recipe):
         if jax.process_index() == 0:
             save_scorers(folder, whole, description)
 
+    def remark(self, validation: Validation) -> str:
+        return "" if self.phase == "sparsify" else "--phase sparsify --uptrained FOLDER goes on from this run's"
+
+    @property
+    def used_as(self) -> str:
+        if self.has_scorers:
+            return self.method
+        return "full" if self.phase == "uptrain" else "streaming_llm"
+
+    @property
+    def _fixed(self) -> dict[str, int]:
+        """The sinks and the window of a mask without scorers."""
+        return {} if self.phase == "uptrain" else {"sink": self.sink, "window": self.budget - self.sink}
+
+    def use_options(self, folder: Path) -> Sequence[str]:
+        if self.has_scorers:
+            return super().use_options(folder)
+        told = [word for name, size in self._fixed.items() for word in ("--set", f"{name}={size}")]
+        return "--policy", self.used_as, *told
+
+    def evaluate_options(self, folder: Path) -> Sequence[str]:
+        if self.has_scorers:
+            return super().evaluate_options(folder)
+        return "--policies", *dict.fromkeys(("full", *self.rivals.values(), self.used_as))
+
     def deploy(self, params: Scorer | None, model: Decoder) -> Policy:
         if params is not None:
             return Policy(self.admission(params)).for_model(model)
-        if self.phase == "uptrain":
-            return make_policy("full", model=model)
-        return make_policy("streaming_llm", model=model, sink=self.sink, window=self.budget - self.sink)
+        return make_policy(self.used_as, model=model, **self._fixed)
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:

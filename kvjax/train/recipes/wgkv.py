@@ -187,9 +187,8 @@ class WriteGates(Recipe):
         if jax.process_index() == 0:
             save_gates(folder, whole, description)
 
-    @property
-    def evaluate_options(self) -> Sequence[str]:
-        return ()
+    def evaluate_options(self, folder: Path) -> Sequence[str]:
+        return "--gates", str(folder)
 
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
         # without rates the pool takes everything: the real size is not known yet

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from kvjax.errors import Doubt, UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.train.__main__ import summary
 from kvjax.train.config import parse
 from kvjax.train.loop import train
+from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
@@ -86,6 +89,23 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     assert policy.admission.made_for is not None
     with pytest.warns(Doubt, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
+
+
+def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
+    """But the cache that its model was trained for; a dense one's, how it goes on."""
+    phases = [], ["--phase", "sparsify", "--uptrained", MODEL, "--mask", "streaming", *CACHE]
+    said = []
+    for told in phases:
+        config = parse([*COMMON, "--model", MODEL, *told])
+        trained = SimpleNamespace(validation=Validation({"loss": 0.5}, {}, 1), folder=tmp_path)
+        said.append(summary(config, trained, config.deploy(None, tiny_model())))
+        assert "--gates" not in said[-1]
+    dense, fixed = said
+    assert "--policy full --prompt-file FILE" in dense
+    assert "--phase sparsify --uptrained FOLDER goes on" in dense
+    assert "--policy streaming_llm --set sink=2 --set window=18 --prompt-file FILE" in fixed
+    assert "--policies full keydiff h2o expected_attention streaming_llm --out FOLDER" in fixed
+    assert "goes on" not in fixed
 
 
 def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):

@@ -236,8 +236,9 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
 @pytest.mark.parametrize("method", recipes.RECIPES)
 def test_the_comparison_that_a_run_names_is_one_of_what_it_trained(method):
     """Not of other policies that leave its folder unread."""
-    _, *named = made(method).evaluate_options or ("--policies", *POLICIES)
-    own = [contender(name) for name in named]
+    told = made(method).evaluate_options(Path("here"))
+    assert told[-2:] == ("--gates", "here")
+    own = [contender(name) for name in told[1:-2] or POLICIES]
     assert any(x.gates == method and x.needs_gates for x in own)
 
 
