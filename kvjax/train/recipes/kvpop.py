@@ -308,7 +308,7 @@ class ConstantCache(Recipe):
             save_scorers(folder, whole, description)
 
     def remark(self, validation: Validation) -> str:
-        return "" if self.phase == "sparsify" else "--phase sparsify --uptrained FOLDER goes on from this run's"
+        return "--phase sparsify --uptrained FOLDER goes on from this run" if self.phase == "uptrain" else ""
 
     @property
     def used_as(self) -> str:
@@ -317,7 +317,7 @@ class ConstantCache(Recipe):
         return "full" if self.phase == "uptrain" else "streaming_llm"
 
     @property
-    def _fixed(self) -> dict[str, int]:
+    def _fixed(self) -> dict[str, Any]:
         """The sinks and the window of a mask without scorers."""
         return {} if self.phase == "uptrain" else {"sink": self.sink, "window": self.budget - self.sink}
 
