@@ -48,6 +48,11 @@ class LabelledRecipe(Recipe):
         yield all(weight > 0 for weight in self.mix), "--mix", "weights above 0", list(self.mix)
         yield 1 <= self.passkeys <= len(ORDINALS), "--passkeys", f"from 1 to {len(ORDINALS)}", self.passkeys
         yield self.words >= 1, "--words", "at least 1", self.words
+        told = "left out where none are hidden in documents (--data-kind passkeys, --data not builtin)"
+        read = self.data_kind == "passkeys" and self.data != "builtin"
+        for name in ("passkeys", "words"):
+            value = getattr(self, name)
+            yield read or value == getattr(LabelledRecipe, name), f"--{name}", told, value
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -217,6 +217,8 @@ def test_tokens_are_counted_whatever_belongs_to_them():
         (["--also", "b", "--mix", "1", "1"], "must be files or hub data sets, got builtin, b"),
         (["--passkeys", "21"], "--passkeys must be from 1 to 20, got 21"),
         (["--words", "0"], "--words must be at least 1, got 0"),
+        (["--data", "a", "--passkeys", "5"], r"--passkeys must be left out where none are hidden .* got 5"),
+        (["--data-kind", "passkeys", "--words", "8"], r"--words must be left out where .* got 8"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(told, said):
