@@ -35,7 +35,7 @@ def main(args: list[str] | None = None) -> None:
     from kvjax.models.folder import find_model
     from kvjax.models.loading import model_shapes
 
-    config = with_gates(config)
+    config = with_gates(config, print)
     check_policies(config)
     with FolderLock(config.out, "--out") as lock, jax.set_mesh(mesh):
         if config.capacity is not None:

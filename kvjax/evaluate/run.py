@@ -299,8 +299,8 @@ def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
     return found if entry.gates is not None else found or config.gates
 
 
-def with_gates(config: EvaluateConfig) -> EvaluateConfig:
-    """Where no policies are named, with those for the tasks that need no gates or have some."""
+def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
+    """Where no policies are named, with those for the tasks that need no gates or have some; `say` gets the others."""
     if config.policies != POLICIES:
         return config
 
@@ -309,6 +309,8 @@ def with_gates(config: EvaluateConfig) -> EvaluateConfig:
         return not entry.needs_gates or bool(of_method(config.gates, entry.gates or entry.method))
 
     policies = ANSWERING if answers_contests(config) else POLICIES
+    if without := [policy for policy in policies if not runs(policy)]:
+        say(f"not compared, since --gates names nothing that was trained for them: {', '.join(without)}")
     return dataclasses.replace(config, policies=tuple(filter(runs, policies)))
 
 

@@ -182,6 +182,9 @@ def test_of_those_compared_by_default_only_those_with_gates_are():
 
     gated = {"wgkv", "wgkv_fixed_tau", "wgkv+snapkv", "wgkv+quest"}
     assert left_out() == {"kvpop"}, "its models are trained for it"
+    said = []
+    with_gates(parse(["--out", "out"]), said.append)
+    assert said == ["not compared, since --gates names nothing that was trained for them: kvpop"]
     assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop", *LEARNED}
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
     assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop", *LEARNED}
