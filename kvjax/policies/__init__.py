@@ -25,6 +25,7 @@ from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.kvzip import KVzip
+from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
@@ -56,6 +57,7 @@ __all__ = [
     "KNorm",
     "KVzip",
     "KeyDiff",
+    "OracleKV",
     "Overflow",
     "Policy",
     "Protected",

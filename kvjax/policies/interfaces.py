@@ -221,6 +221,13 @@ class Eviction(Role, abc.ABC):
         """When it compacts where nothing else is said."""
         return AtPrompt()
 
+    guidance: ClassVar[str] = ""
+    """What is read behind a prompt to look at it where nothing else is said, one of `kvjax.policies.guidance.TEXTS`."""
+
+    def guided(self, tokens: int) -> Eviction | None:
+        """Its form that looks by so many tokens of guidance; None: it does not look back at tokens."""
+        return None
+
     def refuses_moment(self, moment: Moment) -> str:
         """Why it is not compacted then; empty: it can be."""
         if self.rereads and moment.when != "prompt":

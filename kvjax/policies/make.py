@@ -15,8 +15,10 @@ from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.eviction.adaptive import Adaptive
 from kvjax.policies.eviction.protected import Protected
+from kvjax.policies.eviction.queries import LastQueries
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.wrapper import Wrapper
+from kvjax.policies.guidance import token_ids
 from kvjax.policies.interfaces import Admission, Eviction, Selection
 from kvjax.policies.moment import NOTHING, Moment, moment
 from kvjax.policies.moment import names as moment_names
@@ -57,7 +59,7 @@ OTHERS = {
 """Words of other libraries and methods, and what is said of them to a method that has these arguments."""
 OWN = "name", "model", "admission", "eviction", "selection", "tokenizer", "force"
 """Arguments of `make_policy` that are no method's."""
-WORDS = (*BUDGETS, *MOMENT, *WRAPPING)
+WORDS = (*BUDGETS, *MOMENT, "guidance", *WRAPPING)
 """Arguments of `make_policy` that are the policy's where there is an eviction, whatever its methods."""
 
 
@@ -84,13 +86,15 @@ def make_policy(
             a name with its arguments (`"snapkv:observed=32,pool=7"`, `"adakv:eviction=(snapkv:pool=7),over=model"`).
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are held against each that it is used with.
-        tokenizer: the model's, from `kvjax.load`, for methods that have it read texts (kvzip) or keep what its chat
-            template puts before them (fast_kvzip).
+        tokenizer: the model's, from `kvjax.load`, for guidance, and methods that have it read texts (kvzip) or keep
+            what its chat template puts before them (fast_kvzip).
         force: take gates and patterns that were made for another model of the same shape.
         **arguments: with an eviction `WORDS`: its budget (ratio, entries, size or threshold), its moment (when, chunk,
-            every, drop, observers: see `kvjax.policies.moment`), and what is around it (over and pinned: `Adaptive`;
-            first and last: `Protected`). With an admission, or no eviction, `window`. All others are the own arguments
-            of `name`, the fields of its class; `gates` is what training left for any of them, whatever it calls that.
+            every, drop, observers: see `kvjax.policies.moment`), guidance that looks at prompts for it (a text, the
+            name of a published one, or token ids: `kvjax.policies.guidance`), and what is around it (over and pinned:
+            `Adaptive`; first and last: `Protected`). With an admission, or no eviction, `window`. All others are the
+            own arguments of `name`, the fields of its class; `gates` is what training left for any of them, whatever it
+            calls that.
 
     Raises:
         UserError: an unknown name or argument (with the nearest known), a value that a method refuses, a composition
@@ -116,13 +120,13 @@ def make_ahead(
     """What `make_policy` makes of these before there is a model, so that what it refuses costs nobody the reading of
     weights; None: another package makes it of the model, or a method waits for the tokenizer."""
     named = _named(name, *_by_role(arguments))
-    waiting = any(one.waits or (tokenizer is None and one.reads_texts) for one in named.parts.values())
+    waiting = any(one.waits for one in named.parts.values()) or (tokenizer is None and named.reads_texts)
     return None if waiting else _made(named, None, force, tokenizer)
 
 
 def takes_tokenizer(name: str | None = None, *, force: bool = False, **arguments: Any) -> bool:
     """Whether `make_policy` has a use for a tokenizer, told these. Raises UserError as `check_names`."""
-    return any(one.reads_texts for one in _named(name, *_by_role(arguments)).parts.values())
+    return _named(name, *_by_role(arguments)).reads_texts
 
 
 def _by_role(arguments: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,6 +162,18 @@ class _Named:
     label: str
     words: dict[str, Any]
     window: int | None
+
+    @property
+    def guidance(self) -> Any:
+        """What it is told looks at prompts, or usually does; none: `None`, or an empty text."""
+        method = self.parts["eviction"].method if "eviction" in self.parts else None
+        return self.words.get("guidance", getattr(method, "guidance", None))
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether there is a use for the model's tokenizer."""
+        guided = bool(self.guidance) and isinstance(self.guidance, str)
+        return guided or any(one.reads_texts for one in self.parts.values())
 
     def hint(self, error: str) -> str:
         """What an error of the first method may come of: an argument that the eviction took; else nothing."""
@@ -241,7 +257,13 @@ def _composed(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
     if "eviction" in made:
         measures = {x: words[x] for x in BUDGETS if x in words}
         told = {x: words[x] for x in MOMENT if x in words}
-        eviction = _wrapped(made["eviction"], **{x: words[x] for x in WRAPPING if x in words})
+        eviction = made["eviction"]
+        observed = not isinstance(told.get("observers", "own"), str)
+        if "guidance" in words and told.get("observers", "own") != "own":
+            raise UserError(f"{eviction.label}: guidance is who observes, got observers, too")
+        if "guidance" in words or (named.guidance and not observed):
+            eviction, told["observers"] = _guided(eviction, named, tokenizer)
+        eviction = _wrapped(eviction, **{x: words[x] for x in WRAPPING if x in words})
         fields |= {"eviction": eviction, "budget": budget(**measures), "when": _moment(eviction, told)}
     fields |= {part: x for part, x in made.items() if part not in fields}
     base = fields.get("admission")
@@ -250,6 +272,20 @@ def _composed(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
         # another package's, whole: it is called as that package says
         return dataclasses.replace(base, **fields, name=named.label) if fields else base
     return Policy(name=named.label, **fields)
+
+
+def _guided(eviction: Eviction, named: _Named, tokenizer: Any) -> tuple[Eviction, tuple[int, ...]]:
+    """The eviction that looks by guidance, by all of it unless it is told by how many tokens, and its token ids."""
+    if eviction.guided(1) is None:
+        able = [x for x, kind in EVICTIONS.items() if issubclass(kind, LastQueries)]
+        raise UserError(
+            f"{eviction.label}: guidance is for methods that look back at the last tokens ({', '.join(able)}, and what "
+            "is around one of them)"
+        )
+    ids = token_ids(named.guidance, tokenizer)
+    guided = eviction if named.parts["eviction"].tells("observed") else eviction.guided(len(ids))
+    assert guided is not None
+    return guided, ids
 
 
 def _moment(eviction: Eviction, told: dict[str, Any]) -> Moment:
@@ -296,6 +332,12 @@ class _Part:
         """Whether it, or the eviction within it, takes the model's tokenizer."""
         within = self.arguments.get("eviction")
         return "tokenizer" in self.known or (isinstance(within, _Part) and within.reads_texts)
+
+    def tells(self, argument: str) -> bool:
+        """Whether it, or the eviction within it, was told this, as an object is."""
+        within = self.arguments.get("eviction")
+        told = argument in self.arguments or not callable(self.method)
+        return told or (isinstance(within, _Part) and within.tells(argument))
 
     @property
     def is_around(self) -> bool:

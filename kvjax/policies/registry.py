@@ -24,6 +24,7 @@ from kvjax.policies.eviction.h2o import H2O
 from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.kvzip import KVzip
+from kvjax.policies.eviction.oraclekv import OracleKV
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
@@ -42,6 +43,7 @@ ADMISSIONS: dict[str, type[Admission]] = {
 }
 EVICTIONS: dict[str, type[Eviction]] = {
     "snapkv": SnapKV,
+    "oraclekv": OracleKV,
     "tova": TOVA,
     "keydiff": KeyDiff,
     "knorm": KNorm,

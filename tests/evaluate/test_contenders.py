@@ -127,7 +127,8 @@ def test_what_is_read_together_reads_alike(model, gates):
     alike: dict[str, list[Any]] = {}
     for name, ratio in itertools.product(CONTENDERS, (0.25, 0.5)):
         if contender(name).reads:
-            sizing = Sizing(model, ratio, tokens=128, shortest=120, chunk=32, observed=4, gates=gates)
+            sizes = {"tokens": 128, "shortest": 120, "chunk": 32, "observed": 4}
+            sizing = Sizing(model, ratio, **sizes, gates=gates, tokenizer=Tokenizer)
             alike.setdefault(contender(name).reads, []).append(budget_policy(name, sizing).reading)
     assert set(alike) == {"all", "gates"}
     for first, *others in alike.values():

@@ -37,6 +37,7 @@ POLICIES = {
     "h2o": {"ratio": 0.5},
     "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
     "r_kv": {"ratio": 0.5, "observed": 4},
+    "oraclekv": dict(ratio=0.5, guidance=[9, 8, 7, 5]),
     "kvzip": dict(ratio=0.5, prefix=2, repeated=10, instruction=[9, 8], resumption=[9, 7, 5], tail=[4]),
     "random_eviction": {"ratio": 0.5},
     "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},

@@ -180,6 +180,7 @@ LEAST = {
     "random": {"rates": RATES, "window": 8},
     "kvpop": {},
     "kvzip": {"ratio": 0.5, "instruction": [9], "resumption": [8]},
+    "oraclekv": {"ratio": 0.5, "guidance": [9]},
     "quest": {"tokens": 32},
 }
 """The least that a policy must be told, beside gates; evictions a budget."""
@@ -213,6 +214,10 @@ def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
             assert tokenizer.decode(first.tokens).startswith("\n\nRepeat the previous")
         with pytest.raises(UserError, match="kvzip needs tokenizer="):
             make_policy(name, ratio=0.5, model=model, **more)
+    for name, more in {"oraclekv": {}, "tova": {"guidance": "T1"}}.items():
+        assert make_ahead(name, ratio=0.5, **more) is None
+        policy = make_ahead(name, ratio=0.5, tokenizer=tokenizer, **more)
+        assert tokenizer.decode(policy.when.guidance).startswith("\n\nNext, you will be")
     # others have no use for it
     assert repr(make_policy("knorm", ratio=0.5, tokenizer=tokenizer)) == repr(make_policy("knorm", ratio=0.5))
 
@@ -254,7 +259,7 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (
             lambda: make_policy("adakv", observed=16, ratio=0.5),
             "adakv has no argument 'observed'; it has eviction, over, pinned, ratio, entries, size, threshold, when, "
-            "chunk, every, drop, observers, first, last; the nearest: observers",
+            "chunk, every, drop, observers, guidance, first, last; the nearest: observers",
         ),
         (
             lambda: make_policy("full", selection="quest:tokenz=5"),
@@ -263,7 +268,7 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
         (
             lambda: make_policy("wgkv", gates="builtin", eviction="snapkv", observed=8, ratio=0.5),
             "wgkv has no argument 'observed'; it has gates, tau, rate, window, ratio, entries, size, threshold, when, "
-            "chunk, every, drop, observers, over, pinned, first, last; the nearest: observers",
+            "chunk, every, drop, observers, guidance, over, pinned, first, last; the nearest: observers",
         ),
         (lambda: make_policy("full", ratio=0.5), "full has no argument 'ratio'; it has window"),
         (

@@ -1,5 +1,6 @@
 """The last queries of every sequence, for methods that score entries by what was looked at last."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.interfaces import Eviction, Needs
 from kvjax.step import Shape, Step, Stored
+from kvjax.struct import changed
 from pallas_kernels.attention_mass import attention_mass
 
 
@@ -21,6 +23,11 @@ class LastQueries(Eviction):
     @property
     def needs(self) -> Needs:
         return Needs(last=self.observed, observed=self.observed)
+
+    def guided(self, tokens: int) -> Eviction:
+        """By all of them, where it may be told by how many."""
+        told = "observed" in (field.name for field in dataclasses.fields(self))  # pyright: ignore[reportArgumentType]
+        return changed(self, observed=tokens) if told else self
 
     def trail(self, shape: Shape) -> Float[Array, "b w n h"]:
         heads = shape.kv_heads * shape.group

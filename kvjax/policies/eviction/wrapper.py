@@ -54,6 +54,10 @@ class Wrapper(Eviction):
     def shares(self) -> Shares:
         return self.eviction.shares
 
+    def guided(self, tokens: int) -> Eviction | None:
+        inner = self.eviction.guided(tokens)
+        return None if inner is None else changed(self, eviction=inner)
+
     @property
     def usual_moment(self) -> Moment:
         return self.eviction.usual_moment

@@ -1,0 +1,41 @@
+"""Guidance: a text that stands for the questions to come, read behind a context to look at it and dropped again
+(OracleKV, Table A4, whose texts are the files here)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError, shown
+from kvjax.policies.moment import observers
+
+TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
+"""The published texts' names: G1 to G7 are general, of which T1 (a summary) and T2 (a number) are for one task."""
+BEFORE = "\n\n"
+"""Between a context and its guidance."""
+
+
+def text(guidance: str) -> str:
+    """A published text by its name, or what was given."""
+    return TEXTS[guidance].read_text("utf-8").strip() if guidance in TEXTS else guidance
+
+
+def token_ids(guidance: str | Sequence[int], tokenizer: Callable[..., Any] | None) -> tuple[int, ...]:
+    """The token ids of guidance: one of `TEXTS`, any other text, or ids. A text comes behind an empty line and is
+    tokenized by itself, so that the context's own tokens stay what they are.
+
+    Raises:
+        UserError: guidance that is empty or neither, or a text without a tokenizer.
+    """
+    if not isinstance(guidance, str):
+        if isinstance(guidance, Sequence) and not guidance:
+            raise UserError("guidance is a text or token ids, at least one, got none")
+        return tuple(observers(guidance, ()))
+    if not guidance.strip():
+        raise UserError(
+            f"guidance is one of {', '.join(TEXTS)}, a text or token ids, got the text {guidance!r}"
+        )
+    if tokenizer is None:
+        raise UserError(
+            f"guidance={shown(guidance)} is a text, which needs tokenizer= (or give its token ids)"
+        )
+    return tuple(tokenizer(BEFORE + text(guidance), add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,0 +1,213 @@
+"""Guidance: what it keeps is what its queries look at, of a context that it leaves as it is; OracleKV's allocations;
+and the texts."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill, sample
+from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, SnapKV, make_policy
+from kvjax.policies.budget import whole
+from kvjax.policies.eviction.queries import pooled
+from kvjax.policies.guidance import TEXTS, text, token_ids
+from tests.policies import published
+from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
+from tests.tasks.model_tokenizers import byte_tokenizer
+
+GUIDANCE = (3, 9, 27, 20, 7, 11, 50, 2, 31, 44)
+RATIO = 0.3
+
+
+def guided_scores(model, prompt, tokens=GUIDANCE, **options):
+    """Of each layer what the guidance's rows pay the prompt's entries, by the dense formula `[k s]`."""
+    layers = captured_layers(model, np.concatenate([prompt, tokens]))
+    return [published.snapkv(c, len(tokens), **options)[:, : len(prompt)] for c in layers]
+
+
+def keys_of(model, prompt):
+    """Of each layer the prompt's keys, where nothing follows it."""
+    return [c.k for c in captured_layers(model, prompt)]
+
+
+def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
+    """Sum over the guidance's rows, five neighbours, mean over the group; no window, no sink, nothing of the guidance,
+    and keys as they are without it."""
+    policy = make_policy("oraclekv", model=model, ratio=RATIO, guidance=GUIDANCE)
+    cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+    pages_are_whole(cache)
+    np.testing.assert_array_equal(cache.seen, LENGTHS)
+    forgot = 0
+    for b, prompt in enumerate(prompts):
+        kept = whole(RATIO * LENGTHS[b])
+        for layer, (scores, k) in enumerate(
+            zip(guided_scores(model, prompt), keys_of(model, prompt), strict=True)
+        ):
+            for head, mask in enumerate(published.best(scores, kept)):
+                own = entries(cache, layer, b, head)
+                assert len(own) == kept
+                np.testing.assert_allclose(own, k[head, mask], atol=1e-4)
+                forgot += not mask[-1]
+    assert forgot, "the last token of a prompt is one among others"
+
+
+def test_the_smoothing_decides():
+    """The note's example: sums over two rows; alone the first and the third are best, over three neighbours others."""
+    sums = np.array([[0.4, 0.1, 0.3, 0.1], [0.1, 0.1, 0.5, 0.1]]).sum(0)
+    np.testing.assert_allclose(sums, [0.5, 0.2, 0.8, 0.2])
+    assert set(np.argsort(-sums)[:2]) == {0, 2}
+    smooth = np.asarray(pooled(jnp.asarray(sums, jnp.float32)[None, None], 3))[0, 0]
+    np.testing.assert_allclose(smooth, [0.7 / 3, 0.5, 0.4, 1 / 3], atol=1e-6)
+    assert set(np.argsort(-smooth)[:2]) == {1, 2}
+
+
+def test_of_a_whole_budget_nothing_is_changed(model, prompts):
+    """A question is answered as if there had been no guidance, at the positions behind the context, whatever guidance
+    was how long."""
+    policies = [
+        make_policy("full", model=model),
+        *(make_policy("oraclekv", model=model, ratio=1.0, guidance=GUIDANCE[:m]) for m in (1, 7, 10)),
+    ]
+    question = [[5, 6, 7], [8, 9]]
+    answers = []
+    for policy in policies:
+        cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
+        np.testing.assert_array_equal(cache.seen, LENGTHS)
+        answers.append(sample(model, question, policy=policy, cache=cache, max_new_tokens=8).tokens)
+    for answer in answers[1:]:
+        np.testing.assert_array_equal(answer, answers[0])
+
+
+def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
+    """Whose window is the question, which it keeps; here it comes afterwards."""
+    policy = make_policy("oraclekv", model=model, entries=20, guidance=GUIDANCE)
+    blind = prefill(model, prompts, policy=policy, page_size=PAGE)
+    m = len(GUIDANCE)
+    aware = make_policy("snapkv", model=model, entries=20 + m, observed=m)
+    both = [np.concatenate([prompt, GUIDANCE]) for prompt in prompts]
+    knows = prefill(model, both, policy=aware, page_size=PAGE)
+    for row in np.ndindex(3, 2, 4):
+        np.testing.assert_allclose(entries(blind, *row), entries(knows, *row)[:-m], atol=1e-5)
+
+
+def test_questions_leave_the_cache_as_it_is(model, prompts):
+    policy = make_policy("oraclekv", model=model, ratio=RATIO, guidance=GUIDANCE)
+    cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
+    before = [entries(cache, *row).copy() for row in np.ndindex(3, 2, 4)]
+    first = sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=6).tokens
+    sample(model, [[8, 9], [10, 11]], policy=policy, cache=cache, max_new_tokens=6)
+    again = sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=6).tokens
+    np.testing.assert_array_equal(first, again)
+    for row, was in zip(np.ndindex(3, 2, 4), before, strict=True):
+        np.testing.assert_array_equal(entries(cache, *row), was)
+
+
+def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
+    """Ada: as many together, each at least a fifth of its share. Pyramid: kvpress's line, where nothing must stay."""
+    lengths = {}
+    for allocation in ("uniform", "ada", "pyramid"):
+        told = {"ratio": 0.5, "guidance": GUIDANCE[:2], "allocation": allocation}
+        policy = make_policy("oraclekv", model=model, **told)
+        cache = prefill(model, prompts, policy=policy, page_size=PAGE)
+        lengths[allocation] = np.asarray(cache.layers.length)
+    share = lengths["uniform"]
+    np.testing.assert_array_equal(share[:, 0], 30)
+    np.testing.assert_array_equal(lengths["ada"].sum(-1), share.sum(-1))
+    assert (lengths["ada"] >= whole(0.2 * share.min())).all()
+    assert (lengths["ada"] != share).any()
+    # low 1.5, high 58.5, of layers on a line
+    np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "critical_kv", "r_kv", "tova"])
+def test_whatever_looks_back_takes_guidance(model, prompts, name):
+    """At the prompt's end and by chunk, and over an admission; as its own observers, all of them."""
+    own = {"observed": len(GUIDANCE)} if name in ("snapkv", "r_kv") else {}
+    own |= {"eviction": SnapKV(len(GUIDANCE))} if name in ("pyramidkv", "adakv", "critical_kv") else {}
+    for more in ({"ratio": 0.4}, {"ratio": 0.5, "when": "chunk", "chunk": 24}):
+        guided = make_policy(name, model=model, guidance=GUIDANCE, **more)
+        told = make_policy(name, model=model, observers=GUIDANCE, **more, **own)
+        caches_of = [prefill(model, prompts, policy=policy, page_size=PAGE) for policy in (guided, told)]
+        assert caches.stats(caches_of[0]).kv_ratio < 0.6
+        for row in np.ndindex(3, 2, 4):
+            np.testing.assert_array_equal(*(entries(cache, *row) for cache in caches_of))
+    over = {"admission": "streaming_llm:sink=20", "window": 12, "entries": 25}
+    cache = prefill(model, prompts, policy=make_policy(name, model=model, guidance=GUIDANCE, **over))
+    np.testing.assert_array_equal(cache.seen, LENGTHS)
+
+
+def test_who_says_how_many_look_is_heard():
+    for policy in (
+        make_policy("snapkv:observed=4", ratio=0.5, guidance=GUIDANCE),
+        make_policy("adakv", eviction=SnapKV(4), ratio=0.5, guidance=GUIDANCE),
+        make_policy("adakv:eviction=(snapkv:observed=4)", ratio=0.5, guidance=GUIDANCE),
+    ):
+        assert policy.plan.observed == 4
+    assert make_policy("adakv", ratio=0.5, guidance=GUIDANCE).plan.observed == len(GUIDANCE)
+
+
+def test_texts_are_read_by_the_tokenizer():
+    """By itself and behind an empty line, G1 where nothing is said."""
+    tokenizer = byte_tokenizer()
+    usual = make_policy("oraclekv", ratio=0.2, tokenizer=tokenizer)
+    ids = tuple(tokenizer("\n\n" + text("G1"), add_special_tokens=False)["input_ids"])
+    assert usual.when == AtPrompt(observers=ids)
+    assert usual.plan.observed == len(ids)
+    assert make_policy("oraclekv", ratio=0.2, guidance="G1", tokenizer=tokenizer).when == usual.when
+    own = make_policy(
+        "snapkv", ratio=0.2, guidance="What is it?", when="chunk", chunk=512, tokenizer=tokenizer
+    )
+    assert own.when == EveryChunk(512, observers=token_ids("What is it?", tokenizer))
+    assert own.plan.observed == len("\n\nWhat is it?")
+
+
+def test_the_published_texts_are_here():
+    """Table A4's, its typing errors too."""
+    assert set(TEXTS) == {"G1", "G2", "G3", "G4", "G5", "G6", "G7", "T1", "T2"}
+    for name, words in {
+        "G1": "Also, Do not forget the global information and the relations between entities.",
+        "G2": "regarding the context above. including specific details",
+        "G3": "3. relations, like family ties and event linkages, 4. semantic details",
+        "G4": "9) Calculating extreme values from arrays.",
+        "G5": "4) Write code accurately based on the textual instructions or examples.",
+        "G6": "paragraph counting, retrival, etc.",
+        "G7": "These questions will ask you to summarize the above context includes: question answering",
+        "T1": "write a summary of all the contexts above. Please take care of the global information.",
+        "T2": "find a special number in the context above.",
+    }.items():
+        assert words in text(name)
+        assert "\n" not in text(name)
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        (
+            {"name": "knorm", "guidance": GUIDANCE},
+            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv, and what "
+            "is around one of them)",
+        ),
+        ({"guidance": ""}, "guidance is one of G1, "),
+        ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
+        ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
+        ({}, "guidance='G1' is a text, which needs tokenizer="),
+        ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
+        ({"guidance": [1], "observers": [2]}, "oraclekv: guidance is who observes, got observers, too"),
+        ({"guidance": [1], "allocation": "fair"}, "allocation is one of uniform, ada, pyramid, got 'fair'"),
+        ({"guidance": [1], "when": "every", "every": 4}, "observers=(1,) needs when='prompt' or 'chunk'"),
+    ],
+)
+def test_what_guidance_cannot_be_is_one_line(model, told, says):
+    with pytest.raises(UserError, match=re.escape(says)) as error:
+        make_policy(**({"name": "oraclekv", "ratio": 0.5, "model": model} | told))
+    assert "\n" not in str(error.value)
+
+
+def test_composed_of_objects_it_needs_guidance():
+    with pytest.raises(UserError, match="oraclekv needs guidance: a text or token ids"):
+        Policy(eviction=OracleKV(), budget=Ratio(0.5))
+    policy = Policy(eviction=OracleKV(observed=2), budget=Ratio(0.5), when=AtPrompt(observers=(1, 2)))
+    assert policy.plan.observed == 2
