@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, shown
-from kvjax.policies.moment import observers
+from kvjax.policies.moment import AtPrompt
 
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
 """The published texts' names: G1 to G7 are general, of which T1 (a summary) and T2 (a number) are for one task."""
@@ -29,7 +29,7 @@ def token_ids(guidance: str | Sequence[int], tokenizer: Callable[..., Any] | Non
     if not isinstance(guidance, str):
         if isinstance(guidance, Sequence) and not guidance:
             raise UserError("guidance is a text or token ids, at least one, got none")
-        return tuple(observers(guidance, ()))
+        return AtPrompt(observers=guidance).guidance
     if not guidance.strip():
         raise UserError(
             f"guidance is one of {', '.join(TEXTS)}, a text or token ids, got the text {guidance!r}"
