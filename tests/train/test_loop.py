@@ -372,6 +372,7 @@ def test_two_processes_train_like_one(whole, tmp_path):
     assert (tmp_path / "run" / "gates" / "gates.safetensors").is_file()
 
 
+@pytest.mark.thorough
 def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
     said = run_two_processes(*ARGS, "--lr", "1e36", "--mesh", "2", "--out", str(tmp_path / "run"), code=2)
     lines = [text.splitlines()[-1] for text in said]
@@ -380,6 +381,7 @@ def test_two_processes_stop_together_where_a_number_is_not_finite(tmp_path):
     assert not (tmp_path / "run" / "gates").exists()
 
 
+@pytest.mark.thorough
 def test_two_processes_save_a_model_that_they_trained(tmp_path):
     """Split over both, so that neither could write it alone."""
     method = "tests.train.recipes.whole_model:WholeModel"

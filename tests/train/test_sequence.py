@@ -81,7 +81,10 @@ def gradient(name, **shape):
 
 
 @each
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in ("sparsify", "prulong") else pytest.mark.thorough) for x in RECIPES],
+)
 def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
     """In parts of a sequence, of which each device has its own."""
     monkeypatch.setattr("kvjax.train.objective.TOKENS_AT_ONCE", 6)
@@ -111,7 +114,7 @@ def temporaries(name, length, **shape):
     ("name", "most"),
     [
         ("wgkv", 0.28),
-        ("uptrain", 0.28),
+        pytest.param("uptrain", 0.28, marks=pytest.mark.thorough),
         pytest.param("sparsify", 0.38, marks=pytest.mark.thorough),
         ("prulong", 0.28),
         pytest.param("duo_attention", 0.28, marks=pytest.mark.thorough),

@@ -159,7 +159,7 @@ def test_the_first_loss_is_that_of_predictions_by_hand():
     assert float(numbers["agreement"]) == pytest.approx(((p >= 0.05) == (t >= 0.05)).mean())
 
 
-@pytest.mark.parametrize("inputs", ["hidden", "k"])
+@pytest.mark.parametrize("inputs", ["hidden", pytest.param("k", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("form", ["sink", "paper", "sigmoid", "linear", "mlp"])
 def test_every_gate_has_a_gradient(form, inputs):
     recipe = KVzipGates(batch=8, sequences=8, dim=4, form=form, inputs=inputs)

@@ -191,7 +191,8 @@ def stopping_after(count):
     return stopping
 
 
-@each_but(*ALIKE)
+# the others are killed in files of their own
+@each_but(*ALIKE, "kvpop", "prulong", "fast_kvzip")
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
     """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
@@ -246,7 +247,7 @@ def test_every_recipe_is_here():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
-@each_but("duo_attention")
+@each_but("duo_attention", "kvpop")
 def test_what_is_frozen_stays(method):
     """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
     recipe = made(method)

@@ -179,8 +179,16 @@ def narrowest(priority, capacity, window):
     return min(gaps)
 
 
-@pytest.mark.parametrize("calls", [[LENGTH], [17, 1, 1, 21], [1] * LENGTH], ids=["whole", "chunks", "tokens"])
-@pytest.mark.parametrize("told", [{}, {"delayed": False, "age": 4}, {"budget": 200}], ids=str)
+@pytest.mark.parametrize(
+    "calls",
+    [pytest.param([LENGTH], marks=pytest.mark.thorough), [17, 1, 1, 21], [1] * LENGTH],
+    ids=["whole", "chunks", "tokens"],
+)
+@pytest.mark.parametrize(
+    "told",
+    [{}, {"delayed": False, "age": 4}, pytest.param({"budget": 200}, marks=pytest.mark.thorough)],
+    ids=str,
+)
 def test_a_cache_keeps_what_training_sees(model, told, calls):
     """Logits, and the very tokens: those that training would show the next query."""
     if told and len(calls) == LENGTH:

@@ -190,7 +190,9 @@ def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates)
 LONG = {"max_new_tokens": 30, "page_size": PAGE, "eos": ()}
 
 
-@pytest.mark.parametrize(("buffer", "last"), [(1, 6), (8, 8), (11, 12)])
+@pytest.mark.parametrize(
+    ("buffer", "last"), [(1, 6), pytest.param(8, 8, marks=pytest.mark.thorough), (11, 12)]
+)
 def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
     told = {"entries": 14, "every": 8, "first": 2, "last": last}
@@ -211,7 +213,7 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     assert caches.stats(cache, 2).kv_ratio < 0.4
 
 
-@pytest.mark.parametrize("inputs", ["hidden", "k"])
+@pytest.mark.parametrize("inputs", ["hidden", pytest.param("k", marks=pytest.mark.thorough)])
 def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
     told = {"entries": 14, "every": 8, "first": 2, "last": 8, "when": "position", "inputs": inputs}
 
@@ -254,7 +256,9 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("when", SCHEDULES)
+@pytest.mark.parametrize(
+    "when", [pytest.param(x, marks=() if x == "position" else pytest.mark.thorough) for x in SCHEDULES]
+)
 def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
     """Prompts, questions and answers of random lengths, answers broken off after any block:
     every page is free or of one row, and rows hold as much as their rule says."""
