@@ -66,7 +66,9 @@ def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
         sampling.sample(model, prompts, cache=cache, policy=evicting)
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "h2o", "fast_kvzip"])
+@pytest.mark.parametrize(
+    "policy", ["fast_kvzip", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "h2o"))]
+)
 def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, policy):
     """What the eviction remembers would lack the tokens since the prompt; the prompt's own cache has it all."""
     own = {"gates": tiny_sink_gates(model), "buffer": 1} if policy == "fast_kvzip" else {}

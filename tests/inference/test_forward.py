@@ -81,7 +81,7 @@ def test_a_mesh_gives_the_same(model, tokens):
 
 
 @pytest.mark.parametrize("name", ["wgkv", "quest", "capacity", "h2o", "snapkv"])
-@pytest.mark.parametrize("count", [7, 1])
+@pytest.mark.parametrize("count", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):
     policy = policies(model)[name]
     cache = prefill(model, tokens[:, :20], policy=policy, max_new_tokens=10, page_size=4)

@@ -66,7 +66,12 @@ QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
 """As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
-each = pytest.mark.parametrize("name", [*POLICIES, *BESIDES])
+LIKE_OTHERS = "streaming_llm", "tova", "keydiff", "knorm", "random_eviction", "adakv", "pyramidkv", "oraclekv"
+"""Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
+each = pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.thorough if x in LIKE_OTHERS else ()) for x in (*POLICIES, *BESIDES)],
+)
 run = jax.jit(forward, static_argnames="write")
 
 
