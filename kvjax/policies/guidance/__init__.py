@@ -9,7 +9,7 @@ from kvjax.errors import UserError, shown
 from kvjax.policies.moment import AtPrompt
 
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
-"""The published texts' names: G1 to G7 are general, of which T1 (a summary) and T2 (a number) are for one task."""
+"""The published texts' names: G1 to G7 are general; T1 (a summary) and T2 (a number) are each for one task."""
 BEFORE = "\n\n"
 """Between a context and its guidance."""
 
