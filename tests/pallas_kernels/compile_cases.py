@@ -1,8 +1,9 @@
-"""`python -m tests.pallas_kernels.compile_cases OP CHIP`: compile an op's cases for a TPU or a GPU that is not here.
+"""`python -m tests.pallas_kernels.compile_cases OP CHIP WHICH`: compile an op's cases for a TPU or a GPU that is not
+here.
 
 Prints a line of JSON for each: its name, the bytes of its temporaries, and the largest copy in the program.
-An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). All are compiled for
-v5e and the H100; for other chips those whose sizes are bounded, which are the shapes that people use.
+An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). WHICH is `all` of
+them, or the `bounded`, whose sizes are: the shapes that people use.
 """
 
 import functools
@@ -27,10 +28,10 @@ def copies(program: str) -> list[int]:
     return sizes
 
 
-def main(op: str, chip: str) -> None:
+def main(op: str, chip: str, which: str) -> None:
     cases = importlib.import_module(f"tests.pallas_kernels.cases.{op}")
     compile_ = compile_for_cuda if chip == "H100" else functools.partial(compile_for_tpu, chip)
-    for name in cases.COMPILE if chip in ("v5e", "H100") else cases.MOST_TEMPORARIES:
+    for name in cases.COMPILE if which == "all" else cases.MOST_TEMPORARIES:
         function, args, donate = cases.COMPILE[name]
         compiled = compile_(function, *args, donate=donate)
         memory = compiled.memory_analysis()

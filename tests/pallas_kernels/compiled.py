@@ -24,5 +24,5 @@ def run(module: str, *args: str, timeout: float) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def compiled(op: str, chip: str) -> dict[str, dict]:
-    return {report["case"]: report for report in run("compile_cases", op, chip, timeout=400)}
+def compiled(op: str, chip: str, which: str = "all") -> dict[str, dict]:
+    return {report["case"]: report for report in run("compile_cases", op, chip, which, timeout=400)}
