@@ -172,7 +172,7 @@ class _Named:
     @property
     def reads_texts(self) -> bool:
         """Whether there is a use for the model's tokenizer."""
-        guided = bool(self.guidance) and isinstance(self.guidance, str)
+        guided = isinstance(self.guidance, str) and self.guidance != ""
         return guided or any(one.reads_texts for one in self.parts.values())
 
     def hint(self, error: str) -> str:
@@ -258,10 +258,11 @@ def _composed(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
         measures = {x: words[x] for x in BUDGETS if x in words}
         told = {x: words[x] for x in MOMENT if x in words}
         eviction = made["eviction"]
-        observed = not isinstance(told.get("observers", "own"), str)
-        if "guidance" in words and told.get("observers", "own") != "own":
+        observers = told.get("observers", "own")
+        observed = not (isinstance(observers, str) and observers == "own")
+        if "guidance" in words and observed:
             raise UserError(f"{eviction.label}: guidance is who observes, got observers, too")
-        if "guidance" in words or (named.guidance and not observed):
+        if "guidance" in words or (eviction.guidance and not observed):
             eviction, told["observers"] = _guided(eviction, named, tokenizer)
         eviction = _wrapped(eviction, **{x: words[x] for x in WRAPPING if x in words})
         fields |= {"eviction": eviction, "budget": budget(**measures), "when": _moment(eviction, told)}

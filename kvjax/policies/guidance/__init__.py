@@ -19,7 +19,7 @@ def text(guidance: str) -> str:
     return TEXTS[guidance].read_text("utf-8").strip() if guidance in TEXTS else guidance
 
 
-def token_ids(guidance: str | Sequence[int], tokenizer: Callable[..., Any] | None) -> tuple[int, ...]:
+def token_ids(guidance: Any, tokenizer: Callable[..., Any] | None) -> tuple[int, ...]:
     """The token ids of guidance: one of `TEXTS`, any other text, or ids. A text comes behind an empty line and is
     tokenized by itself, so that the context's own tokens stay what they are.
 

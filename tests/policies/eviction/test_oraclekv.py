@@ -146,7 +146,9 @@ def test_who_says_how_many_look_is_heard():
         make_policy("adakv:eviction=(snapkv:observed=4)", ratio=0.5, guidance=GUIDANCE),
     ):
         assert policy.plan.observed == 4
-    assert make_policy("adakv", ratio=0.5, guidance=GUIDANCE).plan.observed == len(GUIDANCE)
+    assert make_policy("adakv", ratio=0.5, guidance=np.array(GUIDANCE)).plan.observed == len(GUIDANCE)
+    told = make_policy("oraclekv:observed=3", ratio=0.5, observers=np.array(GUIDANCE))
+    assert (told.when.guidance, told.plan.observed) == (GUIDANCE, 3)
 
 
 def test_texts_are_read_by_the_tokenizer():
@@ -195,7 +197,10 @@ def test_the_published_texts_are_here():
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
         ({}, "guidance='G1' is a text, which needs tokenizer="),
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
-        ({"guidance": [1], "observers": [2]}, "oraclekv: guidance is who observes, got observers, too"),
+        (
+            {"guidance": [1], "observers": np.array([2, 3])},
+            "oraclekv: guidance is who observes, got observers, too",
+        ),
         ({"guidance": [1], "allocation": "fair"}, "allocation is one of uniform, ada, pyramid, got 'fair'"),
         ({"guidance": [1], "when": "every", "every": 4}, "observers=(1,) needs when='prompt' or 'chunk'"),
     ],
