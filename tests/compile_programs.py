@@ -1,8 +1,8 @@
-"""`python -m tests.compile_programs tpu|gpu`: compile kvjax's own programs for four v5e chips or four H100s that are
-not here, fsdp 2 × tensor 2, and training also for fsdp 2 × sequence 2.
+"""`python -m tests.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four H100s that
+are not here, fsdp 2 × tensor 2, at head_dim 128; of all also at 64, and training for fsdp 2 × sequence 2.
 
-Prints a line of JSON for each of prefill, decode and compaction, at head_dim 64 and at 128, and of training and of
-decoding with compactions at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more
+Prints a line of JSON for each of prefill, decode and compaction, and of training and of decoding with compactions at
+128: its name, its kernels, the bytes of its temporaries, and those of each copy of more
 than 8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of
 temporaries. A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
 """
@@ -155,7 +155,7 @@ CHIPS = {
 }
 
 
-def main(platform):
+def main(platform, which="few"):
     devices = topologies.get_topology_desc(**CHIPS[platform]).devices
 
     def report(name, program, arguments, options):
@@ -171,13 +171,14 @@ def main(platform):
         }
         print(json.dumps(found), flush=True)
 
-    mesh = make_mesh(fsdp=2, sequence=2, devices=devices)
-    with jax.set_mesh(mesh):
-        _, *training = next(programs(mesh, config(TRAINED)))
-        report(SPLIT, *training)
+    if which == "all":
+        mesh = make_mesh(fsdp=2, sequence=2, devices=devices)
+        with jax.set_mesh(mesh):
+            _, *training = next(programs(mesh, config(TRAINED)))
+            report(SPLIT, *training)
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
-        for head_dim in HEAD_DIMS:
+        for head_dim in HEAD_DIMS if which == "all" else (TRAINED,):
             for name, *others in programs(mesh, config(head_dim)):
                 report(f"{name}, head_dim {head_dim}", *others)
 

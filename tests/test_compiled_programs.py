@@ -24,9 +24,19 @@ def platform(request):
     return request.param
 
 
+ALL = [pytest.param(x, marks=() if x == TRAINED else pytest.mark.thorough) for x in HEAD_DIMS]
+
+
 @pytest.fixture(scope="module")
-def reports(platform):
-    command = [sys.executable, "-m", "tests.compile_programs", platform]
+def which(request):
+    """Programs at both head_dims, if anything that needs them is asked for."""
+    asked = (item for item in request.session.items if item.module is request.module)
+    return "all" if any(item.get_closest_marker("thorough") for item in asked) else "few"
+
+
+@pytest.fixture(scope="module")
+def reports(platform, which):
+    command = [sys.executable, "-m", "tests.compile_programs", platform, which]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
@@ -35,7 +45,7 @@ def reports(platform):
     return {line["program"]: line for line in lines}
 
 
-def test_every_attention_is_a_kernel(reports, platform):
+def test_every_attention_is_a_kernel(reports, platform, which):
     kernels = {name: set(report["kernels"]) for name, report in reports.items()}
     decode = {"paged_decode"} if platform == "tpu" else {"paged_decode", "paged_decode_merge"}
     forward = "vertical_slash" if platform == "tpu" else "vertical_slash_hopper"
@@ -51,11 +61,12 @@ def test_every_attention_is_a_kernel(reports, platform):
     assert kernels == {
         f"{name}, head_dim {head_dim}": own
         for name, own in wanted.items()
-        for head_dim in ((TRAINED,) if name in ("training", "decode, compacting") else HEAD_DIMS)
-    } | {SPLIT: wanted["training"]}
+        for head_dim in (HEAD_DIMS if which == "all" else (TRAINED,))
+        if head_dim == TRAINED or name not in ("training", "decode, compacting")
+    } | ({SPLIT: wanted["training"]} if which == "all" else {})
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL)
 @pytest.mark.parametrize("program", ["decode", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
@@ -68,7 +79,13 @@ def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
 @pytest.mark.parametrize(
     "program",
     [
-        *(f"decode, counted and chosen, head_dim {x}" for x in HEAD_DIMS),
+        *(
+            pytest.param(
+                f"decode, counted and chosen, head_dim {x}",
+                marks=() if x == TRAINED else pytest.mark.thorough,
+            )
+            for x in HEAD_DIMS
+        ),
         f"decode, compacting, head_dim {TRAINED}",
     ],
 )
@@ -81,18 +98,21 @@ def test_numbers_of_entries_are_copied_at_most_on_the_way_in_and_out(reports, pr
     assert max(decode["large_copies"], default=0) <= 32 << 20
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL)
 def test_prefill_needs_little_beside_the_pool(reports, head_dim):
     """One row of the table has room for 65,000 entries; a copy of all rows would be 128 MiB at head_dim 64."""
     assert reports[f"prefill, head_dim {head_dim}"]["temporaries"] < head_dim << 20
 
 
-@pytest.mark.parametrize("program", [f"training, head_dim {TRAINED}", SPLIT])
+@pytest.mark.parametrize(
+    "program", [f"training, head_dim {TRAINED}", pytest.param(SPLIT, marks=pytest.mark.thorough)]
+)
 def test_training_holds_no_matrix_of_logits(reports, program):
     """That of one sequence of 2,048 tokens and a device's 8 query heads is 128 MiB in float32."""
     assert reports[program]["temporaries"] < 128 << 20
 
 
+@pytest.mark.thorough
 def test_tokens_that_are_split_change_places_with_heads(reports):
     """q, k, v and o in each of four layers: of the teacher, of the student forwards, and of its gradient; and all but o
     where a layer is computed again."""

@@ -56,6 +56,7 @@ def printed(said, use):
     return shlex.split(line.removeprefix(use))
 
 
+@pytest.mark.thorough
 def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys, monkeypatch):
     run, text = tmp_path / "a run", tmp_path / "text.txt"
     text.write_text("\n\n".join(heldout_files().values()))

@@ -41,6 +41,7 @@ def run(tmp_path_factory):
     return command
 
 
+@pytest.mark.thorough
 def test_the_example_trains_generates_and_is_compared(run, tmp_path):
     out = tmp_path / "run"
     few = (

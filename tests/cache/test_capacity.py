@@ -29,11 +29,11 @@ def placed(policy, model):
 @pytest.mark.parametrize(
     ("window", "capacity", "delay", "threshold", "sinks"),
     [
-        (1, 5, 0, 0, 0),
-        pytest.param(6, 5, 0, 3, 0, marks=pytest.mark.thorough),
         (6, 7, 5, 2, 3),
-        (6, TABLE, 2, 0, 0),
-        pytest.param(6, None, 5, 3, 0, marks=pytest.mark.thorough),
+        *(
+            pytest.param(*x, marks=pytest.mark.thorough)
+            for x in ((1, 5, 0, 0, 0), (6, 5, 0, 3, 0), (6, TABLE, 2, 0, 0), (6, None, 5, 3, 0))
+        ),
     ],
 )
 def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold, sinks):
@@ -50,6 +50,7 @@ def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacit
             assert all(row[:sinks] == list(range(sinks)) for row in positions(cache).values())
 
 
+@pytest.mark.thorough
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
     """Rows that stop while others go on, before they are full and after, and one empty row."""
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
@@ -83,6 +84,7 @@ def test_training_masks_what_decoding_drops():
     assert int(end.max()) == FOREVER
 
 
+@pytest.mark.thorough
 def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model, tokens):
     policy = delayed(window=6, capacity=8, delay=5)
     prompt = [np.tile(tokens[0], 8)]
@@ -103,7 +105,9 @@ def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model
     np.testing.assert_array_equal(caches.stats(cache).entries, sizes.entries)
 
 
-@pytest.mark.parametrize("later", [{"capacity": 4}, {"capacity": 12, "threshold": 4}])
+@pytest.mark.parametrize(
+    "later", [pytest.param({"capacity": 4}, marks=pytest.mark.thorough), {"capacity": 12, "threshold": 4}]
+)
 def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
     """A row never loses an entry without another in its place, in one call or token by token."""
     cache = prefill(model, tokens[:1], policy=delayed(window=6, capacity=12), page_size=4)

@@ -24,8 +24,8 @@ from tests.tiny_models import tiny_gates
         ("full", "float32"),
         ("wgkv", "float32"),
         ("quest", "float32"),
-        ("wgkv", "bfloat16"),
-        ("quest", "bfloat16"),
+        pytest.param("wgkv", "bfloat16", marks=pytest.mark.thorough),
+        pytest.param("quest", "bfloat16", marks=pytest.mark.thorough),
     ],
 )
 def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
@@ -60,7 +60,7 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
 
 
 @pytest.mark.parametrize(
-    "name", ["wgkv", "h2o", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "quest"))]
+    "name", ["h2o", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "full", "quest"))]
 )
 def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     """On a CPU: the same entries, the same answers, over chunks, a compaction and a pool that grows."""

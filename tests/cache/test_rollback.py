@@ -40,7 +40,15 @@ def content(cache):
     return [*held, *map(np.asarray, jax.tree.leaves(rest))]
 
 
-@pytest.mark.parametrize("name", ["full", "wgkv", "quest", "h2o", "snapkv", "capacity"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "wgkv",
+        "quest",
+        "capacity",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "h2o", "snapkv")),
+    ],
+)
 def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
     model = tiny_model()
     policy = policies(model)[name]

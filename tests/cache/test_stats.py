@@ -33,7 +33,7 @@ def test_memory_is_real(model):
         sampling.sample(model, [prompt[0][:190]], capacity=192, max_new_tokens=40, eos=())
 
 
-@pytest.mark.parametrize("chunk", [256, 64])
+@pytest.mark.parametrize("chunk", [pytest.param(256, marks=pytest.mark.thorough), 64])
 def test_the_capacity_that_an_error_names_is_enough(model, chunk):
     """For the rest of the prompt and for what is generated after it."""
     prompt = [np.random.default_rng(3).integers(0, 61, 190)]

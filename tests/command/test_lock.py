@@ -54,6 +54,7 @@ def test_a_folder_that_is_not_there_is_taken_once_it_is_made(tmp_path):
         pass
 
 
+@pytest.mark.thorough
 def test_a_second_evaluation_in_a_folder_is_refused(tmp_path):
     command = [*SMALL, "--policies", "full", "--tasks", "needle", "--out", str(tmp_path / "run")]
     evaluate(command)

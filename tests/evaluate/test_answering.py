@@ -67,7 +67,9 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     assert pace.per_second > 0
 
 
-@pytest.mark.parametrize("policy", ["full", "wgkv", "quest"])
+@pytest.mark.parametrize(
+    "policy", ["quest", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "wgkv"))]
+)
 def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, monkeypatch):
     """The same is said, and the same was held at every step."""
     made = {

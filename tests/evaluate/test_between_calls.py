@@ -14,6 +14,7 @@ from kvjax.policies.admission.pattern_folder import write_pattern
 from tests.evaluate.whole_run import lines
 
 
+@pytest.mark.thorough
 def test_a_text_is_read_in_chunks_between_which_heads_stream(tmp_path):
     """Its perplexity is that under the masks of these calls, of the heads, sinks and window that were chosen."""
     write_pattern(tmp_path / "pattern", np.linspace(0, 1, 12).reshape(3, 4), 4, 16)

@@ -60,6 +60,7 @@ def cells(folder):
     return {(cell["policy"], cell["budget"]): cell for cell in found}
 
 
+@pytest.mark.thorough
 def test_each_gates_have_a_cell_at_their_own_tau(evaluated, folders):
     found = cells(evaluated)
     assert list(found) == [
@@ -157,6 +158,7 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
         by_lambda([])
 
 
+@pytest.mark.thorough
 def test_an_eviction_over_gates_takes_the_most_selective_that_let_in_enough(arguments, folders, tmp_path):
     large, small = (str(folders / name) for name in OWN)
     # of 104 tokens: 4 of the window and 0.4 or 0.9 of the others
@@ -202,6 +204,7 @@ def test_gates_that_let_in_just_enough(folders):
     assert most_selective([large, small], (4 + 0.4 * 100) / 104, tokens=104) == small
 
 
+@pytest.mark.thorough
 def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
     main([*arguments, "--policies", "wgkv_fixed_tau", "wgkv+quest", "--out", str(tmp_path / "run")])
     found = cells(tmp_path / "run")

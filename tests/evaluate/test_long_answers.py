@@ -84,6 +84,7 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
     assert len({tuple(said.tolist()) for (said,) in full.outputs}) == 12
 
 
+@pytest.mark.thorough
 def test_draws_do_not_depend_on_the_batch_and_follow_the_seed(model, problems, full):
     policy = make_policy("full", model=model)
     other = measure_drawn(model, policy, problems, DRAWING, dataclasses.replace(MANNER, batch=5))
@@ -117,7 +118,7 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
     assert found.score == pytest.approx(1 - found.drawn.cut)
 
 
-@pytest.mark.parametrize("name", ["kvpop", "streaming_llm"])
+@pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
 def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     """Each query step over what is stored: no more than the budget, of sinks, ring and the best between."""
     budget = 12

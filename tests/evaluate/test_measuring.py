@@ -66,6 +66,7 @@ def test_answers_are_scored_against_what_the_model_says(model):
     np.testing.assert_array_equal(found.rates, 1.0)
 
 
+@pytest.mark.thorough
 def test_a_capacity_and_biases_last_while_questions_are_answered(model):
     """The answers are those of a run that goes on without a break."""
     rng = np.random.default_rng(1)
@@ -118,6 +119,7 @@ def samples(request):
     return question_aware(one_question([task.sample(70 + seed, CONTEXT) for seed in range(12)]))
 
 
+@pytest.mark.thorough
 def test_what_the_question_looks_at_is_kept(builtin, samples):
     """Every method that looks at queries keeps at a fifth what the question asks for."""
     together = [
@@ -134,6 +136,7 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
     assert [one.score for one in found if one.score < 0.9] == []
 
 
+@pytest.mark.thorough
 def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin, samples):
     """PyramidKV after every chunk: patched with the question's tokens, and naive (KV footprint, section 4)."""
 
@@ -256,6 +259,7 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
     assert found.peak == pytest.approx((30 + passes.max()) / length)
 
 
+@pytest.mark.thorough
 def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts, monkeypatch):
     samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
     policies = [

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import jax
+import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import parse_command
@@ -22,6 +23,7 @@ from kvjax.policies import make_policy
 from tests.evaluate.whole_run import POLICIES, TASKS, lines
 
 
+@pytest.mark.thorough
 def test_the_report_says_what_was_done(evaluated, capsys):
     folder = evaluated[0]
     report = (folder / "report.md").read_text()

@@ -18,6 +18,7 @@ from tests.evaluate.whole_run import SMALL, TASKS, lines
 from tests.tiny_models import tiny_gates
 
 
+@pytest.mark.thorough
 def test_results_on_other_contexts_are_refused(tmp_path):
     """The same command, but the file that its contexts are cut from has changed; and another pattern of that name. The
     same contents elsewhere are the same."""

@@ -77,6 +77,7 @@ def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, mon
     assert without_speeds(lines(folder)) == without_speeds(lines(evaluated[0]))
 
 
+@pytest.mark.thorough
 def test_a_question_that_is_known_is_kept(arguments, evaluated, tmp_path):
     """Read with its question and asked of what was kept: another context for each question, and one token to ask. What
     the question looks at is kept, so nearly all is answered that the full cache answers."""

@@ -132,6 +132,7 @@ def test_the_best_order_then_sinks_then_window_are_chosen():
     assert "128" not in few.words
 
 
+@pytest.mark.thorough
 def test_on_recall_the_measured_order_is_far_better_than_the_gates():
     """At .141 the gates' rates answer a twentieth, record heads first a third."""
     model, task = load_model("builtin"), builtin_task(Recall)

@@ -73,6 +73,7 @@ def test_every_pattern_is_what_the_policy_says(model, samples):
         )
 
 
+@pytest.mark.thorough
 def test_heads_stream_between_the_calls_that_read_a_context_and_a_question(model):
     """A context in chunks of 8; a long question in one call but for its last token, whatever else token by token."""
     samples = drawn_samples((20, ((11, 3), (4, 2))), (16, ((9, 5),)))

@@ -79,7 +79,9 @@ def check_answers(model, answers, before, calls):
         np.testing.assert_allclose(logprobs, want.max(-1), atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 40, 100, 200])
+@pytest.mark.parametrize(
+    "chunk", [7, 100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 40, 200))]
+)
 def test_a_prompt_s_chunks_are_its_calls_and_then_every_token_is_one(model, policy, chunk):
     """Prompts of several lengths in a batch. Of 120 and 100 tokens a call would else be cut into compiled sizes."""
     options = {"max_new_tokens": NEW, "eos": (), "logprobs": True, "page_size": 4}
@@ -115,6 +117,7 @@ def test_one_call_is_dense_attention_whatever_streams(model, policy, tokens):
     np.testing.assert_allclose(found, kvjax.logits(model, tokens), atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("streaming", ["exact", "between_calls"])
 def test_heads_that_all_keep_everything_are_full_attention(model, tokens, streaming):
     table = {"pattern": np.ones((3, 4)), "sink": 0, "window": 3}
@@ -143,6 +146,7 @@ def test_streaming_llm_has_it_too(model):
     np.testing.assert_allclose(answer.logprobs[0], [want.max()], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_an_eviction_over_it_leaves_what_is_then_seen(model, policy):
     """A call of one token after the compaction sees itself and every entry that is stored."""
     told = {"pattern": WHOLE, "sink": SINK, "window": RECENT + 1, "streaming": "between_calls"}

@@ -66,6 +66,7 @@ def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
         sampling.sample(model, prompts, cache=cache, policy=evicting)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "policy", ["fast_kvzip", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "h2o"))]
 )

@@ -56,10 +56,11 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
         np.testing.assert_allclose(o[head, 0], p @ values, atol=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        pytest.param("adakv", {"eviction": SnapKV(OBSERVED)}, marks=pytest.mark.thorough),
+        ("adakv", {"eviction": SnapKV(OBSERVED)}),
         ("tova", {"over": "model"}),
     ],
 )

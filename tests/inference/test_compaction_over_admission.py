@@ -32,7 +32,10 @@ def gated(model):
     return {"model": model, "admission": WGKV(tiny_gates(model), tau=0.5), "window": WINDOW}
 
 
-@pytest.mark.parametrize(("group", "pooling", "over"), [("mean", "average", "layer"), ("max", "max", "head")])
+@pytest.mark.parametrize(
+    ("group", "pooling", "over"),
+    [("max", "max", "head"), pytest.param("mean", "average", "layer", marks=pytest.mark.thorough)],
+)
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
     """In the first layer, whose queries do not depend on what was refused."""
     how = {"group": group, "pooling": pooling}
@@ -113,6 +116,7 @@ def test_gates_eviction_and_selection_at_once(model, prompts, gated):
     assert (np.array(said[0]) != np.array(said[2])).any()
 
 
+@pytest.mark.thorough
 def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated):
     """A pool that is too small for an answer serves it where the overflow is evicted."""
     options = {"max_new_tokens": 120, "eos": (), "page_size": PAGE, "capacity": 60, "block": 1}

@@ -29,10 +29,10 @@ def policies(model):
     ("name", "window"),
     [
         ("full", 1),
-        ("full", 6),
+        pytest.param("full", 6, marks=pytest.mark.thorough),
         pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
         pytest.param("head_pattern", 6, marks=pytest.mark.thorough),
-        ("wgkv", 1),
+        pytest.param("wgkv", 1, marks=pytest.mark.thorough),
         ("wgkv", 6),
     ],
 )
@@ -80,7 +80,10 @@ def test_a_mesh_gives_the_same(model, tokens):
     assert caches.stats(cache).pages == caches.stats(alone).pages
 
 
-@pytest.mark.parametrize("name", ["wgkv", "quest", "capacity", "h2o", "snapkv"])
+@pytest.mark.parametrize(
+    "name",
+    ["capacity", "h2o", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "quest", "snapkv"))],
+)
 @pytest.mark.parametrize("count", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):
     policy = policies(model)[name]

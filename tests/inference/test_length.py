@@ -44,6 +44,7 @@ def test_it_is_said_once(model):
     assert not said(lambda: kvjax.sample(model, [[1] * 50], max_new_tokens=4))
 
 
+@pytest.mark.thorough
 def test_a_question_counts_behind_its_context(model):
     cache = kvjax.prefill(model, [[1] * 30])
     (line,) = said(lambda: kvjax.sample(model, [[1] * 6], cache=cache, max_new_tokens=5))

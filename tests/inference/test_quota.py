@@ -31,7 +31,12 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
 
 
 @pytest.mark.parametrize(
-    "name", ["snapkv", "adakv", "pyramidkv", "critical_kv", "r_kv", "expected_attention"]
+    "name",
+    [
+        "snapkv",
+        "expected_attention",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("adakv", "pyramidkv", "critical_kv", "r_kv")),
+    ],
 )
 @pytest.mark.parametrize(
     ("budget", "kept"), [({"ratio": 0.5}, [30, 10, 6, 4]), ({"entries": 30}, [30, 20, 6, 4])]
@@ -69,7 +74,13 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
                 )
 
 
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "r_kv", "expected_attention"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "r_kv",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "adakv", "expected_attention")),
+    ],
+)
 @pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
 def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, captured, name, budget):
     """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""

@@ -20,6 +20,7 @@ def model():
     return unnormed()
 
 
+@pytest.mark.thorough
 def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
     """But for pools below a MiB, which are powers of two."""
     full = caches.stats(sampling.prefill(model, [np.zeros(600, np.int64)]))
@@ -35,6 +36,7 @@ def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch)
     assert full.full_bytes <= full.bytes <= 1.125 * full.full_bytes
 
 
+@pytest.mark.thorough
 def test_the_default_pool_holds_what_chance_admits(model):
     """Rows differ from their mean, on short prompts by a page; and nothing at all may be kept."""
     prompt = [np.arange(25)]
@@ -72,12 +74,14 @@ def test_freed_pages_are_used_again(model, prompts):
     assert [len(x) for x in out.tokens] == [8, 8]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [
         # several heads on each of several devices, beside one device alone at the end
         {"fsdp": 2, "tensor": 2},
-        *(pytest.param(x, marks=pytest.mark.thorough) for x in ({}, {"fsdp": 2, "tensor": 4})),
+        {},
+        {"fsdp": 2, "tensor": 4},
     ],
     ids=str,
 )
@@ -108,7 +112,9 @@ def admitting(model, rate, tau=0.5):
     )
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough)], ids=str
+)
 def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
     """In a prompt's chunks, a question and an answer: what is said, and what is held, is that of a pool with room."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
@@ -133,6 +139,7 @@ def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
     np.testing.assert_array_equal(told[0].stats.entries, told[1].stats.entries)
 
 
+@pytest.mark.thorough
 def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeypatch):
     """And what is said is the same; a small one, and one of stated size, stay."""
     model, more = tiny_model(), {"max_new_tokens": 20, "eos": ()}
@@ -156,7 +163,9 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
     np.testing.assert_array_equal(told.tokens, fixed.tokens)
 
 
-@pytest.mark.parametrize("window", [1, 100, 300, 10**9])
+@pytest.mark.parametrize(
+    "window", [1, 100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (300, 10**9))]
+)
 def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     """And not the longest one, however often, nor the window of a policy."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)

@@ -115,6 +115,7 @@ def test_samples_are_the_prompt_repeated_in_order(model, tokens):
             sampling.sample(model, prompts, samples=3, **draw | refused)
 
 
+@pytest.mark.thorough
 def test_an_answer_with_a_key_of_its_own_is_the_same_in_any_batch(model, tokens):
     prompts, keys = [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]], jax.random.split(jax.random.key(5), 3)
     draw = {"temperature": 1.5, "top_k": 20, "eos": (), "max_new_tokens": 6, "block": 4}

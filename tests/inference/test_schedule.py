@@ -55,7 +55,7 @@ def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
     assert out.stats.bytes <= caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
 
 
-@pytest.mark.parametrize("schedule", ["periodic", "overflowing"])
+@pytest.mark.parametrize("schedule", ["periodic", pytest.param("overflowing", marks=pytest.mark.thorough)])
 def test_neither_blocks_nor_neighbours_change_an_answer(model, prompts, schedule, request):
     policy = request.getfixturevalue(schedule)
     mixed, held = held_by(model, prompts, policy)
@@ -149,6 +149,7 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
     assert held[0].tolist() == [20, 21, 22]
 
 
+@pytest.mark.thorough
 def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, prompts):
     """A sequence below the budget, whose table is shorter than what is observed, comes to a multiple: nothing goes."""
     policy = make_policy("snapkv", model=model, observed=80, entries=90, when="position", every=16)

@@ -192,6 +192,7 @@ def test_dense_mass_is_the_same_mass(over, group, offset):
     close(dense_mass(q, k, lse, **options), expected)
 
 
+@pytest.mark.thorough
 def test_an_mlstm_is_timed_beside_all_pairs():
     setting = dataclasses.replace(TINY, implementation="xla")
     key = jax.random.key(0)

@@ -46,6 +46,7 @@ def check(block, given_keys):
         assert not np.any(actual.stop[row, count:])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("s", "block", "head_dim", "dtype", "gated"),
     [(700, 128, 32, jnp.float32, True), (512, 256, 96, jnp.bfloat16, False)],

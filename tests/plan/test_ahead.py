@@ -18,6 +18,7 @@ libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="
 JOB = Job("decode", "v5e:2x2", ("--topology", "v5e:2x2"), "4", 64, batch=8)
 
 
+@pytest.mark.thorough
 @libtpu
 def test_training_on_four_chips(folder, shape):
     arguments = "--model", str(folder), "--window", "32", "--lengths", "128", "--shares", "1"

@@ -113,6 +113,7 @@ def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
         here.check_memory((RUN,), (update,), (None,), mesh, tiny_model())
 
 
+@pytest.mark.thorough
 def test_a_dry_run_leaves_nothing(folder, tmp_path, monkeypatch, capsys):
     """It has no weights to read; the devices' memory is stated, so that it looks for what would fit."""
     monkeypatch.chdir(tmp_path)

@@ -73,6 +73,7 @@ def test_the_parts_of_training_are_those_of_the_run(mesh, shape, trained):
     assert trained.least_bytes == trained.total - trained.parts[TEMPORARIES] - trained.parts["program"]
 
 
+@pytest.mark.thorough
 def test_split_tokens_take_their_part_of_the_memory(shape):
     found = []
     for count in (1, 2):

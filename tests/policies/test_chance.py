@@ -70,7 +70,9 @@ def places(model, cache, row, prompt) -> list[set[int]]:
     ]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "random" else pytest.mark.thorough) for x in METHODS]
+)
 def test_sequences_differ_and_are_the_same_in_any_batch_chunking_and_mesh(model, alike, name):
     together = prefilled(model, name, alike, TOKENS)
     first, second = (places(model, together, row, prompt) for row, prompt in enumerate(alike))

@@ -66,7 +66,10 @@ QUESTION = np.random.default_rng(1).integers(0, 61, 3)
 USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
 """As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
-LIKE_OTHERS = "streaming_llm", "tova", "keydiff", "knorm", "random_eviction", "adakv", "pyramidkv", "oraclekv"
+LIKE_OTHERS = (
+    "full", "streaming_llm", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "random_eviction",
+    "adakv", "pyramidkv", "critical_kv", "oraclekv",
+)  # fmt: skip
 """Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
 each = pytest.mark.parametrize(
     "name",
@@ -145,9 +148,9 @@ def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row
     alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-SIZED = "streaming_llm", "h2o", "kvpop", "capacity", "wgkv+snapkv"
-"""Admitted, kept of a prompt with a plane, of a capacity, and both; the others only where all is asked for."""
-MESHED = "wgkv", "kvpop", "quest", *BESIDES
+SIZED = "h2o", "kvpop", "wgkv+snapkv"
+"""Kept of a prompt with a plane, of a capacity, and of what was admitted; the others only where all is asked for."""
+MESHED = "kvpop", "quest", "wgkv+snapkv"
 """The others only where all is asked for: with them this file has more programs than a process may map."""
 
 

@@ -55,6 +55,7 @@ def test_bad_schedules_are_one_line(model, options, says):
     assert str(error.value) == says
 
 
+@pytest.mark.thorough
 def test_a_pool_has_room_for_a_patch(model):
     """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
     policy = make_policy(

@@ -89,6 +89,7 @@ def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
     assert exported_files(run)[0].parent == run / "gates"
 
 
+@pytest.mark.thorough
 def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
     method = "tests.train.recipes.whole_model:WholeModel"
     folder = train(parse(arguments(method, tmp_path / "run"))).folder

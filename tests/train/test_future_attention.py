@@ -46,6 +46,7 @@ def dense(at, seen):
     return np.exp(logits) / exp.sum(-1, keepdims=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("over", ["kept", "all"])
 def test_a_target_is_the_attention_that_is_paid_later(one, over):
     """By every query that is a window or more behind, of the group's two heads the larger sum; what is evicted is

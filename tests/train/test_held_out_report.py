@@ -86,6 +86,7 @@ def test_an_eviction_has_no_mask_to_lose_by():
     assert distillation(model, policies, [np.arange(40, dtype=np.int32)]) == {"one": None, "other": None}
 
 
+@pytest.mark.thorough
 def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_path):
     """Of the full cache, and of a window so wide that it keeps everything; and of streaming heads, less agreement."""
     model, samples = tiny_model(), [continuation(tokens) for tokens in held_out]

@@ -59,6 +59,7 @@ class Stopped(BaseException):
     """As if the process had been."""
 
 
+@pytest.mark.thorough
 def test_a_run_begins_with_them_and_needs_them_no_more(published, tmp_path, monkeypatch):
     """The first update has rate 0: the gates after it are the file's. Stopped there, and without the file, a run of two
     updates ends as one that was not."""

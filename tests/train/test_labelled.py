@@ -99,6 +99,7 @@ def test_a_run_on_two_sources(kind, two, tmp_path):
         assert (line["labelled"] < 1) == (apart or bool(kind))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.thorough), PASSKEYS])
 def test_a_killed_run_ends_like_one_that_was_not(kind, two, tmp_path):
     told = [*ARGS, "--data", two[0], "--also", two[1], "--mix", "1", "2", *kind, "--mesh", "1"]

@@ -95,6 +95,7 @@ def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
     assert saves == {step: list(range(step)) for step in (2, 4, 6)}
 
 
+@pytest.mark.thorough
 def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypatch):
     """Between the checkpoint of step 4, complete, and the next update."""
     folder, save = tmp_path / "run", Checkpoints.save

@@ -16,6 +16,7 @@ from kvjax.train.report import Row, same_size, table, write
 from tests.tiny_models import tiny_gates, tiny_model
 
 
+@pytest.mark.thorough
 def test_rivals_have_the_gates_size():
     """Every rival holds as many entries as the gated cache did; the evictions that do best are among them."""
     model = tiny_model()

@@ -83,7 +83,7 @@ def gradient(name, **shape):
 @each
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x in ("sparsify", "prulong") else pytest.mark.thorough) for x in RECIPES],
+    [pytest.param(x, marks=() if x == "sparsify" else pytest.mark.thorough) for x in RECIPES],
 )
 def test_losses_and_gradients_are_one_device_s(name, mesh, monkeypatch):
     """In parts of a sequence, of which each device has its own."""
@@ -113,7 +113,7 @@ def temporaries(name, length, **shape):
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        ("wgkv", 0.28),
+        pytest.param("wgkv", 0.28, marks=pytest.mark.thorough),
         pytest.param("uptrain", 0.28, marks=pytest.mark.thorough),
         pytest.param("sparsify", 0.38, marks=pytest.mark.thorough),
         ("prulong", 0.28),
@@ -139,6 +139,7 @@ def logged(run):
     return [line["loss"] for line in lines if "loss" in line], run.validation.numbers
 
 
+@pytest.mark.thorough
 def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
     runs = {
         mesh: train(parse([*ARGS, "--mesh", mesh, "--out", str(tmp_path / mesh)]))
@@ -157,6 +158,7 @@ def test_a_run_ends_as_on_one_device_and_goes_on_on_another_mesh(tmp_path):
     assert validation == pytest.approx(alone[1], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_features_and_gates_that_are_trained_on_them_are_one_device_s(tmp_path):
     """Fast KVzip's: contexts are read and repeated, and questions with answers behind them, by the split model; the
     gates then train on positions, split with the heads."""

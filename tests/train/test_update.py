@@ -35,6 +35,7 @@ def runs():
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["8", "4x2", "2x4"])
 def test_five_steps_are_equal_on_every_mesh(runs, name):
     (alone, state), (numbers, other) = runs["1"], runs[name]

@@ -134,6 +134,7 @@ def test_a_budget_below_the_prefix_is_refused_before_anything_runs(
         prefill(model, prompts, policy=policy)
 
 
+@pytest.mark.thorough
 def test_a_budget_of_the_prefix_alone_leaves_it_and_a_prompt_that_is_no_more_is_kept(model, prompts):
     """In every layer and head."""
     rows = [prompts[0], prompts[1][:4]]
@@ -215,6 +216,7 @@ def without_planes(cache):
     return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes={}))
 
 
+@pytest.mark.thorough
 def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
     """Of three, so that the batch is padded, each with as many passes as it needs."""
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):

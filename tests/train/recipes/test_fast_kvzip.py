@@ -131,7 +131,7 @@ def test_gates_learn_more_than_each_heads_mean():
     np.testing.assert_allclose(layers, measured["loss"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 4, 2)])
+@pytest.mark.parametrize("shape", [(2, 2, 2), pytest.param((1, 4, 2), marks=pytest.mark.thorough)])
 def test_losses_are_those_of_one_device(shape):
     found, measured = trained(*shape, updates=4)
     assert found == pytest.approx(trained(1, 1, 1)[0][:4], rel=1e-5)
@@ -160,7 +160,10 @@ def test_the_first_loss_is_that_of_predictions_by_hand():
 
 
 @pytest.mark.parametrize("inputs", ["hidden", pytest.param("k", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("form", ["sink", "paper", "sigmoid", "linear", "mlp"])
+@pytest.mark.parametrize(
+    "form",
+    ["sink", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("paper", "sigmoid", "linear", "mlp"))],
+)
 def test_every_gate_has_a_gradient(form, inputs):
     recipe = KVzipGates(batch=8, sequences=8, dim=4, form=form, inputs=inputs)
     mesh = make_mesh(fsdp=2, tensor=2)
@@ -179,7 +182,11 @@ def test_every_gate_has_a_gradient(form, inputs):
     assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
 
 
-@pytest.mark.parametrize(("when", "files"), [(THIRD_SHARD, 4), (SECOND_SAVE, 8)], ids=["targets", "gates"])
+@pytest.mark.parametrize(
+    ("when", "files"),
+    [pytest.param(THIRD_SHARD, 4, marks=pytest.mark.thorough), (SECOND_SAVE, 8)],
+    ids=["targets", "gates"],
+)
 def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_path):
     """While targets are computed, two numbers of each context on the disk by then; or later."""
     folder = run_until_killed([*ARGS, "--mesh", "1"], tmp_path / "run", when)

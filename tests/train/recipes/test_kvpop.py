@@ -136,6 +136,7 @@ def step(recipe, model, **others):
     return {name: max(jax.tree.leaves(x)) for name, x in change.items()}, numbers
 
 
+@pytest.mark.thorough
 def test_model_and_scorers_have_rates_of_their_own():
     """AdamW's first step is its rate, whatever the gradient; a warm-up from 0 holds the scorers back."""
     told = SIZES | {"phase": "sparsify", "lr": 1e-4, "scorer_lr": 1e-2}
@@ -244,6 +245,7 @@ def five(phase, mesh, parts=1):
     return numbers
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["uptrain", "sparsify"])
 @pytest.mark.parametrize(
     ("name", "parts"),
@@ -354,6 +356,7 @@ def killed(uptrained, tmp_path_factory):
     return run_until_killed(told, tmp_path_factory.mktemp("killed") / "run")
 
 
+@pytest.mark.thorough
 def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "1")
     assert metrics_of(resumed) == metrics_of(stored)
@@ -363,6 +366,7 @@ def test_a_killed_phase_ends_like_one_that_was_not(stored, killed, tmp_path):
     assert resumed.validation.numbers == stored.validation.numbers
 
 
+@pytest.mark.thorough
 def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
     """On four devices."""
     resumed = go_on(shutil.copytree(killed, tmp_path / "run"), "2x2")
@@ -388,6 +392,7 @@ def metrics_of(run):
     return [{name: x[name] for name in names} for x in lines if "divergence" in x]
 
 
+@pytest.mark.thorough
 def test_what_the_teacher_said_stands_in_for_it(uptrained, stored, tmp_path):
     """No weights of a teacher are there, and the losses are those that they would give, but for half precision."""
     beside = sparsify(uptrained, tmp_path / "beside", *STORED[2:])

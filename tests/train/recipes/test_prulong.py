@@ -269,6 +269,7 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
     assert {"cross_entropy", "streaming", "wanted", "lambda/1", "lambda/2"} <= lines[0].keys()
 
 
+@pytest.mark.thorough
 def test_a_killed_run_ends_like_one_that_was_not(run, tmp_path):
     """Masks are drawn on, multipliers and moments go on: by what is logged and what is left."""
     told = [*COMMON, "--sparsity", "0.5", "--checkpoint-every", "2"]
@@ -369,6 +370,7 @@ def kept(context, whole):
     return (whole * context + (8 - whole) * 9) / (8 * context)
 
 
+@pytest.mark.thorough
 def test_a_report_of_text_has_the_sweep_of_sparsities(run, tmp_path):
     """The smallest cache first. Of 64 tokens 8 are predicted, each from those before it."""
     recipe = parse([*COMMON, "--sparsity", "0.5", "--out", str(tmp_path / "run")])

@@ -47,10 +47,6 @@ RECIPES = {
 }
 USED = {"fast_kvzip": {"ratio": 0.3}}
 """What their policies are told as `deploy` tells them, where they need a budget."""
-ALIKE = "duo_attention", "tests.probes.hidden_gate:HiddenGates", "tests.train.recipes.whole_model:WholeModel"
-"""Those of which a run keeps nothing that it does not keep of the others."""
-LONG = "kvpop"
-"""Whose updates on meshes have tests of their own."""
 
 
 def each_but(*thorough):
@@ -111,7 +107,8 @@ def test_a_mesh_of_sequences_gives_the_same(method):
     compare_on(make_mesh(fsdp=8), method)
 
 
-@each_but("duo_attention", LONG)
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", RECIPES)
 def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
     compare_on(make_mesh(fsdp=2, tensor=4), method)
 
@@ -123,7 +120,7 @@ def compare_on(mesh, method):
     assert alone(method)[0]["loss"] != alone(method)[2]["loss"]
 
 
-@each_but(LONG)
+@each_but(*(method for method in RECIPES if method != "prulong"))
 def test_an_update_in_parts_is_the_update(method):
     parts, _ = updates(made(method, accumulate=4), make_mesh(fsdp=2))
     for mine, theirs in zip(parts, alone(method), strict=True):
@@ -191,8 +188,8 @@ def stopping_after(count):
     return stopping
 
 
-# the others are killed in files of their own
-@each_but(*ALIKE, "kvpop", "prulong", "fast_kvzip")
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", RECIPES)
 def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, monkeypatch):
     """Stopped in its third update, so that a second phase begins after the resume; and what it exports is read."""
     whole = loop.train(parse(arguments(method, tmp_path / "whole")))
@@ -247,7 +244,7 @@ def test_every_recipe_is_here():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
-@each_but("duo_attention", "kvpop")
+@each_but("duo_attention", "kvpop", "prulong", "fast_kvzip")
 def test_what_is_frozen_stays(method):
     """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
     recipe = made(method)
@@ -349,7 +346,8 @@ def test_a_later_phase_goes_on_from_master_weights_and_holds_rounded_ones():
         np.testing.assert_array_equal(mine, theirs)
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("--master-weights",), marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("more", [(), ("--master-weights",)])
 def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
     """Moments keep their dtypes, so that what a checkpoint holds is what an update gave."""
     method, told = (

@@ -225,6 +225,7 @@ def test_soft_gates_lose_what_training_says(alone):
     assert numbers["admitted"] < numbers["kv_size"] < 1
 
 
+@pytest.mark.thorough
 def test_validation_hard_sizes_are_the_hard_students(alone):
     config, mesh, model, gates, found = alone
     own, soft = [], []

@@ -186,7 +186,13 @@ def narrowest(priority, capacity, window):
 )
 @pytest.mark.parametrize(
     "told",
-    [{}, {"delayed": False, "age": 4}, pytest.param({"budget": 200}, marks=pytest.mark.thorough)],
+    [
+        {},
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ({"delayed": False, "age": 4}, {"budget": 200})
+        ),
+    ],
     ids=str,
 )
 def test_a_cache_keeps_what_training_sees(model, told, calls):
@@ -203,6 +209,7 @@ def test_a_cache_keeps_what_training_sees(model, told, calls):
     assert int(cache.layers.length.max()) == min(told.get("budget", 15) - 6, LENGTH - 5)
 
 
+@pytest.mark.thorough
 def test_a_budget_that_holds_all_is_full_attention(model):
     policy = made(model, budget=LENGTH + 1)
     with use_mesh(model):

@@ -191,7 +191,7 @@ LONG = {"max_new_tokens": 30, "page_size": PAGE, "eos": ()}
 
 
 @pytest.mark.parametrize(
-    ("buffer", "last"), [(1, 6), pytest.param(8, 8, marks=pytest.mark.thorough), (11, 12)]
+    ("buffer", "last"), [*(pytest.param(*x, marks=pytest.mark.thorough) for x in ((1, 6), (8, 8))), (11, 12)]
 )
 def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
@@ -213,7 +213,8 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     assert caches.stats(cache, 2).kv_ratio < 0.4
 
 
-@pytest.mark.parametrize("inputs", ["hidden", pytest.param("k", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("inputs", ["hidden", "k"])
 def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
     told = {"entries": 14, "every": 8, "first": 2, "last": 8, "when": "position", "inputs": inputs}
 
