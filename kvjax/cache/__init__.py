@@ -3,9 +3,11 @@
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. compaction: what an eviction leaves,
 moved to the front. planes: the methods' own numbers of entries. trail: what they remember of the last tokens. capacity:
-rows that keep their best. rollback: a cache as it was. stats: what a cache holds.
+rows that keep their best. branches: sequences that share a context's pages. rollback: a cache as it was. stats: what a
+cache holds.
 """
 
+from kvjax.cache.branches import owned, selected
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
@@ -47,6 +49,7 @@ __all__ = [
     "in_order",
     "largest_shard",
     "leaving",
+    "owned",
     "pages_for",
     "parse_capacity",
     "pool_size",
@@ -54,6 +57,7 @@ __all__ = [
     "ring_entries",
     "ring_pages",
     "ring_priority",
+    "selected",
     "shared_size",
     "standings",
     "stats",

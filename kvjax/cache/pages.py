@@ -40,6 +40,8 @@ class Pages:
     beside them, of −k. Infinite where there are no keys; float32 where the pool holds integers."""
     planes: dict[str, Shaped[Array, "p page"]] = dataclasses.field(default_factory=dict)
     """The methods' own numbers of the global region's entries, by name (`kvjax.cache.planes`)."""
+    others: Int[Array, " p"] | None = None
+    """How many rows hold each page beside the first (`kvjax.cache.branches`). None: each page is one row's."""
 
     def entries(
         self, page: Int[Array, "b k s"], offset: Int[Array, "b k_or_1 s"]

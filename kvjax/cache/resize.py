@@ -105,7 +105,8 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         if bounds is not None:
             bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
         planes = {name: jnp.pad(x, ((0, pages), (0, 0))) for name, x in pages_.planes.items()}
-        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, planes)
+        others = None if pages_.others is None else jnp.pad(pages_.others, (0, pages))
+        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, planes, others)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
@@ -117,18 +118,22 @@ def trimmed(cache: Cache, pages: int) -> Cache:
     """A copy whose pool has `pages` pages a shard, which must be at least those in use."""
 
     def less(pages_, layers):
-        table = layers.page_table
-        used = table < pages_.pool.shape[0]
-        place = jnp.cumsum(used, dtype=jnp.int32).reshape(used.shape) - 1
-        source = jnp.zeros(pages, jnp.int32).at[jnp.where(used, place, pages)].set(table, mode="drop")
+        table, had = layers.page_table, pages_.pool.shape[0]
+        used = jnp.zeros(had, bool).at[table].set(True, mode="drop")
+        place = jnp.cumsum(used, dtype=jnp.int32) - 1
+        source = jnp.zeros(pages, jnp.int32)
+        source = source.at[jnp.where(used, place, pages)].set(jnp.arange(had, dtype=jnp.int32), mode="drop")
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
-        table = jnp.where(used, place, pages)
+        table = jnp.where(table < had, place.at[table].get(mode="clip"), pages)
         bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
         planes = {name: x[source] for name, x in pages_.planes.items()}
-        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, planes)
+        others = pages_.others
+        if others is not None:
+            others = jnp.where(jnp.arange(pages) < pages - count, others[source], 0)
+        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, planes, others)
         return new_pages, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))

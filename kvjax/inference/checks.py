@@ -151,7 +151,7 @@ def check_samples(samples: int, greedy: bool, cached: bool = False) -> None:
         )
     if samples > 1 and cached:
         raise UserError(
-            f"sample: samples={samples} of a cache: give prefill each prompt so many times instead"
+            f"sample: samples={samples} of a cache are branches of it, which share its pages: give share=True, too"
         )
 
 
@@ -225,4 +225,6 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
             f"policy that selects, too"
         )
     if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
-        raise UserError(f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts")
+        raise UserError(
+            f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts: share=True asks several of each"
+        )

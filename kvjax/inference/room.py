@@ -24,6 +24,7 @@ from pallas_kernels.bits import as_bits
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
 widened = jax.jit(caches.widened, static_argnums=1)
+owned = jax.jit(caches.owned, static_argnums=1, donate_argnums=0)
 
 QUESTION = 64
 """Tokens of a question with its answer that there is room for at least."""
@@ -269,6 +270,15 @@ def _ring_pages(cache: Cache, tokens: int = 0) -> Int[np.ndarray, "l b k"]:
     return np.broadcast_to(rings, cache.layers.length.shape)
 
 
+def copied_pages(policy: Policy, cache: Cache) -> int:
+    """The most pages of a shard that branches of a context copy before they run."""
+    if cache.pages.others is None:
+        return 0
+    length, newest = np.asarray(cache.layers.length), policy.continuing.rewritten
+    read_only = 0 if newest is None else np.maximum(length - newest, 0) // cache.page_size
+    return int(_shard_sums(cache, -(-length // cache.page_size) - read_only + _ring_pages(cache)).max())
+
+
 def free_pages(cache: Cache) -> int:
     """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
     return int(np.asarray(cache.pages.free_count).min())
@@ -303,10 +313,11 @@ def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come:
 def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Pages of a shard for what is stored and, in each sequence, a question and an answer of so many tokens."""
     used, tokens, plan = pool_pages(cache) - free_pages(cache), question + answer, policy.plan
+    used += copied_pages(policy, cache)
     if tokens == 0:
         return max(used, 1)
-    # questions and answers of about one length run the same programs
-    tokens = max(QUESTION, 1 << (tokens - 1).bit_length())
+    # questions and answers of about one length run the same programs; where there are many, each has less to spare
+    tokens = max(QUESTION if cache.pages.others is None else 1, 1 << (tokens - 1).bit_length())
     layers, batch, heads = cache.layers.length.shape
     # every row may start a page, and then takes what the policy admits of the new tokens
     expected = np.broadcast_to(
@@ -324,14 +335,19 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     share = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
     budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
     planned = int(_shard_sums(cache, budget + _ring_pages(cache, tokens)).max())
+    if cache.pages.others is not None:
+        # what a branch keeps it may have to copy, and its siblings hold the rest
+        return used + planned
     return min(need, max(planned, used + more_pages(cache, between)))
 
 
 def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:
-    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated, or is
-    for all sequences up to some length: then it grows where it runs out."""
-    if cache.bounded or cache.shared:
+    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated; where
+    it is for all sequences up to some length it grows as it runs out, but for what branches copy."""
+    if cache.bounded:
         return 0
+    if cache.shared:
+        return max(0, copied_pages(policy, cache) - free_pages(cache))
     need, have = _wanted(policy, cache, question, answer), pool_pages(cache)
     rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
     return 0 if need <= have <= rounded else rounded - have
@@ -378,11 +394,12 @@ def halved(policy: Policy, cache: Cache, tokens: int) -> Cache:
 def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple[Policy, Cache]:
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
     copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's
-    window (`narrowed`)."""
+    window (`narrowed`). Branches then own what they write to (`kvjax.cache.branches`)."""
     tokens = int(np.asarray(cache.seen).max()) + question + answer
     narrow = narrowed(policy, max(tokens, cache.window - 1))
     if cache.window < narrow.window and tokens >= cache.window:
         cache = widened(cache, narrow.window)
     policy = within(policy, cache)
     lacking = _lacking(policy, cache, question, answer)
-    return policy, grown(cache, max(0, lacking), _columns(policy, cache, question + answer))
+    copy = grown(cache, max(0, lacking), _columns(policy, cache, question + answer))
+    return policy, copy if copy.pages.others is None else owned(copy, policy.continuing.rewritten)

@@ -35,6 +35,7 @@ from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.settled import settled
+from kvjax.inference.sharing import branched, placed
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
@@ -266,6 +267,7 @@ def stream(
     stop: Iterable[str] | None = None,
     logprobs: list[list[np.ndarray]] | None = None,
     cache: Cache | None = None,
+    share: Any = False,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int = caches.PAGE_SIZE,
@@ -293,7 +295,9 @@ def stream(
     ends = tuple(model.config.eos_ids if eos is None else stop_tokens(eos)) + ids
     draw = Draw(temperature, top_k, top_p, min_p, ends, logprobs is not None)
     greedy = draw.greedy
-    check_samples(samples, greedy, cache is not None)
+    check_samples(samples, greedy, cache is not None and share is False)
+    if share is not False and cache is None:
+        raise UserError("sample: share is for questions of a cache: give cache=, from kvjax.prefill")
     prompts = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
     prompts = [prompt for prompt in prompts for _ in range(samples)]
     key = checked_key(key, greedy, len(prompts))
@@ -302,6 +306,7 @@ def stream(
     with use_mesh(model):
         policy = _on_mesh(policy, model)
         rows = token_rows(model, prompts)
+        order: Sequence[int] = range(len(rows))
         if cache is None:
             policy, held = begin(model, policy, rows, max_new_tokens, page_size, capacity, max_tokens)
             check_length(model, rows, max_new_tokens)
@@ -315,6 +320,9 @@ def stream(
                     raise UserError(
                         f"{name} is stated where the cache is made (prefill), not where it is continued"
                     )
+            if share is not False:
+                cache, order = branched(cache, share, samples, len(rows))
+                rows = placed(rows, order, cache.seen.shape[0])
             check_continues(cache, model, policy, rows)
             check_length(model, rows, max_new_tokens, cache)
             longest = max(row.size for row in rows)
@@ -324,13 +332,13 @@ def stream(
                 model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
             )
             held = schedule.at_end(model, policy, held, len(rows))
-        key = _row_keys(key, held.seen.shape[0])
+        key = _row_keys(key, order, held.seen.shape[0])
         token = _first_draw(after, draw, nth_key(key, 0), greedy)
-        live = put(np.arange(held.seen.shape[0]) < len(rows), BATCH)
-        running = live & ~draw.ends(token)
+        live = np.isin(np.arange(held.seen.shape[0]), order)
+        running = put(live, BATCH) & ~draw.ends(token)
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
-        parts = _parts(first, np.asarray(live)[: len(rows)], draw, logprobs)
-        running = _still(running, watch, parts)
+        parts = _parts(first, live, order, draw, logprobs)
+        running = _still(running, watch, order, parts)
         again = schedule.recurring(policy, held)
     yield parts, held
     made = 1
@@ -347,46 +355,51 @@ def stream(
             lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
             calls.decoded(lengths, seen, ran, held.window, len(rows))
         made += count
-        parts = _parts(drawn, before, draw, logprobs, count)
+        parts = _parts(drawn, before, order, draw, logprobs, count)
         with use_mesh(model):
-            running = _still(running, watch, parts)
+            running = _still(running, watch, order, parts)
             held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
         yield parts, held
 
 
-def _row_keys(key: jax.Array, rows: int) -> jax.Array:
-    """One key as it is; of each answer's own one a row, the rows that a mesh adds among them."""
+def _row_keys(key: jax.Array, order: Sequence[int], rows: int) -> jax.Array:
+    """One key as it is; of each answer's own one a row, in `order`, the rows that a mesh adds among them."""
     if not key.ndim:
         return key
-    return put(key[np.minimum(np.arange(rows), key.size - 1)], BATCH)
+    of = np.zeros(rows, np.int32)
+    of[list(order)] = np.arange(key.size)
+    return put(key[of], BATCH)
 
 
 def _parts(
     drawn: tuple[Array, Array | None],
     running: Bool[np.ndarray, " b"],
+    order: Sequence[int],
     draw: Draw,
     logprobs: list[list[np.ndarray]] | None,
     most: int = 1,
 ) -> list[np.ndarray]:
-    """Each sequence's own tokens of a block [count b], the first `most`: up to and with its stop token; nothing if it
-    had stopped. Their log-probabilities are added to `logprobs`."""
+    """The own tokens of a block [count b] of the sequences in `order`, the first `most`: up to and with its stop token;
+    nothing if it had stopped. Their log-probabilities are added to `logprobs`."""
     tokens, own = (None if x is None else np.asarray(x)[:most] for x in drawn)
     assert tokens is not None
     counts = []
-    for row, runs in enumerate(running):
+    for row in order:
         stops = np.flatnonzero(np.isin(tokens[:, row], draw.eos))
-        counts.append((stops[0] + 1 if stops.size else len(tokens)) if runs else 0)
+        counts.append((stops[0] + 1 if stops.size else len(tokens)) if running[row] else 0)
     if logprobs is not None and own is not None:
-        logprobs.append([own[:count, row] for row, count in enumerate(counts)])
-    return [tokens[:count, row] for row, count in enumerate(counts)]
+        logprobs.append([own[:count, row] for row, count in zip(order, counts, strict=True)])
+    return [tokens[:count, row] for row, count in zip(order, counts, strict=True)]
 
 
-def _still(running: Bool[Array, " b"], watch: Watch, parts: list[np.ndarray]) -> Bool[Array, " b"]:
-    """Which sequences still run after a block: not those in whose answer a stop text has come."""
+def _still(
+    running: Bool[Array, " b"], watch: Watch, order: Sequence[int], parts: list[np.ndarray]
+) -> Bool[Array, " b"]:
+    """Which sequences still run after a block of those in `order`: not those in whose answer a stop text has come."""
     if not watch.stop:
         return running
     ended = np.zeros(running.shape[0], bool)
-    ended[: len(parts)] = watch.ended(parts)
+    ended[list(order)] = watch.ended(parts)
     return running & ~put(ended, BATCH)
 
 
@@ -408,6 +421,7 @@ def sample(
     stop: Iterable[str] | None = None,
     logprobs: bool = False,
     cache: Cache | None = None,
+    share: Any = False,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int = caches.PAGE_SIZE,
@@ -438,6 +452,9 @@ def sample(
             top_k, top_p and min_p.
         cache: from `prefill` (or a context already seen): the prompts continue it. The cache is copied, so it stays
             usable for the next question.
+        share: True: several questions of each of the cache's contexts, as many of each, one context's after another's;
+            or a list with the context of each question, from 0. They are a batch of branches which hold the context's
+            pages together and copy only those that they write to; on a mesh a branch runs where its context is.
         capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
             page size.
         block: tokens between two looks of the host.
@@ -458,11 +475,11 @@ def sample(
     for block_parts, held in stream(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
-        cache=cache, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block,
+        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block,
         calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)
-        sizes = caches.stats(held, len(block_parts))
+        sizes = caches.stats(held, len(block_parts) if share is False else None)
     ends = list(model.config.eos_ids if eos is None else eos)
     return answers(parts, record, sizes, ends, tokenizer, stop)
 

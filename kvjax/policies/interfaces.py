@@ -112,6 +112,11 @@ class Role(Method):
         """The planes once a call's queries have read the entries that were stored before it."""
         return planes
 
+    @property
+    def updates(self) -> bool:
+        """Whether it has such an `update`."""
+        return type(self).update is not Role.update
+
 
 class Admission(Role, abc.ABC):
     """Decides, before a token is written for good, whether anybody will need it once it has left the ring."""

@@ -135,7 +135,7 @@ class Policy:
             raise UserError(
                 f"{self.name}: an admission with a capacity decides token by token, not by whole calls"
             )
-        if type(self.admission).update is not Admission.update:
+        if self.admission.updates:
             raise UserError(
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"
             )
@@ -358,6 +358,15 @@ class Policy:
         """The most entries of a row's global region; None: there is no capacity. Outside jit."""
         capacity = self.admission.keep().capacity
         return None if capacity is None else int(np.asarray(capacity).max())
+
+    @property
+    def rewritten(self) -> int | None:
+        """How many of a row's newest entries may be written to once they are stored; None: any of them may."""
+        if self.most_stored is not None or self.admission.updates:
+            return None
+        if self.eviction is None:
+            return 0
+        return None if self.eviction.updates else self.eviction.pending
 
     def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
         """What is added to the logits of a call's tokens once they have left the ring."""

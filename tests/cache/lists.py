@@ -55,20 +55,20 @@ class Lists:
 
 
 @partial(jax.jit, static_argnames="window")
-def advance(cache: caches.Cache, wanted, valid, window: int):
-    """Push up to TOKENS tokens a sequence, whose values are their positions, as `cached_attention` does it."""
+def advance(cache: caches.Cache, wanted, valid, window: int, token=None):
+    """Push up to TOKENS tokens a sequence as `cached_attention` does it: these, [b t], by default their positions."""
     layer = jax.tree.map(lambda a: a[0], cache.layers)
-    position = cache.seen[:, None] + 1 + jnp.arange(TOKENS)
+    token = cache.seen[:, None] + 1 + jnp.arange(TOKENS) if token is None else token
     # keys in no order, of which a page's smallest and largest may be any
-    kv = jnp.stack([position * 7 % 11 - 5, position], -1).astype(jnp.float32)
-    kv = jnp.broadcast_to(kv[:, None], (BATCH, HEADS, TOKENS, 2))
+    kv = jnp.stack([token * 7 % 11 - 5, token], -1).astype(jnp.float32)
+    kv = jnp.broadcast_to(kv[:, None], (len(valid), HEADS, TOKENS, 2))
     priority = caches.ring_priority(layer, cache.seen, wanted.astype(jnp.float32), valid, 0)
-    numbers = {"born": position[:, None] + 100 * jnp.arange(HEADS)[:, None]}
+    numbers = {"born": token[:, None] + 100 * jnp.arange(HEADS)[:, None]}
     turnover = caches.Turnover(priority[..., :TOKENS] > 0.5)
     written = (kv, priority, turnover, numbers, cache.seen, valid, window)
     pages, layer = caches.push(cache.pages, layer, *written)
     layers = jax.tree.map(lambda a: a[None], layer)
-    return caches.Cache(pages, layers, cache.seen + valid, cache.trail, cache.window, cache.bounded)
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + valid)
 
 
 @remembered

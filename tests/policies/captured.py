@@ -97,7 +97,8 @@ def entries(cache, layer, b, head) -> np.ndarray:
 
 
 def pages_are_whole(cache):
-    """Every page is free or belongs to one row; rows have no more than they need, nor their rings."""
+    """Every page is free or belongs to as many rows as it counts, without branches to one; rows have no more than they
+    need, nor their rings."""
     length, ring = np.asarray(cache.layers.length), caches.ring_pages(cache.window, cache.page_size)
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
     rings = caches.ring_pages(np.minimum(np.asarray(cache.seen) + 1, cache.window), PAGE)
@@ -107,5 +108,8 @@ def pages_are_whole(cache):
         used += table[row][mine].tolist()
         assert (table[row][~mine] >= pool).all()
     free = np.asarray(cache.pages.free)[: int(cache.pages.free_count[0])].tolist()
-    assert sorted(used + free) == list(range(pool))
-    assert caches.stats(cache).pages == len(used)
+    rows = np.bincount(np.array(used, int), minlength=pool)
+    assert sorted([*set(used), *free]) == list(range(pool))
+    others = np.zeros(pool) if cache.pages.others is None else np.asarray(cache.pages.others)
+    np.testing.assert_array_equal(others, np.maximum(rows - 1, 0))
+    assert caches.stats(cache).pages == len(set(used))

@@ -103,6 +103,10 @@ class Wrapper(Eviction):
         return self.eviction.trace(step)
 
     @property
+    def updates(self) -> bool:
+        return self.eviction.updates
+
+    @property
     def pending(self) -> int:
         return self.eviction.pending
 

@@ -1,0 +1,107 @@
+"""Branches: sequences that go on from one context and share its pages.
+
+A cache's rows are chosen anew, one as often as wanted: nothing is copied then, and each page counts the rows that hold
+it. Before it runs, a row takes copies of those shared pages that it may write to, which are its ring's and the ones of
+its newest entries; a compaction gives it others where it moves entries (`kvjax.cache.compaction`). All other pages of a
+context are read only, however long its branches become, and are free again when the last of them is gone.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
+
+from kvjax.cache.pages import Cache, LayerCache, Pages
+from kvjax.cache.ring import ring_pages
+from kvjax.mesh import BATCH, SHARDS, P
+
+
+def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
+    """The cache of other sequences: sequence i is what `index[i]` was, by its place in its own batch shard, or empty
+    where that is negative. Pages that none holds any more are free. `cache` stays as it is, and shares its pool's
+    memory with what is returned, which must be `owned` before anything is written to it."""
+    layers, seen, trail, held = _selected(cache, index)
+    pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
+    return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
+
+
+@jax.jit
+def _selected(cache, index):
+    pages = cache.pages.pool.shape[0] // cache.pages.free_count.shape[0]
+
+    def local(*rows):
+        return branched_rows(*rows, pages=pages)
+
+    small = cache.layers, cache.seen, cache.trail
+    specs = jax.tree.map(lambda x: jax.typeof(x).sharding.spec, small)
+    specs = *specs, (P(SHARDS), P(SHARDS), P(SHARDS))
+    return jax.shard_map(local, out_specs=specs)(*small, jax.sharding.reshard(index, P(BATCH)))
+
+
+def branched_rows(
+    layers: LayerCache, seen: Int[Array, " b"], trail: Any, index: Int[Array, " n"], *, pages: int
+) -> tuple[LayerCache, Int[Array, " n"], Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]]:
+    """What a shard of so many pages knows of the sequences that `index` names, and its free list, the count of that,
+    and how many rows hold each page beside the first."""
+
+    def of(x: Array, axis: int) -> Array:
+        return jnp.take(x, jnp.maximum(index, 0), axis)
+
+    exists = index >= 0
+    layers = jax.tree.map(lambda x: of(x, 1), layers)
+    table = jnp.where(exists[:, None, None], layers.page_table, pages)
+    length = jnp.where(exists[:, None], layers.length, 0)
+    owners = jnp.zeros(pages, jnp.int32).at[table].add(1, mode="drop")
+    free = jnp.argsort(owners > 0, stable=True).astype(jnp.int32)
+    held = free, pages - (owners > 0).sum(dtype=jnp.int32)[None], jnp.maximum(owners - 1, 0)
+    layers = dataclasses.replace(layers, page_table=table, length=length)
+    return layers, jnp.where(exists, of(seen, 0), 0), jax.tree.map(lambda x: of(x, 0), trail), held
+
+
+def owned(cache: Cache, newest: int | None) -> Cache:
+    """The cache (donated, if jitted so) in which no other row holds a page of a row's ring, or of its `newest` entries
+    (None: of any): all but one that hold such a page have copies of it. Where the pool has not enough for these the
+    free count is negative."""
+    ring = ring_pages(cache.window, cache.page_size)
+
+    def local(pages, layers):
+        return with_copies(pages, layers, ring, newest)
+
+    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
+    pages, layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
+    return dataclasses.replace(cache, pages=pages, layers=layers)
+
+
+def with_copies(
+    pages: Pages, layers: LayerCache, ring: int, newest: int | None
+) -> tuple[Pages, LayerCache]:
+    """`owned`, of one shard whose rings take up to `ring` pages."""
+    assert pages.others is not None
+    (none, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
+    columns = table.shape[-1]
+    column = jnp.broadcast_to(jnp.arange(columns), table.shape)
+    if newest is not None:
+        # the ring's, those of the newest entries, and the one that the next entry comes to
+        first = ring + jnp.maximum(length - newest, 0) // page_size
+        count = min(-(-newest // page_size) + 1, columns - ring)
+        column = jnp.concatenate([column[..., :ring], first[..., None] + jnp.arange(count)], -1)
+    page = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), 3)
+    page = jnp.where(column < columns, page, none)
+    row = jnp.broadcast_to(jnp.arange(length.size).reshape(*length.shape, 1), page.shape)
+    keeper = jnp.full(none, length.size).at[page].min(row, mode="drop")
+    leaves = (page < none) & (keeper.at[page].get(mode="clip") != row)
+    at = pages.free_count[0] - jnp.cumsum(leaves, dtype=jnp.int32).reshape(leaves.shape)
+    fresh = jnp.where(leaves & (at >= 0), pages.free[jnp.maximum(at, 0)], none)
+
+    def copied(x: Shaped[Array, "p ..."]) -> Shaped[Array, "p ..."]:
+        return x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop")
+
+    pool, bounds, planes = jax.tree.map(copied, (pages.pool, pages.bounds, pages.planes))
+    others = pages.others.at[jnp.where(leaves, page, none)].add(-1, mode="drop")
+    l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
+    table = table.at[l, b, k, jnp.where(leaves, column, columns)].set(fresh, mode="drop")
+    count = pages.free_count - leaves.sum(dtype=jnp.int32)
+    beside = {"bounds": bounds, "planes": planes, "others": others, "free_count": count}
+    return dataclasses.replace(pages, pool=pool, **beside), dataclasses.replace(layers, page_table=table)

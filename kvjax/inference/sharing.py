@@ -1,0 +1,57 @@
+"""Several questions of one context: which sequence of a cache each continues, and where it stands in the batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax import cache as caches
+from kvjax.cache import Cache
+from kvjax.errors import UserError, shown, whole_number
+from kvjax.mesh import BATCH, batch_shards, put
+
+
+def contexts_of(share: Any, questions: int, contexts: int) -> list[int]:
+    """The context of each question. share: as in `kvjax.sample`. Raises UserError if it does not fit."""
+    if share is True:
+        if questions % contexts:
+            raise UserError(
+                f"sample: share=True asks of each of the cache's {contexts} contexts as many questions, one context's "
+                f"after another's, got {questions}; share=[0, 0, 1, …] says whose each is"
+            )
+        return [index // (questions // contexts) for index in range(questions)]
+    if not isinstance(share, Sequence | np.ndarray) or isinstance(share, str):
+        raise UserError(f"sample: share must be True, False or a list with each question's context, got {shown(share)}")
+    found = [whole_number("sample", "a context in share", x, 0, contexts - 1) for x in share]
+    if len(found) != questions:
+        raise UserError(f"sample: share must say the context of each of {questions} questions, got {len(found)}")
+    return found
+
+
+def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache, list[int]]:
+    """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
+    pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
+    (`kvjax.inference.room.with_room`)."""
+    contexts = int((np.asarray(cache.seen) > 0).sum())
+    each = np.repeat(contexts_of(share, answers // samples, contexts), samples).tolist()
+    shards = batch_shards()
+    own = cache.seen.shape[0] // shards
+    rows: list[list[int]] = [[] for _ in range(shards)]
+    places = []
+    for context in each:
+        rows[context // own].append(context % own)
+        places.append((context // own, len(rows[context // own]) - 1))
+    most = max(map(len, rows))
+    index = np.full((shards, most), -1, np.int32)
+    for shard, of in enumerate(rows):
+        index[shard, : len(of)] = of
+    cache = caches.selected(cache, put(index.reshape(-1), BATCH))
+    return cache, [shard * most + place for shard, place in places]
+
+
+def placed(rows: Sequence[np.ndarray], order: Sequence[int], batch: int) -> list[np.ndarray]:
+    """A batch of `batch` rows with these at their places, the others empty."""
+    found = [np.zeros(0, np.int32)] * batch
+    for row, place in zip(rows, order, strict=True):
+        found[place] = row
+    return found

@@ -1,0 +1,149 @@
+"""Several questions of one context, as a batch that shares its pages."""
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cache as caches
+from kvjax.cache import CapacityError
+from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill, sample, stream
+from kvjax.mesh import make_mesh
+from kvjax.policies import make_policy
+from tests.inference.delayed import delayed
+from tests.policies.captured import PAGE, pages_are_whole
+from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
+
+RANDOM = np.random.default_rng(3)
+CONTEXTS = [RANDOM.integers(0, 61, 70), RANDOM.integers(0, 61, 40)]
+QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
+NEW = 20
+OPTIONS = {"max_new_tokens": NEW, "eos": ()}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(qk_norm=False)
+
+
+def policies(model):
+    often = {"entries": 24, "when": "every", "every": 8}
+    return {
+        "full": lambda: make_policy("full"),
+        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+        "capacity": lambda: delayed(window=6, capacity=7, delay=3),
+        "snapkv": lambda: make_policy("snapkv", ratio=0.5, observed=4),
+        "quest": lambda: make_policy("quest", ratio=0.5),
+        # compacted while they answer: rows that move entries, and whose entries' numbers change
+        "r_kv": lambda: make_policy("r_kv", model=model, **often),
+        "h2o": lambda: make_policy("h2o", model=model, **often),
+        "fast_kvzip": lambda: make_policy(
+            "fast_kvzip", model=model, gates=tiny_sink_gates(model), entries=24, when="position", every=8, last=8,
+            buffer=8,
+        ),
+    }  # fmt: skip
+
+
+THOROUGH = "full", "snapkv", "h2o"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
+)
+def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model, name):
+    policy = policies(model)[name]()
+    cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
+    before = jax.device_get(cache)
+    alone = [sample(model, [row], policy=policy, cache=cache, **OPTIONS).tokens[0] for row in QUESTIONS]
+    parts = []
+    for new, held in stream(model, QUESTIONS, policy=policy, cache=cache, share=True, **OPTIONS):
+        pages_are_whole(held)
+        parts.append(new)
+    together = list(map(np.concatenate, zip(*parts, strict=True)))
+    np.testing.assert_array_equal(together, alone)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache), before)
+
+
+def test_sixteen_questions_take_little_more_than_one(model):
+    policy, questions = make_policy("full"), [RANDOM.integers(0, 61, 4) for _ in range(16)]
+    cache = prefill(model, [np.tile(CONTEXTS[0], 30)], policy=policy)
+    options = {"policy": policy, "cache": cache, "max_new_tokens": 12, "eos": ()}
+    one, all_ = sample(model, questions[:1], **options), sample(model, questions, share=True, **options)
+    np.testing.assert_array_equal(all_.tokens[0], one.tokens[0])
+    assert (one.stats.entries == 2100 + 4 + 11).all()
+    assert all_.stats.bytes <= 1.3 * one.stats.bytes
+    # the context once, and of every branch the page that it goes on in and the next one
+    assert all_.stats.pages == 12 * (2100 // 16 + 16 * 2)
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_each_context_has_its_own_questions(shape):
+    """On a mesh, too, where a context's branches stay on its devices."""
+    with jax.set_mesh(make_mesh(**shape)):
+        model = tiny_model(qk_norm=False)
+        policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
+        cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
+        options = {"policy": policy, "cache": cache, "logprobs": True} | OPTIONS
+        found = sample(model, QUESTIONS, share=[1, 0, 1], **options)
+        for place, context in enumerate([1, 0, 1]):
+            alone = sample(model, [QUESTIONS[place]] * 2, **options)
+            np.testing.assert_array_equal(found.tokens[place], alone.tokens[context])
+            np.testing.assert_allclose(found.logprobs[place], alone.logprobs[context], atol=1e-5)
+
+
+def test_samples_of_a_question_are_branches_too(model):
+    policy = make_policy("full")
+    cache = prefill(model, CONTEXTS, policy=policy)
+    options = {"policy": policy, "temperature": 1.0, "samples": 2, "max_new_tokens": 8, "eos": ()}
+    keys = jax.random.split(jax.random.key(0), 8)
+    found = sample(model, [*QUESTIONS[:2]] * 2, cache=cache, share=True, key=keys, **options)
+    lines = [np.concatenate([CONTEXTS[of // 2], QUESTIONS[of % 2]]) for of in range(4)]
+    np.testing.assert_array_equal(found.tokens, sample(model, lines, key=keys, **options).tokens)
+
+
+def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(model):
+    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
+    cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
+    for _, held in stream(model, QUESTIONS[:2], policy=policy, cache=cache, share=[0, 0], **OPTIONS):
+        last = held
+    again = sample(model, [QUESTIONS[2]] * 4, policy=policy, cache=last, share=True, **OPTIONS)
+    np.testing.assert_array_equal(again.tokens[0], again.tokens[1])
+    np.testing.assert_array_equal(again.tokens[2], again.tokens[3])
+    first = sample(model, [QUESTIONS[0]] * 2, policy=policy, cache=cache, **OPTIONS).tokens[0]
+    line = np.concatenate([CONTEXTS[0], QUESTIONS[0], first[:-1], QUESTIONS[2]])
+    # tokens that were said last are not yet read
+    assert int(last.seen[0]) == 70 + 5 + NEW - 1
+    whole = sample(model, [line], policy=policy, page_size=PAGE, **OPTIONS)
+    np.testing.assert_array_equal(again.tokens[0], whole.tokens[0])
+    assert int(np.asarray(last.layers.length)[:, :2].sum()) == int(np.asarray(last.layers.length).sum())
+
+
+def test_a_stated_capacity_is_a_bound_for_branches_too(model):
+    cache = prefill(model, CONTEXTS[:1], policy=make_policy("full"), capacity=80, page_size=PAGE)
+    with pytest.raises(CapacityError, match="policy full needs"):
+        sample(model, QUESTIONS, cache=cache, share=True, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("share", "questions", "said"),
+    [
+        (True, 3, "as many questions, one context's after another's, got 3; share="),
+        ([0, 2], 2, "a context in share must be a whole number of at most 1, got 2"),
+        ([0], 2, "must say the context of each of 2 questions, got 1"),
+        ("all", 2, "share must be True, False or a list"),
+    ],
+)
+def test_a_share_that_does_not_fit_is_refused(model, share, questions, said):
+    cache = prefill(model, CONTEXTS)
+    with pytest.raises(UserError, match=said) as caught:
+        sample(model, QUESTIONS[:questions], cache=cache, share=share)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_shared_must_be_a_cache(model):
+    with pytest.raises(UserError, match="share is for questions of a cache"):
+        sample(model, QUESTIONS, share=True)
+    with pytest.raises(UserError, match="share=True asks several of each"):
+        sample(model, QUESTIONS, cache=prefill(model, CONTEXTS[:1]))
+    assert caches.stats(kvjax.prefill(model, CONTEXTS[:1])).pages > 0
