@@ -30,6 +30,8 @@ _HOME = {
     "stream": "kvjax.inference.sampling",
     "logits": "kvjax.inference.sampling",
     "warm_up": "kvjax.inference.warm_up",
+    "save_cache": "kvjax.inference.saving",
+    "load_cache": "kvjax.inference.saving",
     "stats": "kvjax.cache",
     "make_mesh": "kvjax.mesh",
     "CapacityError": "kvjax.cache",
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.inference.sampling import logits, prefill, sample, stream
+    from kvjax.inference.saving import load_cache, save_cache
     from kvjax.inference.warm_up import warm_up
     from kvjax.mesh import make_mesh
     from kvjax.models import load, load_model, load_tokenizer, save_model

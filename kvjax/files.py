@@ -80,15 +80,15 @@ def partial_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}.partial-"
     # one process at a time: nobody sees a new folder before it is locked
-    with _locked(target.parent):
+    with locked(target.parent):
         for left in target.parent.glob(f"{glob.escape(prefix)}*"):
-            with _locked(left, wait=False) as unused:
+            with locked(left, wait=False) as unused:
                 if unused:
                     shutil.rmtree(left, ignore_errors=True)
         partial = target.with_name(prefix + uuid.uuid4().hex[:8])
         partial.mkdir()
         own = contextlib.ExitStack()
-        own.enter_context(_locked(partial))
+        own.enter_context(locked(partial))
     with own:
         try:
             yield partial
@@ -97,7 +97,7 @@ def partial_folder(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
+def locked(folder: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold the lock of a folder; whether it was got: not if another holds it and `wait` is False, nor where there are
     no locks."""
     try:

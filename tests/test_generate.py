@@ -51,6 +51,7 @@ def test_a_stop_text_cuts_the_answer(capsys):
     assert said("--stop", text[-1] + "~") == text + "\n"
 
 
+@pytest.mark.thorough
 def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys):
     """As `kvjax.sample` draws them, each followed by its sum and by a line for each token."""
     drawing = {"max_new_tokens": 4, "temperature": 1.0, "samples": 3}
@@ -83,6 +84,7 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     assert "streaming_llm+quest: " in told
 
 
+@pytest.mark.thorough
 def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4"]

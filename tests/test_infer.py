@@ -39,6 +39,7 @@ def test_benchmark_writes_a_row_for_each_phase(tmp_path):
     assert done.stdout.count("75% sparse") == len(rows)
 
 
+@pytest.mark.thorough
 def test_benchmark_times_a_constant_cache_by_position(tmp_path):
     small = ["--layers", "1", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4"]
     more = ["--positions", "600", "1200", "--repeats", "1", "--json", "figures.json"]
@@ -60,6 +61,7 @@ def test_needle_draws_what_it_prints(tmp_path):
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_gating_counts_what_gates_add_at_a_large_model(tmp_path):
     """Llama-3.1-8B and 4,096 entries a kv head, by hand; and each path is timed."""
     few = ["--entries", "133", "--prompts", "1", "--new-tokens", "129", "--repeats", "1"]
@@ -124,6 +126,7 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
     assert all(row["decode_tokens_per_s"] is None or row["decode_tokens_per_s"] > 0 for row in (rival, own))
 
 
+@pytest.mark.thorough
 def test_prefill_says_what_kvzips_second_pass_costs(tmp_path):
     small = ["--tokens", "256", "--chunk", "64", "--prompts", "1", "--repeats", "1"]
     done = run("prefill.py", *small, "--json", "rows.json", cwd=tmp_path)

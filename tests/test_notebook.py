@@ -36,6 +36,7 @@ def row(book, policy):
     return [float(number) for number in line.groups()]
 
 
+@pytest.mark.thorough
 def test_it_runs(kept, tmp_path, monkeypatch):
     book = copy.deepcopy(kept)
     (parameters,) = (cell for cell in code(book) if "parameters" in cell.metadata.get("tags", ()))

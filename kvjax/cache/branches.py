@@ -74,9 +74,7 @@ def owned(cache: Cache, newest: int | None) -> Cache:
     return dataclasses.replace(cache, pages=pages, layers=layers)
 
 
-def with_copies(
-    pages: Pages, layers: LayerCache, ring: int, newest: int | None
-) -> tuple[Pages, LayerCache]:
+def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None) -> tuple[Pages, LayerCache]:
     """`owned`, of one shard whose rings take up to `ring` pages."""
     assert pages.others is not None
     (none, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length

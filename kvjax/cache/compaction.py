@@ -130,7 +130,11 @@ def moved(
     unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
     stored = pages.pool, pages.planes
     ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, table, chosen))
-    left = jnp.zeros(capacity, jnp.int32).at[jnp.where(given_up, layers.page_table, capacity)].add(1, mode="drop")
+    left = (
+        jnp.zeros(capacity, jnp.int32)
+        .at[jnp.where(given_up, layers.page_table, capacity)]
+        .add(1, mode="drop")
+    )
     others = jnp.zeros_like(left) if pages.others is None else pages.others
     # a debt stays one, or nobody would see it
     freed = (left > others) & (count >= 0)

@@ -194,6 +194,15 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
 
 def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
     """Refuse a cache that was not made for this model, policy and batch."""
+    check_fits(cache, model, policy)
+    if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
+        raise UserError(
+            f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts: share=True asks several of each"
+        )
+
+
+def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
+    """Refuse a cache that was not made for this model and policy."""
     c, (layers, _, heads) = model.config, cache.layers.length.shape
     made_for = (layers, heads, cache.pages.pool.shape[-1] // 2)
     wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
@@ -223,8 +232,4 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         raise UserError(
             f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
             f"policy that selects, too"
-        )
-    if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
-        raise UserError(
-            f"the cache holds {cache.seen.shape[0]} sequences, got {len(rows)} prompts: share=True asks several of each"
         )

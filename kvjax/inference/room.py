@@ -76,13 +76,13 @@ def layout_for(
         table = min(table, most + policy.window - 1)
     each = [table if max_tokens is not None else min(count, table) for count in each]
     dtype = jnp.dtype(dtype)
-    stored, bounds = (jnp.uint16, jnp.float32) if dtype.itemsize == 2 and on_cpu() else (dtype, dtype)
+    stored, bounds = stored_as(dtype)
     own = {} if most is None else caches.CAPACITY_PLANES
     if taken := sorted(set(caches.CAPACITY_PLANES) & set(policy.planes)):
         raise UserError(f"policy {policy.name}: a plane called {taken[0]!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
-    page_bytes += 2 * head_dim * jnp.dtype(bounds).itemsize * (policy.selection is not None)
+    page_bytes += 2 * head_dim * bounds.itemsize * (policy.selection is not None)
     entry_bytes = layers * kv_heads * page_bytes // page_size
     ring = caches.ring_pages(policy.window, page_size)
     rows = layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
@@ -110,10 +110,18 @@ def layout_for(
         _refuse(policy.name, shard_pages, each, pages * page_bytes, page_bytes, free)
     return Layout(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
-        page_size=page_size, pages=pages, dtype=dtype, stored=jnp.dtype(stored),
-        bounds=None if policy.selection is None else jnp.dtype(bounds), planes=planes,
+        page_size=page_size, pages=pages, dtype=dtype, stored=stored,
+        bounds=None if policy.selection is None else bounds, planes=planes,
         bounded=capacity is not None, shared=max_tokens is not None,
     )  # fmt: skip
+
+
+def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
+    """The dtypes of a pool for entries of `dtype`, and of its pages' bounds, on the current mesh."""
+    dtype = jnp.dtype(dtype)
+    if dtype.itemsize == 2 and on_cpu():
+        return jnp.dtype(jnp.uint16), jnp.dtype(jnp.float32)
+    return dtype, dtype
 
 
 def _refuse(

@@ -475,8 +475,8 @@ def sample(
     for block_parts, held in stream(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
-        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block,
-        calls=calls, implementation=implementation,
+        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size, chunk=chunk,
+        block=block, calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts) if share is False else None)

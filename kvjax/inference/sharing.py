@@ -21,10 +21,14 @@ def contexts_of(share: Any, questions: int, contexts: int) -> list[int]:
             )
         return [index // (questions // contexts) for index in range(questions)]
     if not isinstance(share, Sequence | np.ndarray) or isinstance(share, str):
-        raise UserError(f"sample: share must be True, False or a list with each question's context, got {shown(share)}")
+        raise UserError(
+            f"sample: share must be True, False or a list with each question's context, got {shown(share)}"
+        )
     found = [whole_number("sample", "a context in share", x, 0, contexts - 1) for x in share]
     if len(found) != questions:
-        raise UserError(f"sample: share must say the context of each of {questions} questions, got {len(found)}")
+        raise UserError(
+            f"sample: share must say the context of each of {questions} questions, got {len(found)}"
+        )
     return found
 
 

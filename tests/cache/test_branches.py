@@ -98,7 +98,9 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
         free, what = int(cache.pages.free_count[0]), random.choice(list(done), p=[0.5, 0.2, 0.3])
         valid = random.integers(0, TOKENS + 1, ROWS) * alive
         longest = max(len(row) for one in sequences for row in one.kept)
-        if what == "write" and (longest > ENTRIES - TOKENS or free < HEADS * (RING + -(-valid // PAGE)).sum()):
+        if what == "write" and (
+            longest > ENTRIES - TOKENS or free < HEADS * (RING + -(-valid // PAGE)).sum()
+        ):
             what = "compact"
         if what == "compact" and free < sum(map(pages_of, sequences)):
             what = "branch"

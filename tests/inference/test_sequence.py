@@ -57,10 +57,14 @@ BOTH = {"tensor": 2, "sequence": 2}
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        *((name, {"sequence": 2}) for name in POLICIES if name != "head_pattern"),
-        pytest.param("head_pattern", {"sequence": 2}, marks=pytest.mark.thorough),
+        ("wgkv", {"sequence": 2}),
         ("adakv", BOTH),
-        *(pytest.param(x, BOTH, marks=pytest.mark.thorough) for x in POLICIES if x != "adakv"),
+        *(
+            pytest.param(name, shape, marks=pytest.mark.thorough)
+            for shape, others in (({"sequence": 2}, "wgkv"), (BOTH, "adakv"))
+            for name in POLICIES
+            if name != others
+        ),
     ],
     ids=str,
 )

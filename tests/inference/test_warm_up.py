@@ -47,7 +47,9 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "snapkv" else pytest.mark.thorough) for x in FAMILIES]
+)
 def test_warm_programs_serve_all_lengths_questions_and_policies_of_a_family(model, name, compilations):
     jax.clear_caches()
     first, *others = (kvjax.make_policy(name, model=model, **options) for options in FAMILIES[name])
@@ -65,6 +67,7 @@ def test_warm_programs_serve_all_lengths_questions_and_policies_of_a_family(mode
     assert compilations() == 0
 
 
+@pytest.mark.thorough
 def test_contexts_of_about_one_length_share_programs_without_a_maximum(model, compilations):
     policy = kvjax.make_policy("snapkv", ratio=0.5, observed=8)
     for length in (170, 180, 175):

@@ -56,7 +56,9 @@ def entries_kept(told):
     return map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
 
 
-@pytest.mark.parametrize("probe", TRAINED)
+@pytest.mark.parametrize(
+    "probe", [pytest.param(x, marks=pytest.mark.thorough if "gate" in x else ()) for x in TRAINED]
+)
 def test_it_trains_and_generates(probe, tmp_path, call):
     run = in_a_process if "gate" in probe else call
     method, options = f"tests.probes.{probe}", TRAINED[probe]

@@ -93,6 +93,7 @@ def test_margins_are_settled_where_gates_can_learn():
         assert abs(np.quantile(found, 0.1) - SMALLEST) < 0.1
 
 
+@pytest.mark.thorough
 def test_a_stopped_run_goes_on_to_the_same_weights(small, tmp_path):
     stream = Mixture(builtin_vocabulary(), builtin_text("train"))
     whole = train(small, stream, tmp_path / "whole.npz", save_every=2)

@@ -1,0 +1,165 @@
+"""A cache's contents without its pool: every row's entries in order, whatever pages, mesh and pool hold them.
+
+On the host, in NumPy, and in one process.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from kvjax.cache.pages import Cache
+from kvjax.cache.ring import ring_pages
+from kvjax.mesh import HEADS, axis_size, batch_shards, put
+from kvjax.struct import changed, leaves_by_path
+
+Arrays = dict[str, np.ndarray]
+"""By name: "entries" and "ring" [n kv] of all rows (layer, sequence, kv head) one after another, the ring's oldest
+first; "plane.…" [n] beside the entries; "length" [l b k] and "seen" [b]; "priority", "numbers.…" and "state.…" [l b …]
+and "trail.…" [b …] as the cache has them."""
+
+
+class Places(NamedTuple):
+    """Of entries, one after another, row by row."""
+
+    row: Int[np.ndarray, " n"]
+    """Of the table, its rows in order."""
+    place: Int[np.ndarray, " n"]
+    """In the row, from 0."""
+
+
+def places(count: Int[np.ndarray, "l b k"]) -> Places:
+    """Of rows with so many entries."""
+    count = count.reshape(-1)
+    row = np.repeat(np.arange(count.size), count)
+    return Places(row, np.arange(row.size) - np.repeat(np.cumsum(count) - count, count))
+
+
+def pages_of(
+    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
+) -> np.ndarray:
+    """[l b k 2]: pages of each row's ring and of its global region."""
+    rings = ring_pages(np.minimum(seen + 1, window), page_size)
+    rings = np.broadcast_to(rings[None, :, None], length.shape)
+    return np.stack([rings, -(-length // page_size)], -1)
+
+
+def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"]:
+    """Numbers of rows as the current mesh splits them."""
+    (layers, batch, heads), b, h = x.shape[:3], batch_shards(), axis_size(*HEADS)
+    x = x.reshape(layers, b, batch // b, h, heads // h, *x.shape[3:])
+    return np.moveaxis(x, (1, 3), (0, 1)).reshape(b * h, -1, *x.shape[5:])
+
+
+def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
+    """The shard of each row of an `[l b k]` array."""
+    layers, batch, heads = shape
+    b, h = batch_shards(), axis_size(*HEADS)
+    shard = np.arange(batch)[:, None] // (batch // b) * h + np.arange(heads) // (heads // h)
+    return np.broadcast_to(shard, (layers, batch, heads)).reshape(-1)
+
+
+def _addresses(table: np.ndarray, column: np.ndarray, at: Places, page_size: int, pages: int) -> Any:
+    """Page in the pool of all shards, of `pages` each, and offset, of entries in these columns of their rows."""
+    shard = _shards_of_rows(table.shape[:3])[at.row]
+    return table.reshape(-1, table.shape[-1])[at.row, column] + shard * pages, at.place % page_size
+
+
+def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Places:
+    """Where the ring's tokens stand: that of position i in slot i mod (window − 1)."""
+    position = (seen - np.minimum(seen, window - 1))[None, :, None]
+    first = np.broadcast_to(position, held.shape).reshape(-1)
+    return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
+
+
+def packed(cache: Cache) -> Arrays:
+    """What a cache holds of its sequences; those that a mesh adds are left out. Called on its mesh."""
+    live = np.asarray(cache.seen) > 0
+    pages, layers = cache.pages, jax.tree.map(np.asarray, cache.layers)
+    size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))
+    held = np.minimum(np.asarray(cache.seen), cache.window - 1)
+    held = np.broadcast_to(held[None, :, None], layers.length.shape)
+    stored, ring = places(layers.length), places(held)
+    columns = ring_pages(cache.window, size)
+    at = _addresses(layers.page_table, columns + stored.place // size, stored, size, local)
+    slots = _slots(ring, np.asarray(cache.seen), held, cache.window)
+    in_ring = _addresses(layers.page_table, slots.place // size, slots, size, local)
+    pool = np.asarray(pages.pool).view(np.dtype(pages.dtype))
+    found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
+    found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
+    small = {"length": layers.length, "priority": layers.priority}
+    small |= {"numbers": layers.numbers, "state": layers.state}
+    found |= {name: x[:, live] for name, x in leaves_by_path(small).items()}
+    trail = jax.tree.map(lambda x: _as_floats(np.asarray(x), pages.dtype)[live], cache.trail)
+    return found | leaves_by_path({"trail": trail})
+
+
+def _as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
+    return x.view(np.dtype(dtype)) if x.dtype == np.uint16 else x
+
+
+def unpacked(like: Cache, arrays: Arrays) -> Cache:
+    """The cache that holds these, on the current mesh.
+
+    Args:
+        like: its shapes, dtypes and splits, with as many pages as it takes (`pages_of`).
+    """
+    batch, window, size = like.seen.shape[0], like.window, like.page_size
+    shards = like.pages.free_count.shape[0]
+    local = like.pages.pool.shape[0] // shards
+
+    def rows(x: np.ndarray, axis: int) -> np.ndarray:
+        """With the empty sequences that the mesh adds."""
+        more = [(0, 0)] * x.ndim
+        more[axis] = (0, batch - x.shape[axis])
+        return np.pad(x, more)
+
+    seen, length = rows(arrays["seen"], 0), rows(arrays["length"], 1)
+    need = pages_of(length, seen, window, size)
+    columns, ring = like.layers.page_table.shape[-1], ring_pages(window, size)
+    used = by_shard(need).reshape(shards, -1).sum(1)
+    table = np.full((length.size, columns), local, np.int32)
+    of_row, first = _shards_of_rows(length.shape), np.zeros(length.size, np.int64)
+    flat = need.reshape(-1, 2)
+    for shard in range(shards):
+        mine = of_row == shard
+        first[mine] = np.cumsum(flat[mine].sum(1)) - flat[mine].sum(1)
+    for part, start in ((0, 0), (1, ring)):
+        at = places(need[..., part])
+        table[at.row, start + at.place] = first[at.row] + part * flat[at.row, 0] + at.place
+    table = table.reshape(*length.shape, columns)
+
+    held = np.broadcast_to(np.minimum(seen, window - 1)[None, :, None], length.shape)
+    stored, slots = places(length), _slots(places(held), seen, held, window)
+    at = _addresses(table, ring + stored.place // size, stored, size, local)
+    in_ring = _addresses(table, slots.place // size, slots, size, local)
+    pool = np.zeros(like.pages.pool.shape, np.dtype(like.pages.dtype))
+    pool[at], pool[in_ring] = arrays["entries"], arrays["ring"]
+    planes = {}
+    for name, plane in like.pages.planes.items():
+        planes[name] = np.zeros(plane.shape, plane.dtype)
+        planes[name][at] = arrays[f"plane.{name}"]
+    bounds = like.pages.bounds
+    if bounds is not None:
+        bounds = np.full(bounds.shape, np.inf, bounds.dtype)
+        k = arrays["entries"][:, : pool.shape[-1] // 2].astype(bounds.dtype)
+        np.minimum.at(bounds, at[0], np.concatenate([k, -k], -1))
+    free = np.tile(np.arange(local, dtype=np.int32)[::-1], shards)
+    pages = changed(
+        like.pages, pool=pool.view(like.pages.pool.dtype), free=free, free_count=(local - used).astype(np.int32),
+        bounds=bounds, planes=planes,
+    )  # fmt: skip
+    small = {"priority": like.layers.priority, "numbers": like.layers.numbers, "state": like.layers.state}
+    names = leaves_by_path(small)
+    small = jax.tree.unflatten(jax.tree.structure(small), [rows(arrays[name], 1) for name in names])
+    layers = changed(like.layers, page_table=table, length=length, **small)
+    trail = leaves_by_path({"trail": like.trail})
+    trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]
+    trail = jax.tree.unflatten(jax.tree.structure(like.trail), trail)
+    whole = changed(like, pages=pages, layers=layers, seen=seen, trail=trail)
+    return jax.tree.map(_put, whole, like)
+
+
+def _put(x: Shaped[np.ndarray, "..."], like: Any) -> jax.Array:
+    return put(x.astype(like.dtype), *like.sharding.spec)

@@ -1,0 +1,313 @@
+"""Caches on the disk: what a context left, to be asked again by another process, on another mesh, in other pages.
+
+A folder has `cache.json`, which says what is saved and of which model, and its arrays as an Orbax checkpoint. A later
+save into the same folder writes its arrays beside the old ones, and the new `cache.json` then takes the old one's
+place: a folder is always whole, whatever stops the writer.
+"""
+
+import hashlib
+import json
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Float, Int8
+
+from kvjax import cache as caches
+from kvjax.cache import Cache, CapacityError, Layout
+from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, unpacked
+from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
+from kvjax.exported.fingerprint import MadeFor, contents, model_name
+from kvjax.exported.orbax import check_room, export
+from kvjax.files import locked, write_text
+from kvjax.inference.checks import check_arguments, check_fits
+from kvjax.inference.room import laid_out, stored_as
+from kvjax.inference.settled import settled
+from kvjax.mesh import adopt, batch_shards, use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import make_policy
+from kvjax.policies.policy import Policy
+from kvjax.struct import changed, leaves_by_path
+
+DESCRIPTION = "cache.json"
+FORMAT = 1
+"""Of the folder; another one is refused."""
+STORED = "exact", "int8"
+"""How entries are saved: as they are, or each key and each value in 8 bits with a scale of its own."""
+
+
+def _policy(model: Decoder, policy: Policy | None) -> Policy:
+    return adopt((make_policy("full") if policy is None else policy).for_model(model))
+
+
+@named_arguments()
+def save_cache(
+    path: str | Path, cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact"
+) -> int:
+    """Write what a cache holds into a folder, for `load_cache`. What was there before is replaced once all is written.
+
+    Only entries that are stored are written, whatever the pool's size; branches that share pages are written apart.
+
+    Args:
+        cache: from `kvjax.prefill`, or as `kvjax.stream` yields it.
+        model, policy: those that it was made with.
+        entries: "exact", or "int8": each key and each value in 8 bits with a scale of its own, a quarter of float32 and
+            about half of bfloat16; what is then said may differ.
+
+    Returns:
+        Bytes of the arrays that were written.
+
+    Raises:
+        UserError: a cache of another model or policy, a folder with other things in it or that cannot be written, or a
+            disk without room.
+    """
+    path = Path(path)
+    check_arguments("save_cache", model, policy, cache=cache)
+    one_of("save_cache", "entries", entries, STORED)
+    if jax.process_count() > 1:
+        raise UserError("save_cache: a cache is saved by one process, this run has several")
+    if path.exists() and not (path / DESCRIPTION).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path}: it is there and holds no saved cache: name another folder")
+    with use_mesh(model):
+        policy = _policy(model, policy)
+        check_fits(cache, model, policy)
+        arrays = _arrays(cache, policy, entries)
+        description = _described(cache, model, policy, entries, arrays)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            check_room(path, arrays)
+            _write(path, arrays, description)
+    except OSError as error:
+        raise UserError(f"{path}: a cache cannot be written there ({error.strerror or error})") from None
+    return description["bytes"]
+
+
+def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
+    """Bytes that `save_cache` would write."""
+    one_of("saved_bytes", "entries", entries, STORED)
+    with use_mesh(model):
+        return sum(x.nbytes for x in _arrays(cache, _policy(model, policy), entries).values())
+
+
+def _arrays(cache: Cache, policy: Policy, entries: str) -> Arrays:
+    """What is saved of a cache that goes on with the policy."""
+    arrays = packed(settled(cache, policy.continuing))
+    if entries == "int8":
+        for name in ("entries", "ring"):
+            arrays[name], arrays[f"{name}_scale"] = in_8_bits(arrays[name])
+    return arrays
+
+
+def in_8_bits(x: Float[np.ndarray, "n kv"]) -> tuple[Int8[np.ndarray, "n kv"], Float[np.ndarray, "n 2"]]:
+    """Keys and values rounded to 127 steps of their own largest component, and these steps."""
+    halves = x.astype(np.float32).reshape(len(x), 2, x.shape[1] // 2)
+    scale = np.abs(halves).max(-1, initial=0) / 127
+    steps = np.round(halves / np.where(scale == 0, 1, scale)[..., None])
+    return steps.astype(np.int8).reshape(x.shape), scale
+
+
+def from_8_bits(x: Int8[np.ndarray, "n kv"], scale: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n kv"]:
+    """The numbers that `in_8_bits` rounded."""
+    halves = x.reshape(len(x), 2, x.shape[1] // 2) * scale[..., None]
+    return halves.astype(np.float32).reshape(x.shape)
+
+
+def _described(cache: Cache, model: Decoder, policy: Policy, entries: str, arrays: Arrays) -> dict[str, Any]:
+    from kvjax import __version__
+
+    held = caches.stats(cache, int((np.asarray(cache.seen) > 0).sum()))
+    return {
+        "format": FORMAT,
+        "kvjax": __version__,
+        "contents": contents(model),
+        "policy": policy.name,
+        "window": cache.window,
+        "page_size": cache.page_size,
+        "dtype": np.dtype(cache.pages.dtype).name,
+        "entries": entries,
+        "selects": cache.pages.bounds is not None,
+        "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
+        "tokens": arrays["seen"].tolist(),
+        "held": held.entries.sum(1).tolist(),
+        "bytes": sum(x.nbytes for x in arrays.values()),
+        "arrays": {name: _said(x) for name, x in arrays.items()},
+    } | MadeFor.of(model).description
+
+
+def _said(x: np.ndarray) -> dict[str, Any]:
+    digest = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
+    return {"shape": list(x.shape), "dtype": x.dtype.name, "sha256": digest}
+
+
+def _sealed(description: Mapping[str, Any]) -> str:
+    """A digest of a description without its own."""
+    own = {name: x for name, x in description.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
+    folder = path / f"arrays-{uuid.uuid4().hex[:8]}"
+    # Orbax takes no empty arrays
+    export(folder, {name: x for name, x in arrays.items() if x.size})
+    description = description | {"folder": folder.name}
+    write_text(path / DESCRIPTION, json.dumps(description | {"sha256": _sealed(description)}, indent=1))
+    for old in path.glob("arrays-*"):
+        if old != folder:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def describe_cache(path: str | Path) -> dict[str, Any]:
+    """What `cache.json` says: among others "policy", "tokens" of each sequence, "held" entries of each layer and kv
+    head, and "bytes" of the arrays.
+
+    Raises UserError if there is none, or one that was changed or is of another version.
+    """
+    file = Path(path) / DESCRIPTION
+    if not file.is_file():
+        raise UserError(f"{path}: no cache is saved here: it has no {DESCRIPTION}")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        sealed = found["sha256"] == _sealed(found)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({shown(error)})") from None
+    if found.get("format") != FORMAT:
+        raise UserError(
+            f"{file}: saved in format {found.get('format')} by kvjax {found.get('kvjax')}, this reads {FORMAT}"
+        )
+    if not sealed:
+        raise UserError(f"{file}: it was changed since it was written")
+    return found
+
+
+@named_arguments()
+def load_cache(
+    path: str | Path,
+    model: Decoder,
+    policy: Policy | None = None,
+    *,
+    page_size: int | None = None,
+    capacity: int | str | None = None,
+) -> Cache:
+    """A cache that `save_cache` wrote, on the model's mesh: it goes on where it stood.
+
+    Args:
+        policy: as it was made with, or another one that needs to know no more of its tokens.
+        page_size: tokens per page; None: as it was.
+        capacity: as in `kvjax.prefill`; None: the pool is as large as what is stored takes, and grows.
+
+    Raises:
+        UserError: no whole saved cache, or one of another model, policy or dtype.
+        CapacityError: a capacity that is too small for it.
+    """
+    path = Path(path)
+    check_arguments("load_cache", model, policy)
+    page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
+    if not path.is_dir():
+        raise UserError(f"{path}: no cache is saved here")
+    with use_mesh(model):
+        policy = _policy(model, policy)
+        with locked(path):
+            found = describe_cache(path)
+            _check(path, found, model, policy)
+            arrays = _read(path, found)
+        size = found["page_size"] if page_size is None else page_size
+        like = _like(path, found, model, policy, arrays, size, capacity)
+        return unpacked(like, arrays)
+
+
+def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:
+    """Refuse a cache of other weights or another dtype, or of a larger window."""
+    if found["contents"] != contents(model):
+        made_for = MadeFor.described(found)
+        of = "other weights" if made_for is None else f"the model {made_for.model}"
+        raise UserError(f"{path}: saved of {of}, whose weights are not those of {model_name(model)}")
+    if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
+        raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
+    if found["window"] > policy.window:
+        raise UserError(
+            f"{path}: the cache has window {found['window']}, policy {policy.name} has {policy.window}"
+        )
+
+
+def _read(path: Path, found: Mapping[str, Any]) -> Arrays:
+    """The arrays as they were written, entries in the cache's dtype."""
+    said = found["arrays"]
+    arrays = {name: np.zeros(x["shape"], x["dtype"]) for name, x in said.items()}
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            read = checkpointer.restore(
+                (path / found["folder"]).absolute(), {name: x for name, x in arrays.items() if x.size}
+            )
+    except Exception as error:
+        raise UserError(f"{path}: damaged, its arrays cannot be read ({shown(str(error))})") from None
+    arrays |= {name: np.asarray(x) for name, x in read.items()}
+    for name, x in arrays.items():
+        if _said(x) != said[name]:
+            raise UserError(f"{path}: damaged, {name} is not as it was written")
+    if found["entries"] == "int8":
+        for name in ("entries", "ring"):
+            exact = from_8_bits(arrays[name], arrays.pop(f"{name}_scale"))
+            arrays[name] = exact.astype(found["dtype"])
+    return arrays
+
+
+def _like(
+    path: Path,
+    found: Mapping[str, Any],
+    model: Decoder,
+    policy: Policy,
+    arrays: Arrays,
+    page_size: int,
+    capacity: int | str | None,
+) -> Cache:
+    """The shapes of the cache on the current mesh."""
+    config, seen, length, shards = model.config, arrays["seen"], arrays["length"], batch_shards()
+    batch, window = -(-len(seen) // shards) * shards, found["window"]
+    dtype = np.dtype(model.embed.dtype)
+    stored, bounds = stored_as(dtype)
+    planes = {name: np.dtype(own) for name, own in found["planes"].items()}
+    page_bytes = page_size * (2 * config.head_dim * dtype.itemsize + sum(x.itemsize for x in planes.values()))
+    page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
+    padded = np.pad(seen, (0, batch - len(seen)))
+    rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
+    used = by_shard(pages_of(rows, padded, window, page_size))
+    used = int(used.reshape(used.shape[0], -1).sum(1).max())
+    pages = caches.pool_size(used, page_bytes)
+    if capacity is not None:
+        pages = caches.pages_for(
+            capacity, expected=lambda tokens: np.zeros((1, 1)), window=window,
+            tokens=[max(int(seen.max()), config.longest)] * batch,
+            layers=config.num_layers, kv_heads=config.num_kv_heads, page_size=page_size, page_bytes=page_bytes,
+        )  # fmt: skip
+        if pages < used:
+            raise CapacityError(
+                f"capacity {capacity}: {pages} pages of {page_size} tokens a device, the cache saved in {path} takes "
+                f"{used}"
+            )
+    tokens, most = caches.table_tokens(int(seen.max())), policy.most_stored
+    layout = Layout(
+        batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
+        tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
+        page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
+        planes=tuple(planes.items()), bounded=capacity is not None,
+    )  # fmt: skip
+    later, group = changed(policy, window=window).continuing, config.num_heads // config.num_kv_heads
+    like = jax.eval_shape(lambda: laid_out(later.traced, layout, group))
+    check_fits(changed(like, seen=padded), model, policy)
+    wanted = {"state": like.layers.state, "trail": like.trail}
+    wanted = {name: list(x.shape) for name, x in leaves_by_path(wanted).items()}
+    saved = {name: list(x.shape) for name, x in arrays.items() if name.startswith(("state", "trail"))}
+    for name, shape in saved.items():
+        shape[name.startswith("state")] = batch
+    if saved != wanted:
+        raise UserError(
+            f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.name} needs to know "
+            "of its tokens"
+        )
+    return like

@@ -1,0 +1,204 @@
+"""Caches on the disk: what comes back goes on as what was saved, and what is not whole or another's is refused."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import cache as caches
+from kvjax.builtin import builtin_model
+from kvjax.cache import CapacityError
+from kvjax.errors import UserError
+from kvjax.inference.sampling import prefill, sample
+from kvjax.inference.saving import DESCRIPTION, describe_cache, load_cache, save_cache, saved_bytes
+from kvjax.mesh import make_mesh
+from kvjax.models import load_model
+from kvjax.policies import make_policy
+from tests.inference.test_sharing import CONTEXTS, OPTIONS, QUESTIONS, policies
+from tests.policies.captured import PAGE, pages_are_whole
+from tests.tiny_models import tiny_model
+
+THOROUGH = "full", "r_kv", "snapkv"
+ASKED = QUESTIONS[:2]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(qk_norm=False)
+
+
+def asked(model, policy, cache):
+    return sample(model, ASKED, policy=policy, cache=cache, logprobs=True, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.thorough if x in THOROUGH else ()) for x in policies(None)]
+)
+def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
+    policy = policies(model)[name]()
+    cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
+    expected = asked(model, policy, cache)
+    size = save_cache(tmp_path / "saved", cache, model, policy)
+    assert size == saved_bytes(cache, model, policy)
+    loaded = load_cache(tmp_path / "saved", model, policy)
+    pages_are_whole(loaded)
+    np.testing.assert_array_equal(caches.stats(loaded).entries, caches.stats(cache).entries)
+    found = asked(model, policy, loaded)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("name", ["wgkv", "quest", "capacity"])
+def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
+    policy = policies(model)[name]()
+    cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
+    save_cache(tmp_path, cache, model, policy)
+    if name == "quest":  # whose pages are what it selects
+        expected = asked(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
+    else:
+        expected = asked(model, policy, cache)
+    loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=110)
+    assert (loaded.page_size, loaded.bounded) == (6, True)
+    with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
+        split = tiny_model(qk_norm=False)
+        same = policies(split)[name]()
+        apart = load_cache(tmp_path, split, same, page_size=6)
+        others = asked(split, same, apart)
+    for found in (asked(model, policy, loaded), others):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=1e-6, atol=1e-6)
+
+
+def test_only_what_is_stored_is_written(model, tmp_path):
+    policy = make_policy("streaming_llm", window=9, sink=2)
+    cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, max_tokens=4000)
+    size = save_cache(tmp_path, cache, model, policy)
+    entries = 3 * 2 * 4 * (2 + 8)
+    assert size < entries * 2 * 8 * 4 + 4096 < cache.pages.nbytes // 10
+    found = describe_cache(tmp_path)
+    assert found["tokens"] == [70, 40]
+    assert found["held"] == [[20] * 4] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8_bits_take_a_part_of_it_and_say_nearly_the_same(dtype, tmp_path):
+    """Logits move by a hundredth of what they vary."""
+    model = load_model(builtin_model("test_model"), dtype=dtype)
+    context = [np.random.default_rng(0).integers(0, model.config.vocab_size, 300)]
+    cache = prefill(model, context)
+    exact = save_cache(tmp_path / "exact", cache, model)
+    small = save_cache(tmp_path / "small", cache, model, entries="int8")
+    assert small < exact * (0.32 if dtype == "float32" else 0.65)
+    question, options = [context[0][:20]], {"max_new_tokens": 1, "logprobs": True}
+    want = sample(model, question, cache=cache, **options)
+    found = sample(model, question, cache=load_cache(tmp_path / "small", model), **options)
+    assert abs(found.logprobs[0] - want.logprobs[0]).max() < 0.05
+
+
+def test_a_later_save_takes_an_earlier_ones_place(model, tmp_path):
+    first, second = (prefill(model, [row]) for row in CONTEXTS)
+    save_cache(tmp_path, first, model)
+    save_cache(tmp_path, second, model)
+    assert load_cache(tmp_path, model).seen.tolist() == [40]
+    assert len(list(tmp_path.glob("arrays-*"))) == 1
+
+
+def test_a_save_that_is_cut_short_leaves_the_earlier_one(model, tmp_path, monkeypatch):
+    save_cache(tmp_path, prefill(model, CONTEXTS[:1]), model)
+    monkeypatch.setattr(
+        "kvjax.inference.saving.write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "full"))
+    )
+    with pytest.raises(UserError, match="a cache cannot be written there"):
+        save_cache(tmp_path, prefill(model, CONTEXTS[1:]), model)
+    assert load_cache(tmp_path, model).seen.tolist() == [70]
+
+
+def changed_description(folder, model, **changes):
+    file = folder / DESCRIPTION
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def damaged(folder, size):
+    """The largest file of the arrays, cut to a part or with a byte changed."""
+    file = max(folder.glob("arrays-*/**/*"), key=lambda x: x.stat().st_size if x.is_file() else 0)
+    content = bytearray(file.read_bytes())
+    if size is None:
+        content[len(content) // 2] ^= 1
+    else:
+        del content[int(len(content) * size) :]
+    file.write_bytes(content)
+
+
+HARM = {
+    "a truncated file": (lambda folder, model: damaged(folder, 0.5), "damaged"),
+    "a changed byte": (lambda folder, model: damaged(folder, None), "damaged"),
+    "another window": (
+        lambda folder, model: changed_description(folder, model, window=2),
+        "it was changed since it was written",
+    ),
+    "a later format": (
+        lambda folder, model: changed_description(folder, model, format=2),
+        "saved in format 2 by kvjax .*, this reads 1",
+    ),
+    "no arrays": (
+        lambda folder, model: [shutil.rmtree(x) for x in folder.glob("arrays-*")],
+        "its arrays cannot be read",
+    ),
+    "half a description": (
+        lambda folder, model: (folder / DESCRIPTION).write_text('{"format"'),
+        "cache.json: damaged",
+    ),
+    "no description": (lambda folder, model: (folder / DESCRIPTION).unlink(), "it has no cache.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save_cache(folder, prefill(model, CONTEXTS), model)
+    return folder
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
+    folder = shutil.copytree(saved, tmp_path / "copy")
+    change, said = HARM[harm]
+    change(folder, model)
+    with pytest.raises(UserError, match=said) as caught:
+        load_cache(folder, model)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
+    wgkv = policies(model)["wgkv"]()
+    gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
+    assert gated > 0
+    for loaded, told, folder, said in (
+        (tiny_model(), {}, saved, "whose weights are not those of"),
+        (model, {"policy": wgkv}, saved, "the cache has window 1, policy wgkv has 6"),
+        (model, {"policy": policies(model)["capacity"]()}, tmp_path / "gated", "no capacity of its rows"),
+        (model, {}, tmp_path / "gated", "the cache has window 6, policy full has 1"),
+        (
+            model,
+            {"policy": make_policy("h2o", entries=9, when="every", every=4)},
+            saved,
+            "needs to know more",
+        ),
+        (model, {}, tmp_path / "none", "no cache is saved here"),
+    ):
+        with pytest.raises(UserError, match=said) as caught:
+            load_cache(folder, loaded, **told)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(CapacityError, match="capacity 60: .* pages of 16 tokens a device, the cache"):
+        load_cache(saved, model, capacity=60)
+
+
+def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
+    (tmp_path / "thesis.txt").write_text("all of it")
+    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+        kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
+    with pytest.raises(UserError, match="entries is one of exact, int8"):
+        kvjax.save_cache(tmp_path / "new", prefill(model, CONTEXTS), model, entries="int4")
