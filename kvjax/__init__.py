@@ -30,6 +30,8 @@ _HOME = {
     "stream": "kvjax.inference.sampling",
     "logits": "kvjax.inference.sampling",
     "warm_up": "kvjax.inference.warm_up",
+    "Session": "kvjax.inference.session",
+    "PrefixStore": "kvjax.inference.prefix_store",
     "save_cache": "kvjax.inference.saving",
     "load_cache": "kvjax.inference.saving",
     "stats": "kvjax.cache",
@@ -43,8 +45,10 @@ if TYPE_CHECKING:
     from kvjax import policies
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
+    from kvjax.inference.prefix_store import PrefixStore
     from kvjax.inference.sampling import logits, prefill, sample, stream
     from kvjax.inference.saving import load_cache, save_cache
+    from kvjax.inference.session import Session
     from kvjax.inference.warm_up import warm_up
     from kvjax.mesh import make_mesh
     from kvjax.models import load, load_model, load_tokenizer, save_model

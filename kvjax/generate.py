@@ -65,6 +65,12 @@ class GenerateConfig:
     """Texts that end an answer, which is cut before the first."""
     seed: int = 0
     """Seed of the drawing."""
+    save_cache: Path | None = None
+    """Read the prompt as a context, save what the policy keeps of it in this folder, and answer nothing: it is asked
+    with --cache, as often as wanted."""
+    cache: Path | None = None
+    """A folder with a context that was read before (--save-cache), which the prompt continues; model and policy as it
+    was read with."""
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int = 16
@@ -119,8 +125,10 @@ def run(config: GenerateConfig) -> None:
     import jax
 
     from kvjax import cache as caches
+    from kvjax.cache.saved import describe_cache
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import answers, stream
+    from kvjax.inference.saving import load_cache
     from kvjax.inference.stop import stop_texts
     from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
@@ -130,14 +138,16 @@ def run(config: GenerateConfig) -> None:
 
     with jax.set_mesh(mesh):
         _check(config)
+        saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
         arguments |= {"force": config.force}
         policy = make_ahead(config.policy, **arguments)
         _say_empty_shards(config)
         arguments |= {"tokenizer": (tokenizer := load_tokenizer(config.model))}
         policy = make_ahead(config.policy, **arguments) if policy is None else policy
         stop, ids = stop_texts(config.stop, tokenizer)
-        prompt = encode(tokenizer, text)
-        longest = len(prompt) + config.max_new_tokens
+        part = "whole" if config.cache is None else "end"
+        prompt = encode(tokenizer, text, "beginning" if config.save_cache is not None else part)
+        longest = saved + len(prompt) + (0 if config.save_cache is not None else config.max_new_tokens)
         if policy is not None:
             shape = read_config(find_model(config.model), longest)
             check_mesh(shape)
@@ -145,10 +155,18 @@ def run(config: GenerateConfig) -> None:
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, **arguments)
+        capacity = None if config.capacity is None else caches.parse_capacity(config.capacity)
+        if config.save_cache is not None:
+            print(_saved(config, model, prompt, policy, capacity), file=sys.stderr)
+            return
+        given: dict[str, Any] = {"capacity": capacity, "page_size": config.page_size}
+        if config.cache is not None:
+            # the pool's size is that of what is loaded
+            given = {"cache": load_cache(config.cache, model, policy, capacity=capacity), "share": True}
         live = LiveText(tokenizer, stop) if config.samples == 1 else None
         parts, logprobs, laps = [], [] if config.logprobs else None, []
         watch = Stopwatch()
-        for blocks, cache in stream(
+        for blocks, held in stream(
             model,
             [prompt],
             policy=policy,
@@ -162,20 +180,38 @@ def run(config: GenerateConfig) -> None:
             logprobs=logprobs,
             tokenizer=tokenizer,
             key=jax.random.key(config.seed),
-            capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
-            page_size=config.page_size,
+            **given,
         ):
             laps.append((watch.lap(), sum(map(len, blocks))))
             parts.append(blocks)
             if live is not None:
                 print(live.more(blocks[0].tolist()), end="", flush=True)
-            sizes = caches.stats(cache, config.samples)
+            sizes = caches.stats(held, config.samples)
     found = answers(parts, logprobs, sizes, (*model.config.eos_ids, *ids), tokenizer, stop)
     for index, own in enumerate(found.texts or ()):
         print(live.rest(own) if live is not None else f"[{index + 1}] {own}", flush=True)
         if found.logprobs is not None:
             print(logprob_lines(tokenizer, found.tokens[index].tolist(), found.logprobs[index].tolist()))
     print(summary(policy.name, len(prompt), sizes, laps, config.samples), file=sys.stderr)
+
+
+def _saved(
+    config: GenerateConfig, model: Any, prompt: list[int], policy: Any, capacity: int | str | None
+) -> str:
+    """Read the prompt and save its cache; a line that says so. What it takes is said before."""
+    from kvjax import cache as caches
+    from kvjax.inference.sampling import prefill
+    from kvjax.inference.saving import save_cache, saved_bytes
+
+    cache = prefill(model, [prompt], policy=policy, capacity=capacity, page_size=config.page_size)
+    size, held = saved_bytes(cache, model, policy) / 2**20, caches.stats(cache, 1)
+    print(f"{config.save_cache}: {size:.2f} MiB to write", file=sys.stderr)
+    assert config.save_cache is not None
+    save_cache(config.save_cache, cache, model, policy)
+    return (
+        f"{policy.name}: {len(prompt)} tokens, kept {held.entries.mean():.0f} entries a kv head "
+        f"({100 * held.kv_ratio:.0f}%), saved; --cache {config.save_cache} asks of it"
+    )
 
 
 def _check(config: GenerateConfig) -> None:
@@ -190,6 +226,8 @@ def _check(config: GenerateConfig) -> None:
         whole_number("generate", f"--{name.replace('_', '-')}", getattr(config, name), least)
     draw = Draw(config.temperature, config.top_k, config.top_p, config.min_p)
     check_samples(config.samples, draw.greedy)
+    if config.cache is not None and config.save_cache is not None:
+        raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
     checked_stop(config.stop)
     if config.capacity is not None:
         check_capacity(parse_capacity(config.capacity))

@@ -99,7 +99,7 @@ def test_one_command_for_all(args, code, says):
     assert set(COMMANDS) == {name for name in MODULES if importlib.util.find_spec(f"kvjax.{name}")}
 
 
-MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policies"
+MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policies", "cache"
 
 
 def test_what_is_shown_of_a_cache_and_of_answers_is_short():

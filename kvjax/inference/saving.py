@@ -1,8 +1,8 @@
 """Caches on the disk: what a context left, to be asked again by another process, on another mesh, in other pages.
 
-A folder has `cache.json`, which says what is saved and of which model, and its arrays as an Orbax checkpoint. A later
-save into the same folder writes its arrays beside the old ones, and the new `cache.json` then takes the old one's
-place: a folder is always whole, whatever stops the writer.
+A folder has a description (`kvjax.cache.saved`) and its arrays as an Orbax checkpoint. A later save into the same
+folder writes its arrays beside the old ones, and the new description then takes the old one's place: a folder is always
+whole, whatever stops the writer.
 """
 
 import hashlib
@@ -21,6 +21,7 @@ from jaxtyping import Float, Int8
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, unpacked
+from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, sealed
 from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor, contents, model_name
 from kvjax.exported.orbax import check_room, export
@@ -34,9 +35,6 @@ from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed, leaves_by_path
 
-DESCRIPTION = "cache.json"
-FORMAT = 1
-"""Of the folder; another one is refused."""
 STORED = "exact", "int8"
 """How entries are saved: as they are, or each key and each value in 8 bits with a scale of its own."""
 
@@ -66,6 +64,13 @@ def save_cache(
         UserError: a cache of another model or policy, a folder with other things in it or that cannot be written, or a
             disk without room.
     """
+    return write_cache(path, cache, model, policy, entries, {})
+
+
+def write_cache(
+    path: str | Path, cache: Cache, model: Decoder, policy: Policy | None, entries: str, said: dict[str, Any]
+) -> int:
+    """`save_cache`, with more that is `said` in the description."""
     path = Path(path)
     check_arguments("save_cache", model, policy, cache=cache)
     one_of("save_cache", "entries", entries, STORED)
@@ -77,7 +82,7 @@ def save_cache(
         policy = _policy(model, policy)
         check_fits(cache, model, policy)
         arrays = _arrays(cache, policy, entries)
-        description = _described(cache, model, policy, entries, arrays)
+        description = said | _described(cache, model, policy, entries, arrays)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
@@ -145,44 +150,15 @@ def _said(x: np.ndarray) -> dict[str, Any]:
     return {"shape": list(x.shape), "dtype": x.dtype.name, "sha256": digest}
 
 
-def _sealed(description: Mapping[str, Any]) -> str:
-    """A digest of a description without its own."""
-    own = {name: x for name, x in description.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
 def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
     folder = path / f"arrays-{uuid.uuid4().hex[:8]}"
     # Orbax takes no empty arrays
     export(folder, {name: x for name, x in arrays.items() if x.size})
     description = description | {"folder": folder.name}
-    write_text(path / DESCRIPTION, json.dumps(description | {"sha256": _sealed(description)}, indent=1))
+    write_text(path / DESCRIPTION, json.dumps(description | {"sha256": sealed(description)}, indent=1))
     for old in path.glob("arrays-*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
-
-
-def describe_cache(path: str | Path) -> dict[str, Any]:
-    """What `cache.json` says: among others "policy", "tokens" of each sequence, "held" entries of each layer and kv
-    head, and "bytes" of the arrays.
-
-    Raises UserError if there is none, or one that was changed or is of another version.
-    """
-    file = Path(path) / DESCRIPTION
-    if not file.is_file():
-        raise UserError(f"{path}: no cache is saved here: it has no {DESCRIPTION}")
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        sealed = found["sha256"] == _sealed(found)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({shown(error)})") from None
-    if found.get("format") != FORMAT:
-        raise UserError(
-            f"{file}: saved in format {found.get('format')} by kvjax {found.get('kvjax')}, this reads {FORMAT}"
-        )
-    if not sealed:
-        raise UserError(f"{file}: it was changed since it was written")
-    return found
 
 
 @named_arguments()

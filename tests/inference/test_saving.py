@@ -11,13 +11,14 @@ import kvjax
 from kvjax import cache as caches
 from kvjax.builtin import builtin_model
 from kvjax.cache import CapacityError
+from kvjax.cache.saved import DESCRIPTION, describe_cache
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample
-from kvjax.inference.saving import DESCRIPTION, describe_cache, load_cache, save_cache, saved_bytes
+from kvjax.inference.saving import load_cache, save_cache, saved_bytes
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
-from tests.inference.test_sharing import CONTEXTS, OPTIONS, QUESTIONS, policies
+from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 

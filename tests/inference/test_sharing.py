@@ -11,38 +11,14 @@ from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample, stream
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from tests.inference.delayed import delayed
+from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, RANDOM, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
-
-RANDOM = np.random.default_rng(3)
-CONTEXTS = [RANDOM.integers(0, 61, 70), RANDOM.integers(0, 61, 40)]
-QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
-NEW = 20
-OPTIONS = {"max_new_tokens": NEW, "eos": ()}
 
 
 @pytest.fixture(scope="module")
 def model():
     return tiny_model(qk_norm=False)
-
-
-def policies(model):
-    often = {"entries": 24, "when": "every", "every": 8}
-    return {
-        "full": lambda: make_policy("full"),
-        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
-        "capacity": lambda: delayed(window=6, capacity=7, delay=3),
-        "snapkv": lambda: make_policy("snapkv", ratio=0.5, observed=4),
-        "quest": lambda: make_policy("quest", ratio=0.5),
-        # compacted while they answer: rows that move entries, and whose entries' numbers change
-        "r_kv": lambda: make_policy("r_kv", model=model, **often),
-        "h2o": lambda: make_policy("h2o", model=model, **often),
-        "fast_kvzip": lambda: make_policy(
-            "fast_kvzip", model=model, gates=tiny_sink_gates(model), entries=24, when="position", every=8, last=8,
-            buffer=8,
-        ),
-    }  # fmt: skip
 
 
 THOROUGH = "full", "snapkv", "h2o"
@@ -113,7 +89,7 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
     first = sample(model, [QUESTIONS[0]] * 2, policy=policy, cache=cache, **OPTIONS).tokens[0]
     line = np.concatenate([CONTEXTS[0], QUESTIONS[0], first[:-1], QUESTIONS[2]])
     # tokens that were said last are not yet read
-    assert int(last.seen[0]) == 70 + 5 + NEW - 1
+    assert int(last.seen[0]) == 70 + 5 + 20 - 1
     whole = sample(model, [line], policy=policy, page_size=PAGE, **OPTIONS)
     np.testing.assert_array_equal(again.tokens[0], whole.tokens[0])
     assert int(np.asarray(last.layers.length)[:, :2].sum()) == int(np.asarray(last.layers.length).sum())

@@ -1,0 +1,160 @@
+"""A store of contexts that were read: the next time that one is asked for, its cache comes from the disk.
+
+An entry is a saved cache in a folder whose name is a digest of all that the cache depends on. It is moved into place
+once it is whole, and removed only where nobody reads it: several processes may use one store, and any may be killed.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.cache import PAGE_SIZE, Cache
+from kvjax.cache.saved import DESCRIPTION, FORMAT
+from kvjax.errors import Doubt, UserError, byte_size, named_arguments, one_of, shown
+from kvjax.exported.fingerprint import contents
+from kvjax.files import locked, partial_folder
+from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
+from kvjax.inference.sampling import CHUNK, prefill
+from kvjax.inference.saving import STORED, load_cache, save_cache, saved_bytes
+from kvjax.mesh import use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import make_policy
+from kvjax.policies.policy import Policy
+from kvjax.struct import leaves_by_path
+
+
+class PrefixStore:
+    """Contexts on the disk, the least recently used of which go first.
+
+        store = kvjax.PrefixStore("contexts", limit="20GiB")
+        cache = store.prefill(model, [report], tokenizer=tokenizer, policy=policy)
+
+    Args:
+        folder: made if it is not there.
+        limit: bytes of all entries ("2GiB").
+        entries: "exact" or "int8", as in `kvjax.save_cache`.
+
+    Raises:
+        UserError: a folder that cannot be written, or what is no size.
+    """
+
+    @named_arguments()
+    def __init__(self, folder: str | Path, limit: str = "2GiB", *, entries: str = "exact"):
+        size = byte_size(limit) if isinstance(limit, str) else None
+        if size is None:
+            raise UserError(f'PrefixStore: limit is a size such as "2GiB", got {shown(limit)}')
+        one_of("PrefixStore", "entries", entries, STORED)
+        self.folder, self.limit, self.entries = Path(folder), size, entries
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writable = os.access(self.folder, os.W_OK | os.X_OK)
+        except OSError as error:
+            raise UserError(f"PrefixStore: {folder} cannot be made ({error.strerror})") from None
+        if not writable:
+            raise UserError(f"PrefixStore: {folder} cannot be written")
+
+    @named_arguments()
+    def prefill(
+        self,
+        model: Decoder,
+        tokens: Prompts,
+        *,
+        tokenizer: Any = None,
+        policy: Policy | None = None,
+        page_size: int = PAGE_SIZE,
+        chunk: int = CHUNK,
+    ) -> Cache:
+        """The cache of these contexts: from the store, or as `kvjax.prefill` makes it, which is then stored. Arguments
+        and errors are as there. A cache larger than the store's limit is not stored, which is said."""
+        check_arguments("PrefixStore.prefill", model, policy)
+        policy = make_policy("full") if policy is None else policy
+        rows = token_rows(model, tokens_of(tokens, tokenizer, "beginning"))
+        entry = self.folder / _key(model, policy, rows, page_size, chunk, self.entries)
+        with contextlib.suppress(UserError):
+            # one that another process removes meanwhile, or that is damaged, is made again
+            cache = load_cache(entry, model, policy)
+            os.utime(entry / DESCRIPTION)
+            return cache
+        cache = prefill(model, rows, policy=policy, page_size=page_size, chunk=chunk)
+        self._keep(entry, cache, model, policy)
+        return cache
+
+    def _keep(self, entry: Path, cache: Cache, model: Decoder, policy: Policy) -> None:
+        size = saved_bytes(cache, model, policy, entries=self.entries)
+        if size > self.limit:
+            warnings.warn(
+                f"PrefixStore: this context takes {size / 2**20:.2f} MiB, {self.folder} has a limit of "
+                f"{self.limit / 2**20:.2f} MiB: it is not stored",
+                Doubt,
+                stacklevel=3,
+            )
+            return
+        self._make_room(size)
+        try:
+            with partial_folder(entry) as partial:
+                save_cache(partial / "cache", cache, model, policy, entries=self.entries)
+                if entry.exists():
+                    shutil.rmtree(entry, ignore_errors=True)  # it was damaged
+                with contextlib.suppress(OSError):  # another process was first
+                    (partial / "cache").rename(entry)
+        except OSError as error:
+            raise UserError(f"PrefixStore: {self.folder} cannot be written ({error.strerror})") from None
+        self._make_room(0)
+
+    def _make_room(self, size: int) -> None:
+        """Remove the entries used longest ago until there is room for so many bytes more."""
+        with locked(self.folder):
+            entries = sorted(self._entries(), key=lambda entry: entry[0])
+            used = sum(bytes_ for _, bytes_, _ in entries)
+            for _, bytes_, entry in entries:
+                if used + size <= self.limit:
+                    return
+                with locked(entry, wait=False) as unread:
+                    if unread:
+                        shutil.rmtree(entry, ignore_errors=True)
+                        used -= bytes_
+
+    def _entries(self) -> list[tuple[float, int, Path]]:
+        """When each was used last, its bytes, and its folder."""
+        found = []
+        for entry in self.folder.iterdir():
+            with contextlib.suppress(OSError):  # one that goes meanwhile
+                last = (entry / DESCRIPTION).stat().st_mtime
+                found.append((last, sum(x.stat().st_size for x in entry.rglob("*") if x.is_file()), entry))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return sum(size for _, size, _ in self._entries())
+
+    def __len__(self) -> int:
+        return len(self._entries())
+
+    def __repr__(self) -> str:
+        used, limit = self.nbytes / 2**20, self.limit / 2**20
+        return f"PrefixStore({str(self.folder)!r}: {len(self)} contexts, {used:.2f} of {limit:.2f} MiB)"
+
+
+def _key(
+    model: Decoder, policy: Policy, rows: list[np.ndarray], page_size: int, chunk: int, entries: str
+) -> str:
+    """A digest of all that a saved cache depends on."""
+    known = hashlib.sha256(repr((FORMAT, page_size, entries, np.dtype(model.embed.dtype).name)).encode())
+    known.update(repr(chunk if policy.admission.whole_calls else None).encode())
+    known.update(contents(model).encode())
+    with use_mesh(model):
+        placed = policy.for_model(model)
+    known.update(str(jax.tree.structure(placed)).encode())
+    for name, leaf in leaves_by_path(placed).items():
+        known.update(name.encode() + np.asarray(leaf).tobytes())
+    for row in rows:
+        known.update(len(row).to_bytes(8, "little") + row.astype(np.int64).tobytes())
+    return known.hexdigest()[:32]

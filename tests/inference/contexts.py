@@ -1,0 +1,31 @@
+"""Contexts, questions of them, and policies of every kind that a cache may be made with."""
+
+import numpy as np
+
+from kvjax.policies import make_policy
+from tests.inference.delayed import delayed
+from tests.tiny_models import tiny_gates, tiny_sink_gates
+
+RANDOM = np.random.default_rng(3)
+CONTEXTS = [RANDOM.integers(0, 61, 70), RANDOM.integers(0, 61, 40)]
+QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
+NEW = 20
+OPTIONS = {"max_new_tokens": NEW, "eos": ()}
+
+
+def policies(model):
+    often = {"entries": 24, "when": "every", "every": 8}
+    return {
+        "full": lambda: make_policy("full"),
+        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+        "capacity": lambda: delayed(window=6, capacity=7, delay=3),
+        "snapkv": lambda: make_policy("snapkv", ratio=0.5, observed=4),
+        "quest": lambda: make_policy("quest", ratio=0.5),
+        # compacted while they answer: rows that move entries, and whose entries' numbers change
+        "r_kv": lambda: make_policy("r_kv", model=model, **often),
+        "h2o": lambda: make_policy("h2o", model=model, **often),
+        "fast_kvzip": lambda: make_policy(
+            "fast_kvzip", model=model, gates=tiny_sink_gates(model), entries=24, when="position", every=8, last=8,
+            buffer=8,
+        ),
+    }  # fmt: skip

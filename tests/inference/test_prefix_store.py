@@ -1,0 +1,142 @@
+"""A store of contexts: what is found in it, what goes first, and what killed and competing writers leave."""
+
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.errors import Doubt, UserError
+from kvjax.inference import prefix_store
+from kvjax.inference.prefix_store import PrefixStore
+from kvjax.inference.sampling import prefill, sample
+from kvjax.policies import make_policy
+from tests.tiny_models import tiny_gates, tiny_model
+
+CONTEXTS = [np.random.default_rng(seed).integers(0, 61, 50) for seed in range(4)]
+OPTIONS = {"max_new_tokens": 8, "eos": ()}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often a context was read by the model."""
+    counted = []
+
+    def counting(*args, **kwargs):
+        counted.append(args)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(prefix_store, "prefill", counting)
+    return counted
+
+
+def test_a_context_is_read_once_by_all_that_ask_alike(model, tmp_path, reads):
+    policies = [
+        None,
+        make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+        make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.6, window=6),
+        make_policy("wgkv", model=model, gates=tiny_gates(model, seed=2), tau=0.5, window=6),
+        make_policy("snapkv", ratio=0.5, observed=4),
+        make_policy("snapkv", ratio=0.25, observed=4),
+    ]
+    for policy in policies:
+        store = PrefixStore(tmp_path)
+        first = store.prefill(model, CONTEXTS[:1], policy=policy)
+        again = PrefixStore(tmp_path).prefill(model, CONTEXTS[:1], policy=policy)
+        said = [
+            sample(model, [[5, 6, 7]], policy=policy, cache=cache, **OPTIONS).tokens[0]
+            for cache in (first, again)
+        ]
+        np.testing.assert_array_equal(*said)
+    assert len(reads) == len(store) == len(policies)
+    others = PrefixStore(tmp_path)
+    others.prefill(model, CONTEXTS[1:2])
+    others.prefill(model, CONTEXTS[:1], page_size=4)
+    others.prefill(tiny_model(qk_norm=False), CONTEXTS[:1])
+    assert len(reads) == len(policies) + 3
+
+
+def test_what_was_used_longest_ago_goes_first(model, tmp_path, reads):
+    one = PrefixStore(tmp_path / "one")
+    one.prefill(model, CONTEXTS[:1])
+    store = PrefixStore(tmp_path / "three", limit=f"{int(one.nbytes * 3.5) // 1024}KiB")
+    for index in (0, 1, 2, 0, 3):
+        store.prefill(model, [CONTEXTS[index]])
+    assert len(store) == 3
+    assert store.nbytes <= store.limit
+    del reads[:]
+    for index in (0, 2, 3):
+        store.prefill(model, [CONTEXTS[index]])
+    assert not reads
+    store.prefill(model, [CONTEXTS[1]])
+    assert len(reads) == 1
+
+
+def test_a_damaged_entry_is_made_again(model, tmp_path, reads):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    (entry,) = tmp_path.iterdir()
+    (entry / "cache.json").write_text("{")
+    store.prefill(model, CONTEXTS[:1])
+    store.prefill(model, CONTEXTS[:1])
+    assert len(reads) == 2
+
+
+WRITER = """
+import sys, numpy as np
+from kvjax.inference.prefix_store import PrefixStore
+from tests.tiny_models import tiny_model
+model, store = tiny_model(), PrefixStore(sys.argv[1], limit="200KiB")
+print("ready", flush=True)
+for turn in range(int(sys.argv[2])):
+    seed = turn % 4
+    store.prefill(model, [np.random.default_rng(seed).integers(0, 61, 50)])
+    print(turn, flush=True)
+"""
+
+
+def test_two_writers_of_which_one_is_killed_leave_whole_entries(model, tmp_path, reads):
+    def writer(turns):
+        command = [sys.executable, "-c", WRITER, str(tmp_path / "store"), str(turns)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    killed, other = writer(1000), writer(12)
+    while killed.stdout.readline().strip() != "2":
+        assert killed.poll() is None
+    time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    out, _ = other.communicate(timeout=300)
+    killed.communicate()
+    assert other.returncode == 0
+    assert out.splitlines()[-1] == "11"
+    store = PrefixStore(tmp_path / "store", limit="200KiB")
+    assert 0 < store.nbytes <= store.limit
+    held = len(store)
+    for context in CONTEXTS:
+        cache = store.prefill(model, [context])
+        assert cache.seen.tolist() == [50]
+    assert len(reads) <= 4 - held + 4 * (held < 4)
+    assert all(not x.name.startswith(".") for x in store.folder.iterdir())
+
+
+def test_what_cannot_be_is_one_line(model, tmp_path):
+    for limit in ("two", "2 apples"):
+        with pytest.raises(UserError, match='limit is a size such as "2GiB"'):
+            kvjax.PrefixStore(tmp_path, limit=limit)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be made"):
+        PrefixStore(tmp_path / "file" / "store")
+    with pytest.warns(Doubt, match="has a limit of 0.00 MiB: it is not stored"):
+        PrefixStore(tmp_path / "small", limit="1KiB").prefill(model, CONTEXTS[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrefixStore(tmp_path / "large").prefill(model, CONTEXTS[:1])

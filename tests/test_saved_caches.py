@@ -1,0 +1,64 @@
+"""Contexts that one command reads and saves, others ask of, and another shows."""
+
+import re
+
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.cache.__main__ import main as show
+from kvjax.errors import UserError
+from kvjax.generate import main
+
+MODEL = ["--model", str(builtin_model("test_model"))]
+POLICY = ["--policy", "streaming_llm", "--window", "16", "--set", "sink=4"]
+CONTEXT, QUESTION = "import os\n" * 20, "def main("
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "context"
+    main(["--prompt", CONTEXT, *MODEL, *POLICY, "--save-cache", str(folder)])
+    return folder
+
+
+def test_a_context_is_asked_as_if_it_was_read_with_the_question(saved, capsys):
+    options = [*MODEL, *POLICY, "--max-new-tokens", "12"]
+    main(["--prompt", QUESTION, *options, "--cache", str(saved)])
+    asked = capsys.readouterr()
+    main(["--prompt", CONTEXT + QUESTION, *options])
+    assert asked.out == capsys.readouterr().out != "\n"
+    assert re.match(r"streaming_llm: \d+ prompt \+ 12 new tokens; kept", asked.err)
+
+
+def test_what_it_takes_is_said_before_and_shown_after(tmp_path, capsys):
+    main(["--prompt", CONTEXT, *MODEL, *POLICY, "--save-cache", str(tmp_path / "it")])
+    before, after = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(rf"{tmp_path}/it: 0\.\d\d MiB to write", before)
+    assert re.fullmatch(
+        r"streaming_llm: (\d+) tokens, kept 19 entries a kv head \(\d+%\), saved; --cache .*", after
+    )
+    show(["show", str(tmp_path / "it")])
+    head, sizes, kept, _, names, *rows = capsys.readouterr().out.splitlines()
+    assert "policy streaming_llm" in head
+    assert "window 16" in sizes
+    layers, heads = len(rows), names.count("head")
+    assert kept.startswith(f"{19 * layers * heads:,} of ")
+    assert all(row.count("19 ·") == heads for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--cache", "nowhere"], "nowhere: no cache is saved here"),
+        (["--cache", "a", "--save-cache", "b"], "give either --cache, to ask of a context, or --save-cache"),
+    ],
+)
+def test_mistakes_are_a_line(given, said):
+    with pytest.raises(UserError, match=said) as caught:
+        main(["--prompt", QUESTION, *MODEL, *given])
+    assert "\n" not in str(caught.value)
+
+
+def test_another_policy_is_refused(saved):
+    with pytest.raises(UserError, match="the cache has window 16, policy full has 1"):
+        main(["--prompt", QUESTION, *MODEL, "--cache", str(saved)])
