@@ -59,9 +59,8 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
             assert f"= f32[{','.join(map(str, weights.shape))}]" not in program.as_text()
 
 
-@pytest.mark.parametrize(
-    "name", ["h2o", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "full", "quest"))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["h2o", "wgkv", "full", "quest"])
 def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     """On a CPU: the same entries, the same answers, over chunks, a compaction and a pool that grows."""
     model = load_model(builtin_model("test_model"), dtype="bfloat16")

@@ -54,6 +54,7 @@ def rewritten(folder, out, **scores):
     return out
 
 
+@pytest.mark.thorough
 def test_every_cell_says_what_was_drawn_and_held(evaluated):
     full, streaming, evicting = lines(evaluated)
     for cell in (full, streaming, evicting):

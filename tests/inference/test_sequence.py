@@ -57,13 +57,12 @@ BOTH = {"tensor": 2, "sequence": 2}
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        ("wgkv", {"sequence": 2}),
         ("adakv", BOTH),
         *(
             pytest.param(name, shape, marks=pytest.mark.thorough)
-            for shape, others in (({"sequence": 2}, "wgkv"), (BOTH, "adakv"))
+            for shape in ({"sequence": 2}, BOTH)
             for name in POLICIES
-            if name != others
+            if (name, shape) != ("adakv", BOTH)
         ),
     ],
     ids=str,

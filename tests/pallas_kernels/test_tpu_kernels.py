@@ -72,7 +72,7 @@ def test_compiles_for_a_tpu(op, chip, which, outcome, request):
 
 @pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.thorough), "on_wait"])
 @pytest.mark.parametrize(
-    "op", [pytest.param(x, marks=pytest.mark.thorough if x == "mlstm" else ()) for x in OPS]
+    "op", [pytest.param(x, marks=pytest.mark.thorough if x in ("mlstm", "running_topk") else ()) for x in OPS]
 )
 def test_copies_and_reads_do_not_race(op, mode, outcome, request):
     report = outcome(request)

@@ -305,10 +305,10 @@ def gradients(implementation, window, arguments, weight, end=None):
 @pytest.mark.parametrize(
     ("shape", "window", "gated", "ending"),
     [
-        ("long", 7, True, False),
+        more("long", 7, True, False),
         more("chunk", 1, True, False),
         more("square", 7, False, False),
-        ("square", 7, False, True),
+        more("square", 7, False, True),
         ("chunk", 7, True, True),
     ],
 )

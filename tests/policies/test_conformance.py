@@ -67,8 +67,8 @@ USUAL = {"page_size": 4, "max_new_tokens": 4}
 CHUNKS = {"chunk": 16, "page_size": 8}
 """As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
 LIKE_OTHERS = (
-    "full", "streaming_llm", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "random_eviction",
-    "adakv", "pyramidkv", "critical_kv", "oraclekv",
+    "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
+    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "capacity",
 )  # fmt: skip
 """Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
 each = pytest.mark.parametrize(
