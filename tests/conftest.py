@@ -15,10 +15,13 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Nearly all the time of the tests is compiling: without LLVM's optimisations, and with XLA's older way of emitting
-# loops, it takes less than half. jaxlib 0.11 has that no longer, and a process with a flag that it does not know ends.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if Version(version("jaxlib")) < Version("0.11"):
+# Nearly all the time of the tests is compiling, but for those of a real model: without LLVM's optimisations, and with
+# XLA's older way of emitting loops, it takes less than half. jaxlib 0.11 has that no longer, and a process with a flag
+# that it does not know ends.
+compiling = not os.environ.get("KVJAX_REAL_MODEL")
+if compiling:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+if compiling and Version(version("jaxlib")) < Version("0.11"):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,7 +61,7 @@ def few_programs():
 
 
 def pytest_configure(config):
-    if config.option.markexpr == "real" and not os.environ.get("KVJAX_REAL_MODEL"):
+    if config.option.markexpr.startswith("real") and not os.environ.get("KVJAX_REAL_MODEL"):
         raise pytest.UsageError("-m real: KVJAX_REAL_MODEL is not set, so that nothing would be tested")
     for line in EXPECTED_WARNINGS:
         config.addinivalue_line("filterwarnings", line)

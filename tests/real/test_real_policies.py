@@ -71,6 +71,7 @@ def test_trained_gates_keep_it_though_no_question_is_known(model, tokenizer, pro
     assert stats.bytes < 0.5 * full[1].bytes  # the pool, with its margin
 
 
+@pytest.mark.thorough
 def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, draft, full):
     """As the published table has it: in pages of bits, layers' weights as integers where a CPU runs them."""
     model = load_model(file, "bfloat16")
@@ -81,6 +82,7 @@ def test_trained_gates_keep_it_in_bfloat16(file, tokenizer, prompt, draft, full)
     assert 2 * stats.full_bytes == full[1].full_bytes
 
 
+@pytest.mark.thorough
 def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
     """The needle stands further back than the window."""
     value = np.array(tokenizer(draft.questions[0].expected[0])["input_ids"])
