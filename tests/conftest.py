@@ -18,11 +18,10 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Nearly all the time of the tests is compiling, but for those of a real model: without LLVM's optimisations, and with
 # XLA's older way of emitting loops, it takes less than half. jaxlib 0.11 has that no longer, and a process with a flag
 # that it does not know ends.
-compiling = not os.environ.get("KVJAX_REAL_MODEL")
-if compiling:
+if not os.environ.get("KVJAX_REAL_MODEL"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-if compiling and Version(version("jaxlib")) < Version("0.11"):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    if Version(version("jaxlib")) < Version("0.11"):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"
