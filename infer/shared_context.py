@@ -114,7 +114,7 @@ def measure(config: SharedContextConfig, model: Any) -> list[dict[str, Any]]:
     ways: dict[tuple[str, str], Callable[[], int]] = {}
     folders = []
     for name in config.policies:
-        told = {} if name == "full" else {"ratio": config.ratio}
+        told: dict[str, Any] = {} if name == "full" else {"ratio": config.ratio}
         policy = kvjax.make_policy(name, model=model, **told)
         cache = kvjax.prefill(model, [context], policy=policy)
         found = forms(config, model, policy, cache) | first_token(config, model, policy, context)

@@ -76,17 +76,22 @@ class PrefixStore:
         check_arguments("PrefixStore.prefill", model, policy)
         policy = make_policy("full") if policy is None else policy
         rows = token_rows(model, tokens_of(tokens, tokenizer, "beginning"))
+        if jax.process_count() > 1:
+            raise UserError("PrefixStore: a store is used by one process, this run has several")
         entry = self.folder / _key(model, policy, rows, page_size, chunk, self.entries)
-        with contextlib.suppress(UserError):
-            # one that another process removes meanwhile, or that is damaged, is made again
+        try:
             cache = load_cache(entry, model, policy)
-            os.utime(entry / DESCRIPTION)
+            with contextlib.suppress(OSError):  # it goes just now
+                os.utime(entry / DESCRIPTION)
             return cache
+        except UserError:
+            damaged = entry.is_dir()
         cache = prefill(model, rows, policy=policy, page_size=page_size, chunk=chunk)
-        self._keep(entry, cache, model, policy)
+        self._keep(entry, cache, model, policy, damaged)
         return cache
 
-    def _keep(self, entry: Path, cache: Cache, model: Decoder, policy: Policy) -> None:
+    def _keep(self, entry: Path, cache: Cache, model: Decoder, policy: Policy, damaged: bool) -> None:
+        """Store a cache, in place of an entry that is `damaged`."""
         size = saved_bytes(cache, model, policy, entries=self.entries)
         if size > self.limit:
             warnings.warn(
@@ -100,8 +105,8 @@ class PrefixStore:
         try:
             with partial_folder(entry) as partial:
                 save_cache(partial / "cache", cache, model, policy, entries=self.entries)
-                if entry.exists():
-                    shutil.rmtree(entry, ignore_errors=True)  # it was damaged
+                if damaged:
+                    shutil.rmtree(entry, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another process was first
                     (partial / "cache").rename(entry)
         except OSError as error:

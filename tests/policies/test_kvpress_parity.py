@@ -130,6 +130,21 @@ def test_same_entries_and_same_logits(models, family, name):
         close(logits_after(model, policy, cache, [QUESTION[:1]])[0], expected)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window(models, family):
+    """Whose budget counts the window, and which keeps it; here neither is so."""
+    twin, model = models[family]
+    asked, size = np.concatenate([CONTEXT, QUESTION]), len(QUESTION)
+    for entries in (128, 64):
+        gone = 1 - (entries + size + 0.5) / len(asked)
+        theirs = twins.press_context(twin, asked, presses.SnapKVPress(gone, window_size=size))
+        policy = make_policy("oraclekv", model=model, entries=entries, guidance=QUESTION.tolist())
+        cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
+        context = [[{x for x in head if x < len(CONTEXT)} for head in layer] for layer in theirs.kept]
+        assert {len(head) for layer in context for head in layer} == {entries}
+        assert kept(cache, theirs.keys) == context
+
+
 @pytest.mark.parametrize(
     ("family", "layerwise", "repeated"),
     [("llama", False, 512), ("llama", True, 64), ("qwen3", False, 64)],
