@@ -1,7 +1,7 @@
 """Samples that are written as text, for any tokenizer: their drafts, how an answer is scored, and their token ids.
 
 The prompt reads: what the chat template puts before the user's text, context, question, what the template puts after
-it, answer prefix. Without a template, or where the draft's text has one already: the tokenizer's opening tokens unless
+it, answer prefix. Without a template, or where the draft is read `as_is`: the tokenizer's opening tokens unless
 the text spells them, context, question, answer prefix.
 
 The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
@@ -70,8 +70,8 @@ class Draft:
     """Ends with the line break before the question."""
     questions: tuple[DraftQuestion, ...]
     """Each asked on its own."""
-    templated: bool = False
-    """Whether the text has a model's chat template already."""
+    as_is: bool = False
+    """Whether no chat template is put around the text: it has one already, or is asked without."""
 
 
 def mean_score(questions: Sequence[DraftQuestion], answers: Sequence[str]) -> float:
@@ -113,7 +113,7 @@ class PromptEncoder:
         return len(self._ids(self._before + self._after))
 
     def __call__(self, draft: Draft) -> Sample:
-        chat = self.chat and not draft.templated
+        chat = self.chat and not draft.as_is
         before = self._before + draft.context if chat else draft.context
         context, opening = self._ids(before), self._opening
         if not chat and not np.array_equal(context[: len(opening)], opening):

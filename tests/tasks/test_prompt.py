@@ -97,11 +97,11 @@ def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain,
     cut = text.index("What is x?")
     asked = question(text[cut : -len(" It is")], " It is")
     for encode in (PromptEncoder(chat), PromptEncoder(chat, chat=False), PromptEncoder(plain)):
-        prompt = encode(Draft(text[:cut], (asked,), templated=True))
+        prompt = encode(Draft(text[:cut], (asked,), as_is=True))
         ids = [*prompt.context, *prompt.questions[0].prompt]
         assert ids == plain.encode(text, add_special_tokens=False).ids
         # the opening token comes where the text does not spell it
-        bare = encode(Draft(text[len("<|begin|>") : cut], (asked,), templated=True))
+        bare = encode(Draft(text[len("<|begin|>") : cut], (asked,), as_is=True))
         assert [*bare.context, *bare.questions[0].prompt] == ids
 
 
