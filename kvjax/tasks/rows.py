@@ -77,13 +77,28 @@ def hub_splits(name: str, option: str, configuration: str | None = None) -> list
         names = datasets.get_dataset_config_names(name) if configuration is None else [configuration]
         found = [(one, datasets.load_dataset(name, one)) for one in names]
     except Exception as error:  # the hub's client raises dozens of kinds
-        reason = " ".join(str(error).split())[:200]
         with_it = "" if configuration is None else f" with the configuration {configuration}"
         raise UserError(
             f"{option} {name}: no such file or folder, and as a hub data set it cannot be had{with_it} "
-            f"({type(error).__name__}: {reason})"
+            f"({_reason(error)})"
         ) from None
     return [(one, splits["test" if "test" in splits else next(iter(splits))]) for one, splits in found]
+
+
+def hub_file(name: str, file: str, option: str) -> Path:
+    """A file of a hub data set, as it is kept here. Raises UserError, which names the option, if it cannot be had."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset"))
+    except Exception as error:  # the hub's client raises dozens of kinds
+        raise UserError(
+            f"{option}: {file} of {name} cannot be had from the hub ({_reason(error)}); name a folder of its files"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def hub_rows(name: str, option: str, configuration: str | None = None) -> Iterator[Row]:
