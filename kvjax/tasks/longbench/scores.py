@@ -36,7 +36,7 @@ def number_share(answer: str, true: str) -> float:
 
 def paragraph_share(answer: str, true: str) -> float:
     """The same, the true number being the last word's of "Paragraph 7" or "段落7"."""
-    return number_share(answer, re.findall(r"\d+", true)[0])
+    return number_share(answer, "".join(re.findall(r"\d+", true)[:1]))
 
 
 def class_share(classes: Sequence[str]) -> Callable[[str, str], float]:
