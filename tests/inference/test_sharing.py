@@ -13,7 +13,7 @@ from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, RANDOM, policies
 from tests.policies.captured import PAGE, pages_are_whole
-from tests.tiny_models import tiny_gates, tiny_model, tiny_sink_gates
+from tests.tiny_models import tiny_gates, tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
 """SCBench's rows as drafts: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
-its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo`.
+its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo` and `lang`.
 
 Its two modes: "each" is multi-request, every question by itself from the context. "golden" and "own" are multi-turn:
 every question after those before it, answered with the true answers ("golden", as published) or with what the model
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from kvjax.errors import UserError
 from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, Scoring
 from kvjax.tasks.rows import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
+from kvjax.tasks.scbench.code import LANGUAGES
 from kvjax.tasks.scbench.scores import (
     LETTERS,
     character_overlap,
@@ -60,8 +61,10 @@ class Turn(NamedTuple):
     """Where it stands, for errors."""
     kind: str
     """A task's name."""
-    repo: str
+    repo: str = ""
     """The repository of a function."""
+    language: str = ""
+    """Of a function."""
 
 
 def scbench_drafts(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Draft]:
@@ -113,8 +116,12 @@ def _turns(row: Mapping[str, Any], name: str, at: str) -> list[Turn]:
             raise UserError(
                 f"{where}: expected `task` to be one of {', '.join(task.reserved)}, got {kind[:60]}"
             )
-        repo = row_text(row, "repo", at) if kind == FUNCTION else ""
-        found.append(Turn(turn, where, kind, repo))
+        of_code = [row_text(row, field, at) for field in ("repo", "lang")] if kind == FUNCTION else []
+        if of_code and of_code[1] not in LANGUAGES:
+            raise UserError(
+                f"{at}: expected `lang` to be one of {', '.join(LANGUAGES)}, got {of_code[1][:60]}"
+            )
+        found.append(Turn(turn, where, kind, *of_code))
     return found
 
 
@@ -175,7 +182,8 @@ def _expected(turn: Turn, functions: Functions) -> tuple[tuple[str, ...], Scorin
         return (str(answer),), first_number(answer)
     texts = row_texts(turn.fields, "answer", turn.at, single=True)
     if turn.kind == FUNCTION:
-        return texts, function_match(row_text(turn.fields, "name", turn.at), list(functions[turn.repo]))
+        name = row_text(turn.fields, "name", turn.at)
+        return texts, function_match(name, list(functions[turn.repo]), turn.language)
     if turn.kind == "scbench_choice_eng":
         options = _options(turn)
         if texts[0] not in options:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 from kvjax.tasks.prompt import Scoring, all_present
+from kvjax.tasks.scbench.code import finder
 from kvjax.tasks.text_scores import bleu, characters_f1, rouge_l_sum
 
 LETTERS = "ABCD"
@@ -12,8 +13,6 @@ CHOICES = "answer is:", "answer:", "answer is", "option is"
 BETWEEN = str.maketrans(dict.fromkeys("\n\"'.,?!{}", " "))
 """Counts as white space when a choice is looked for."""
 NUMBER = re.compile(r"\d+\.\d+|\d+")
-BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-"""A block of code, and what is in it."""
 ALIKE = 0.8
 """BLEU from which on a function is the one that was asked for."""
 
@@ -72,15 +71,13 @@ def choice(answer: str, expected: Sequence[str]) -> float:
     return float(next((word for word in answer.split() if word in LETTERS), None) in expected)
 
 
-def function_match(name: str, functions: Sequence[tuple[str, str]]) -> Scoring:
+def function_match(name: str, functions: Sequence[tuple[str, str]], language: str) -> Scoring:
     """Whether of a repository's functions that are asked for, each with its name, the one called `name` is the most
-    like the code in the answer's first block (or the whole answer), and is so by `ALIKE` at least. The official scorer
-    takes of a block the first function that tree-sitter finds in it, this one all of it."""
+    like the one in the answer, and is so by `ALIKE` at least. Raises UserError as `finder` does."""
+    find = finder(language)
 
     def score(answer: str, expected: Sequence[str]) -> float:
-        answer = answer.strip()
-        block = BLOCK.search(answer)
-        words = _words(block[1] if block else answer)
+        words = _words(find(answer))
         likeness = [bleu(words, _words(function)) for _, function in functions]
         most = max(likeness)
         return float(most >= ALIKE and functions[likeness.index(most)][0] == name)
