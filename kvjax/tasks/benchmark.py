@@ -13,7 +13,7 @@ from kvjax.tasks.splits import Split
 
 @dataclass(frozen=True)
 class BenchmarkSamples:
-    """The samples of a benchmark's task, in their order."""
+    """The samples of a benchmark's task, in their order. Raises UserError if there are none."""
 
     name: str
     """Of the task."""
@@ -27,6 +27,10 @@ class BenchmarkSamples:
     """What the score is, in words."""
     published: bool = True
     """Whether its samples are a published data set's."""
+
+    def __post_init__(self):
+        if not self.drafts:
+            raise UserError(f"{self.where}: there are no samples of {self.name}")
 
     def worth(self, length: int) -> int:
         """As many answers as the context with the fewest questions has."""
@@ -51,8 +55,8 @@ class BenchmarkSamples:
             return sample
         if room <= behind + 1:
             raise UserError(
-                f"--context {length}: the questions of {self.name} with their answers take up to {sample.room} tokens, "
-                f"which leaves too few for a context before its question of {behind}"
+                f"--context {length}: a sample of {self.name} needs {sample.room + behind + 2} tokens at least: "
+                f"{sample.room} for its questions and answers, and a context longer than its first question's {behind}"
             )
         return replace(sample, context=cut_middle(sample.context, room, behind))
 

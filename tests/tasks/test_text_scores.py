@@ -60,13 +60,11 @@ def test_one_sentence_scores_by_its_longest_common_subsequence():
     """Brute force over all subsequences."""
 
     def longest(first, second):
-        sizes = range(len(first), 0, -1)
-        found = (
-            size
-            for size in sizes
-            if set(itertools.combinations(first, size)) & set(itertools.combinations(second, size))
-        )
-        return next(found, 0)
+        for size in range(len(first), 0, -1):
+            of_both = (set(itertools.combinations(text, size)) for text in (first, second))
+            if set.intersection(*of_both):
+                return size
+        return 0
 
     texts = "a b c d e", "b a d c e", "e d c", "c x e y", "x"
     for answer, true in itertools.product(texts, repeat=2):

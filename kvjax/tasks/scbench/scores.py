@@ -43,7 +43,7 @@ def first_integer(answer: str, expected: Sequence[str]) -> float:
     return float((found[0] if found else "") == expected[0])
 
 
-def first_number(true: float) -> Scoring:
+def first_number(true: int | float) -> Scoring:
     """Whether the first number is the true one; of an integer, whether it is once its places are cut off."""
 
     def score(answer: str, expected: Sequence[str]) -> float:
