@@ -37,3 +37,17 @@ def test_questions_in_turn_and_cut_contexts(tmp_path):
     )
     with pytest.raises(UserError, match="holds results with --turns own, got golden: name another folder"):
         main([*SMALL, *own, "golden", *data])
+    with pytest.raises(UserError, match="--turns is for SCBench's tasks, which needle is none of"):
+        main(
+            [
+                *SMALL,
+                "--tasks",
+                "needle",
+                "--policies",
+                "full",
+                "--turns",
+                "own",
+                "--out",
+                str(tmp_path / "other"),
+            ]
+        )

@@ -148,6 +148,22 @@ def test_a_template_without_the_user_s_text_is_refused(plain):
     silent = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="hello")
     with pytest.raises(UserError, match="does not show the user's text exactly once"):
         PromptEncoder(silent)
+    first = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="does not show the turns of a conversation exactly once"):
+        _ = PromptEncoder(first).next_turn
+
+
+def test_what_stands_between_turns_is_the_template_s(plain, smol):
+    """Of a conversation in which they are the user's and the model's."""
+    encode, texts = PromptEncoder(smol), ("One?", "Two.", "Three?")
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user"), texts, strict=True)
+    ]
+    whole = smol.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert texts[0] + encode.said(texts[1]) + texts[2] in whole
+    assert encode.said("Two.").endswith("Two." + encode.next_turn)
+    assert PromptEncoder(plain).said("Two.") == "Two.\n\n"
 
 
 def test_what_a_model_says_is_scored_as_text(plain, chat):
