@@ -67,13 +67,12 @@ class DraftQuestion:
 
 @dataclass(frozen=True)
 class Draft:
-    """The text of a sample, which a `PromptEncoder` makes into one. The context ends with the line break before the
-    question."""
+    """The text of a sample, which a `PromptEncoder` makes into one."""
 
     context: str
-    """Ends with the line break before the question."""
+    """Ends with the line break before the question, if there is one."""
     questions: tuple[DraftQuestion, ...]
-    """Each asked on its own."""
+    """Each asked on its own, unless they are a `conversation`."""
     as_is: bool = False
     """Whether no chat template is put around the text: it has one already, or is asked without."""
     conversation: bool = False

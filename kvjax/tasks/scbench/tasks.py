@@ -2,8 +2,8 @@
 
 The prompts are the published ones (scbench/eval_utils.py, the templates of the multi-request mode), word for word. Two
 things are not as there. Of scbench_mf the official context begins with the first question; here it does not, so that
-it is read before any question is known. And a later choice is asked for in the first one's words also where there is no
-chat template.
+it is read before any question is known. And later turns are worded as the first is, where officially without a chat
+template a choice is asked for as "The letter of …", and with one a summary begins "This paper".
 """
 
 from dataclasses import dataclass
