@@ -35,6 +35,23 @@ def around(tokenizer: Any, messages: list[dict[str, Any]] | None = None, **optio
     return before, after
 
 
+def between(tokenizer: Any, **options: Any) -> str:
+    """What the template shows between an assistant's text and the user's next.
+
+    Raises UserError if it does not show three turns, each exactly once.
+    """
+    roles = "user", "assistant", "user"
+    whole = templated(
+        tokenizer, [{"role": role, "content": PLACE} for role in roles], tokenize=False, **options
+    )
+    parts = whole.split(PLACE)
+    if len(parts) != len(roles) + 1:
+        raise UserError(
+            "the tokenizer's chat template does not show the turns of a conversation exactly once"
+        )
+    return parts[2]
+
+
 def opening(tokenizer: Any) -> tuple[int, ...]:
     """The token ids that come before a user's text: the template's own, or without one those that the tokenizer begins
     any text with."""

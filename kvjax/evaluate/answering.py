@@ -123,7 +123,7 @@ def _feed_table(
 ) -> tuple[Int[np.ndarray, "t b"], Int[np.ndarray, "t b"], Bool[np.ndarray, "t b"]]:
     """What is fed to each row, what truly follows (where it is known), and where the row is running: whole blocks for
     the longest question with its answer."""
-    lines = [len(q.prompt) + q.answer_tokens - 1 for q in questions]
+    lines = [max(0, len(q) - 1) for q in questions]
     steps = -(-max(lines) // STEPS) * STEPS
     given, wanted = np.full((steps, rows), OWN, np.int32), np.zeros((steps, rows), bool)
     true = np.zeros_like(given)

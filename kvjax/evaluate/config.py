@@ -9,6 +9,7 @@ from kvjax.builtin import BUILTIN, GATES
 from kvjax.command.launch import MeshShape, parse_command
 from kvjax.command.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
+from kvjax.tasks.scbench import TURNS
 
 FIXED_TAU = "wgkv_fixed_tau"
 """Gates at their own τ."""
@@ -49,7 +50,8 @@ class EvaluateConfig:
     tasks: tuple[str, ...] = ("needle", "copy", "text")
     """needle, by depth; documents: questions about --documents; text: how it goes on, from --documents; recall and copy
     (built-in model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
-    qa_2. Or contests, answered at length: aime_2024, aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
+    qa_2; LongBench's and SCBench's: longbench_qasper, …, scbench_kv, …. Or contests, answered at length: aime_2024,
+    aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
     samples: int = 192
@@ -91,6 +93,14 @@ class EvaluateConfig:
     contest_data: Path | None = None
     """Contests: a .jsonl or .parquet file, a folder of files called as the tasks are, or a hub data set; by default
     each contest's own on the hub."""
+    longbench_data: Path | None = None
+    """LongBench: a folder of files called as the tasks are, its data.zip or a hub data set; by default its own on the
+    hub."""
+    scbench_data: Path | None = None
+    """SCBench: a folder of files called as the tasks are, or a hub data set; by default its own on the hub."""
+    turns: str = TURNS[0]
+    """SCBench's questions of a context: each by itself (`each`), or after those before it, with their true answers
+    (`golden`) or what the model said (`own`)."""
     temperature: float = 0.7
     """Contests: what answers are drawn at. The defaults are those that Qwen3-4B-Instruct-2507 is published with; for
     Qwen3's thinking models 0.6, and a top-p of 0.95."""
@@ -157,6 +167,13 @@ class EvaluateConfig:
         gated = [name for name in named if name.startswith("wgkv")]
         if gated and not self.gates and self.model != BUILTIN:
             raise UserError(f"--policies {gated[0]} needs --gates, a folder that training exported")
+        if self.turns not in TURNS:
+            raise UserError(f"--turns must be one of {', '.join(TURNS)}, got {self.turns}")
+        if self.turns == "own" and self.question_aware:
+            raise UserError(
+                "--turns own feeds back what is said, so that later questions are not known ahead: --question-aware "
+                "takes each or golden"
+            )
         if self.dtype not in (None, *DTYPES):
             raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype}")
 

@@ -1,6 +1,7 @@
 """One policy on one set of contexts: reading them, asking their questions, and what the cache held at each call."""
 
 import dataclasses
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import BIAS
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed
-from kvjax.tasks.sample import Question, Sample, Tokens
+from kvjax.tasks.sample import NO_QUESTION, Question, Sample, Tokens, as_tokens, asked_after
 
 Item = TypeVar("Item")
 
@@ -164,9 +165,8 @@ def _observers(policy: Policy, group: Sequence[Sample]) -> list[Tokens] | None:
 
 
 def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: Manner) -> Measurement:
-    """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily.
-
-    Samples of a group must have equally many questions, as a task gives them.
+    """Read each context into a cache, then ask its questions one by one, each from that same cache, greedily; those of
+    a conversation with what was asked and said before.
     """
     tally = Tally()
     for group in groups(samples, manner.batch):
@@ -259,12 +259,18 @@ class Tally:
         tokens = self.add_entries(reading.cache, policy, len(group))
         self.reading.add(tokens, reading.seconds, reading.compiled)
         later, cache = for_answers(policy, reading.cache)
-        for questions in zip(*(sample.questions for sample in group), strict=True):
+        before = [as_tokens([])] * len(group)
+        for questions in itertools.zip_longest(*(x.questions for x in group), fillvalue=NO_QUESTION):
+            if group[0].conversation:
+                questions = tuple(map(asked_after, questions, before))
             calls = Calls()
             records = {"calls": calls, "pace": self.decoding, "watch": watch}
             stop = model.config.eos_ids
             group_answers, cache = answer(model, later, cache, questions, stop=stop, **records)
             self.add_answers(questions, group_answers, _join(reading.calls, calls))
+            before = [
+                np.concatenate([q.prompt, x.tokens]) for q, x in zip(questions, group_answers, strict=True)
+            ]
 
     def add_entries(self, cache: Cache, policy: Policy, count: int) -> int:
         """A group of `count` contexts is in its cache. Returns how many tokens."""
@@ -283,6 +289,8 @@ class Tally:
         """A question of each context of the group that was read last was answered."""
         group = self._outputs[-len(questions) :]
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
+            if question is NO_QUESTION:
+                continue
             group[row].append(one.tokens)
             self._scores[question.kind].append(0.0 if one.cut else question.score(one.tokens))
             if question.concluded is not None:

@@ -18,7 +18,15 @@ from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.recovery import FULL, Recovery, dense_cells, recovery
 from kvjax.evaluate.results import Cell
 from kvjax.policies.assignments import with_arguments
+from kvjax.tasks import scbench
+from kvjax.tasks.ruler import RULER_TASKS
 
+HOW_ASKED = {
+    "each": "each question was asked by itself, of the same cache (multi-request)",
+    "golden": "questions were asked in turn, after those before them and their true answers (multi-turn)",
+    "own": "questions were asked in turn, after those before them and what the model had said to them",
+}
+"""By `--turns`."""
 CRITICAL_SHARE = 0.9
 """Of its score, for critical footprints."""
 
@@ -90,10 +98,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
             "cell for each λ, as in WG-KV's paper; their size is what it comes to. wgkv+NAME: at their own τ the "
             "most selective gates that let in as much as the budget. The second table of a task says which τ each had."
         )
-    published = {cell.published for cell in cells if cell.published}
-    if published:
-        tasks = dict.fromkeys(cell.task for cell in cells if cell.published)
-        lines.append(f"RULER's own data: {', '.join(tasks)}. Not comparable with RULER's tasks made here.")
+    published = dict.fromkeys(cell.task for cell in cells if cell.published)
+    if ruler := [task for task in published if task in RULER_TASKS]:
+        lines.append(f"RULER's own data: {', '.join(ruler)}. Not comparable with RULER's tasks made here.")
+    if turns := [task for task in published if task in scbench.TASKS]:
+        lines.append(f"{', '.join(turns)}: {HOW_ASKED[config.turns]}.")
     return "\n\n".join(lines)
 
 

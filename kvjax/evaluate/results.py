@@ -22,10 +22,13 @@ from kvjax.tasks.contests import CONTESTS
 
 MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
-    *("dtype", "order_contexts", "order_length"),
+    *("dtype", "order_contexts", "order_length", "turns"),
 )
 """Settings that all cells of a folder share."""
-READ = "documents", "ruler_data", "essays", "squad", "hotpotqa", "contest_data"
+READ = (
+    *("documents", "ruler_data", "essays", "squad", "hotpotqa", "contest_data", "longbench_data"),
+    "scbench_data",
+)
 """Files and folders that they share, too: their contents, wherever these are."""
 DRAWN_WITH = "temperature", "top_p", "top_k"
 """Settings of contests alone; None in a folder of other tasks."""
@@ -76,7 +79,7 @@ class Cell:
     question_aware: bool
     """Whether questions were read with their contexts."""
     published: bool
-    """Whether this is RULER's own data."""
+    """Whether its samples are a published data set's."""
     seed: int
     """Of the samples."""
     kept: list[list[float]]

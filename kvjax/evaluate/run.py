@@ -37,6 +37,8 @@ from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.admission.wgkv import load_gates
 from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
+from kvjax.tasks.scbench import TASKS as SCBENCH_TASKS
+from kvjax.tasks.scbench import TURNS
 
 ANSWERS_FOLDER = "answers"
 """The folder of what was answered to contests."""
@@ -339,11 +341,13 @@ def answers_contests(config: EvaluateConfig) -> bool:
 
 
 def check_policies(config: EvaluateConfig) -> None:
-    """Refuse policies that are none, those that are not for the tasks, and --dense without contests. Raises
-    UserError."""
+    """Refuse policies that are none, those that are not for the tasks, --dense without contests and --turns without
+    SCBench. Raises UserError."""
     drawn = answers_contests(config)
     if config.dense is not None and not drawn:
         raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
+    if config.turns != TURNS[0] and not any(task in SCBENCH_TASKS for task in config.tasks):
+        raise UserError(f"--turns is for SCBench's tasks, which {config.tasks[0]} is none of")
     for name in config.policies:
         entry = contender(name)
         if entry.on not in ("both", "contests" if drawn else "contexts"):

@@ -78,7 +78,15 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
     """
     files = Files(config.essays, config.squad, config.hotpotqa)
     material = Material(
-        config.model, files, config.ruler_data, config.chat, config.documents, config.contest_data
+        config.model,
+        files,
+        config.ruler_data,
+        config.chat,
+        config.documents,
+        config.contest_data,
+        config.longbench_data,
+        config.scbench_data,
+        config.turns,
     )
     sources = {task: source(task, material) for task in config.tasks}
     return [

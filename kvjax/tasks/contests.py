@@ -17,14 +17,13 @@ from typing import Any
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.tasks.contest_answers import Expressions, Grader, Integers, last_box
-from kvjax.tasks.rows import Row, file_rows
+from kvjax.tasks.rows import SUFFIXES, Row, file_rows, folder_rows, hub_rows, is_hub_name
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.splits import Split
 
 OPTION = "--contest-data"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 INTEGERS = "\nThe answer is an integer between 0 and 999 inclusive."
-SUFFIXES = ".jsonl", ".parquet"
 LEAST = 16
 """Tokens that an answer needs at least."""
 PROBLEM, ANSWER, NAME = ("problem", "question"), ("answer",), ("id", "problem_idx")
@@ -112,50 +111,16 @@ def _problem(row: Mapping[str, Any], at: str, index: int, grader: Grader) -> Pro
 
 def _rows(contest: str, data: Path | None) -> Iterator[Row]:
     if data is None:
-        return _hub_rows(CONTESTS[contest].hub)
+        return hub_rows(CONTESTS[contest].hub, OPTION)
     if data.is_file() and data.suffix in SUFFIXES:
         return file_rows(data, OPTION)
     if data.is_dir():
-        return _folder_rows(data, contest)
-    if data.is_file() or len(data.parts) != 2 or data.is_absolute():
+        return folder_rows(data, contest, OPTION)
+    if not is_hub_name(data):
         raise UserError(
             f"{OPTION} {data}: expected a .jsonl or .parquet file, a folder of them, or a hub data set, OWNER/NAME"
         )
-    return _hub_rows(data.as_posix())
-
-
-def _folder_rows(folder: Path, contest: str) -> Iterator[Row]:
-    own = folder / contest
-    files = [own.with_name(contest + suffix) for suffix in SUFFIXES]
-    files = [file for file in files if file.is_file()][:1] or (
-        sorted(file for file in own.iterdir() if file.suffix in SUFFIXES) if own.is_dir() else []
-    )
-    if not files:
-        raise UserError(
-            f"{OPTION} {folder}: there is no {contest}.jsonl, {contest}.parquet or folder {contest}"
-        )
-    for file in files:
-        yield from file_rows(file, OPTION)
-
-
-def _hub_rows(name: str) -> Iterator[Row]:
-    """The rows of all configurations, `test` of each where there are several splits."""
-    import datasets
-
-    found: list[Row] = []
-    try:
-        for configuration in datasets.get_dataset_config_names(name):
-            splits = datasets.load_dataset(name, configuration)
-            split = "test" if "test" in splits else next(iter(splits))
-            rows = (dict(row) for row in splits[split])
-            found += [(f"{OPTION} {name}: {configuration}, row {i}", row) for i, row in enumerate(rows)]
-    except Exception as error:  # the hub's client raises dozens of kinds
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{OPTION} {name}: no such file or folder, and as a hub data set it cannot be had "
-            f"({type(error).__name__}: {reason})"
-        ) from None
-    return iter(found)
+    return hub_rows(data.as_posix(), OPTION)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Samples that are written as text, for any tokenizer: their drafts, how an answer is scored, and their token ids.
 
 The prompt reads: what the chat template puts before the user's text, context, question, what the template puts after
-it, answer prefix. Without a template, or where the draft's text has one already: the tokenizer's opening tokens unless
+it, answer prefix. Without a template, or where the draft is read `as_is`: the tokenizer's opening tokens unless
 the text spells them, context, question, answer prefix.
 
 The cut between context and question is a cut between tokens. The context's ids are those of the context alone, so they
@@ -12,11 +12,12 @@ line break and the question starts with a letter, in the tokenizers we know) is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from kvjax.chat_template import around
+from kvjax.chat_template import around, between
 from kvjax.errors import UserError
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 
@@ -34,8 +35,10 @@ def any_present(answer: str, expected: Sequence[str]) -> float:
     return float(any(wanted.lower() in answer.lower() for wanted in expected))
 
 
-SCORES: dict[str, Callable[[str, Sequence[str]], float]] = {"all": all_present, "any": any_present}
-"""How an answer is scored, by name: from 0 to 1, given the answer and the expected strings."""
+Scoring = Callable[[str, Sequence[str]], float]
+"""How an answer is scored: from 0 to 1, given the answer and the expected strings."""
+SCORES: dict[str, Scoring] = {"all": all_present, "any": any_present}
+"""Those that have a name."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class DraftQuestion:
     ends without."""
     expected: tuple[str, ...]
     """The strings that `scoring` looks for."""
-    scoring: str
-    """A name in `SCORES`."""
+    scoring: str | Scoring
+    """A name in `SCORES`, or what scores."""
     reserved: int
     """How many tokens the answer may have."""
     kind: str
@@ -58,20 +61,23 @@ class DraftQuestion:
 
     def score(self, answer: str) -> float:
         """From 0 to 1, for the text that the model wrote after the prefix."""
-        return SCORES[self.scoring](answer, self.expected)
+        scoring = SCORES[self.scoring] if isinstance(self.scoring, str) else self.scoring
+        return scoring(answer, self.expected)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The text of a sample, which a `PromptEncoder` makes into one. The context ends with the line break before the
-    question."""
+    """The text of a sample, which a `PromptEncoder` makes into one."""
 
     context: str
-    """Ends with the line break before the question."""
+    """Ends with the line break before the question, if there is one."""
     questions: tuple[DraftQuestion, ...]
-    """Each asked on its own."""
-    templated: bool = False
-    """Whether the text has a model's chat template already."""
+    """Each asked on its own, unless they are a `conversation`."""
+    as_is: bool = False
+    """Whether no chat template is put around the text: it has one already, or is asked without."""
+    conversation: bool = False
+    """Whether the questions are asked in turn, each after what was asked and said before. The texts of all but the
+    first then begin with the encoder's `next_turn`."""
 
 
 def mean_score(questions: Sequence[DraftQuestion], answers: Sequence[str]) -> float:
@@ -112,14 +118,24 @@ class PromptEncoder:
         """Tokens of the chat template around the user's text; 0 without one."""
         return len(self._ids(self._before + self._after))
 
+    @cached_property
+    def next_turn(self) -> str:
+        """What stands between an answer and the user's next text: the chat template's, or an empty line."""
+        return between(self._tokenizer, enable_thinking=False) if self.chat else "\n\n"
+
+    def said(self, answer: str) -> str:
+        """What stands between a user's text and the next, which `answer` was given to."""
+        return self._after + answer + self.next_turn
+
     def __call__(self, draft: Draft) -> Sample:
-        chat = self.chat and not draft.templated
+        chat = self.chat and not draft.as_is
         before = self._before + draft.context if chat else draft.context
         context, opening = self._ids(before), self._opening
         if not chat and not np.array_equal(context[: len(opening)], opening):
             context = np.concatenate([opening, context])
         questions = (self._question(question, before, chat) for question in draft.questions)
-        return Sample(context, tuple(questions), separable=draft.context != "")
+        separable = draft.context != ""
+        return Sample(context, tuple(questions), separable, conversation=draft.conversation)
 
     def _question(self, question: DraftQuestion, before: str, chat: bool) -> Question:
         """The question as it stands after `before`. A right answer has the strings that are expected, or the first

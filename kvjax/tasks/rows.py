@@ -1,7 +1,7 @@
-"""Rows of published data: .jsonl and .parquet files."""
+"""Rows of published data: .jsonl and .parquet files, folders of them and hub data sets; and what a row must have."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from kvjax.files import read_text
 
 Row = tuple[str, dict[str, Any]]
 """Where it stands, and its fields."""
+SUFFIXES = ".jsonl", ".parquet"
+"""Of the files that are read."""
 
 
 def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]:
@@ -17,13 +19,16 @@ def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]
 
     Raises UserError, which names the option, for a file that cannot be read.
     """
-    return _jsonl_rows(file, option) if file.suffix == ".jsonl" else _parquet_rows(file, option, task)
+    if file.suffix == ".jsonl":
+        return jsonl_rows(read_text(file, option), f"{option} {file}")
+    return _parquet_rows(file, option, task)
 
 
-def _jsonl_rows(file: Path, option: str) -> Iterator[Row]:
-    for number, line in enumerate(read_text(file, option).split("\n"), 1):
+def jsonl_rows(text: str, where: str) -> Iterator[Row]:
+    """The rows of a text of JSON objects, one a line. Raises UserError for a line that is none."""
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            at = f"{option} {file}: line {number}"
+            at = f"{where}: line {number}"
             try:
                 yield at, dict(json.loads(line))
             except (ValueError, TypeError):
@@ -42,3 +47,85 @@ def _parquet_rows(file: Path, option: str, task: str | None) -> Iterator[Row]:
     except (OSError, pyarrow.ArrowException) as error:
         raise UserError(f"{option} {file}: is no parquet file ({' '.join(str(error).split())})") from None
     return ((f"{option} {file}: row {index}", row) for index, row in enumerate(rows))
+
+
+def folder_rows(folder: Path, task: str, option: str) -> Iterator[Row]:
+    """A task's rows: those of TASK.jsonl, TASK.parquet or of the files of a folder TASK. Raises UserError if there is
+    none of these."""
+    own = folder / task
+    files = [folder / f"{task}{suffix}" for suffix in SUFFIXES]
+    files = [file for file in files if file.is_file()][:1] or (
+        sorted(file for file in own.iterdir() if file.suffix in SUFFIXES) if own.is_dir() else []
+    )
+    if not files:
+        raise UserError(f"{option} {folder}: there is no {task}.jsonl, {task}.parquet or folder {task}")
+    for file in files:
+        yield from file_rows(file, option)
+
+
+def is_hub_name(data: Path) -> bool:
+    """Whether it is called as a hub data set is, OWNER/NAME, and no file or folder is called so."""
+    return len(data.parts) == 2 and not data.is_absolute() and not data.exists()
+
+
+def hub_splits(name: str, option: str, configuration: str | None = None) -> list[tuple[str, Any]]:
+    """The split `test` of a hub data set's configuration, or of all of them, by its name; the first split where none
+    is called so. Raises UserError, which names the option, if it cannot be had."""
+    import datasets
+
+    try:
+        names = datasets.get_dataset_config_names(name) if configuration is None else [configuration]
+        found = [(one, datasets.load_dataset(name, one)) for one in names]
+    except Exception as error:  # the hub's client raises dozens of kinds
+        with_it = "" if configuration is None else f" with the configuration {configuration}"
+        raise UserError(
+            f"{option} {name}: no such file or folder, and as a hub data set it cannot be had{with_it} "
+            f"({_reason(error)})"
+        ) from None
+    return [(one, splits["test" if "test" in splits else next(iter(splits))]) for one, splits in found]
+
+
+def hub_file(name: str, file: str, option: str) -> Path:
+    """A file of a hub data set, as it is kept here. Raises UserError, which names the option, if it cannot be had."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, file, repo_type="dataset"))
+    except Exception as error:  # the hub's client raises dozens of kinds
+        raise UserError(
+            f"{option}: {file} of {name} cannot be had from the hub ({_reason(error)}); name a folder of its files"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def hub_rows(name: str, option: str, configuration: str | None = None) -> Iterator[Row]:
+    """The rows of `hub_splits`."""
+    for one, split in hub_splits(name, option, configuration):
+        yield from ((f"{option} {name}: {one}, row {i}", dict(row)) for i, row in enumerate(split))
+
+
+def row_field(row: Mapping[str, Any], name: str, at: str) -> Any:
+    """A row's field. Raises UserError, which says where the row stands, if it has none."""
+    if name not in row:
+        raise UserError(f"{at} has no field `{name}`, it has {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def row_text(row: Mapping[str, Any], name: str, at: str) -> str:
+    """A field that is a string. Raises UserError if it is none."""
+    text = row_field(row, name, at)
+    if not isinstance(text, str):
+        raise UserError(f"{at}: expected `{name}` to be a string, got {str(text)[:60]}")
+    return text
+
+
+def row_texts(row: Mapping[str, Any], name: str, at: str, *, single: bool = False) -> tuple[str, ...]:
+    """A field that is a list of strings, one at least; `single`: or a string. Raises UserError if it is neither."""
+    texts = row_field(row, name, at)
+    texts = [texts] if isinstance(texts, str) and single else texts
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise UserError(f"{at}: expected `{name}` to be a list of strings, got {str(texts)[:60]}")
+    return tuple(texts)

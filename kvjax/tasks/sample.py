@@ -55,19 +55,25 @@ class Question:
         return float(np.array_equal(tokens, self.answer))
 
 
+NO_QUESTION = Question(as_tokens([]), as_tokens([]), "")
+"""Of a context that has fewer questions than others of its batch."""
+
+
 @dataclass(frozen=True)
 class Sample:
-    """A context and its questions. Each question is asked on its own, directly after the context."""
+    """A context and its questions. Each question is asked directly after the context, or after those before it."""
 
     context: Tokens
     """What is read, and kept or not."""
     questions: tuple[Question, ...]
-    """Each asked on its own."""
+    """Each asked on its own, unless they are a `conversation`."""
     separable: bool = True
     """Whether the context can be read before a question is known."""
     known: bool = False
     """Whether its only question is known when it is compressed: the question's tokens are then read behind the context,
     observed by the policy, and asked anew of what it kept."""
+    conversation: bool = False
+    """Whether each question is asked after all that was asked and said before it."""
 
     @property
     def drawn(self) -> bool:
@@ -76,8 +82,8 @@ class Sample:
 
     @property
     def room(self) -> int:
-        """Tokens of the longest of its questions with its answer."""
-        return max(map(len, self.questions))
+        """Tokens of the longest of its questions with its answer; of a conversation all of it."""
+        return (sum if self.conversation else max)(map(len, self.questions))
 
 
 @runtime_checkable
@@ -110,6 +116,13 @@ def score_agreements(samples: Sequence[Sample], references: Sequence[Sequence[To
         dataclasses.replace(sample, questions=tuple(map(score_agreement, sample.questions, own)))
         for sample, own in zip(samples, references, strict=True)
     ]
+
+
+def asked_after(question: Question, before: Tokens) -> Question:
+    """The question with what was asked and said before it."""
+    if question is NO_QUESTION:
+        return question
+    return dataclasses.replace(question, prompt=np.concatenate([before, question.prompt]))
 
 
 def one_question(samples: Sequence[Sample]) -> list[Sample]:

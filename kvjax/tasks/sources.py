@@ -1,5 +1,5 @@
 """Where samples come from, by the task's name: the built-in tasks, documents, RULER made here, RULER's own samples,
-contests.
+contests, LongBench, SCBench.
 
 A source gives samples of a length: some to compare on, and others to calibrate on; one line in `SOURCES` adds a task.
 """
@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvjax.errors import UserError
 from kvjax.models.folder import load_tokenizer, speaks_builtin
+from kvjax.tasks import longbench, scbench
+from kvjax.tasks.benchmark import BenchmarkSamples
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.contests import CONTESTS, ContestProblems
 from kvjax.tasks.copy import Copy
@@ -83,6 +85,12 @@ class Material:
     """A text file or a folder of them."""
     contests: Path | None = None
     """Problems of a contest; None: each contest's own data set on the hub."""
+    longbench: Path | None = None
+    """LongBench's files; None: its data set on the hub."""
+    scbench: Path | None = None
+    """SCBench's files; None: its data set on the hub."""
+    turns: str = "each"
+    """How SCBench's questions follow each other, one of its `TURNS`."""
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -133,7 +141,7 @@ class FromSeeds:
     metric: str
     """What the score is, in words."""
     published: bool = False
-    """Whether these are RULER's own samples."""
+    """Whether its samples are a published data set's."""
 
     def worth(self, length: int) -> int:
         return len(self.make(length).sample(0, length).questions)
@@ -150,7 +158,7 @@ class BuiltInText:
     metric: str = SAME_AS_FULL
     """What the score is, in words."""
     published: bool = False
-    """Whether these are RULER's own samples."""
+    """Whether its samples are a published data set's."""
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
@@ -174,7 +182,7 @@ class PublishedSamples:
     metric: str = HOLDS
     """What the score is, in words."""
     published: bool = True
-    """Whether these are RULER's own samples."""
+    """Whether its samples are a published data set's."""
     _read: dict[int, list[Draft]] = field(default_factory=dict, init=False, repr=False)
 
     def worth(self, length: int) -> int:
@@ -182,16 +190,11 @@ class PublishedSamples:
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
         """The first samples are compared, those after them are calibrated on."""
-        first, drafts = split.compared if split.calibration else 0, self._drafts(length)
-        if first + count > len(drafts):
-            after = f" and {count} more to calibrate on" if split.calibration else ""
-            raise UserError(
-                f"--ruler-data {self.data}: there are {len(drafts)} samples of {self.name}, needed {split.compared} "
-                f"to compare{after}; give fewer --samples"
-            )
-        samples = [self.material.encode(draft) for draft in drafts[first : first + count]]
+        where = f"--ruler-data {self.data}"
+        drafts = split.of_published(self._drafts(length), count, where, f"samples of {self.name}")
+        samples = [self.material.encode(draft) for draft in drafts]
         sizes = [len(sample.context) + sample.room for sample in samples]
-        for index, size in enumerate(sizes, first):
+        for index, size in enumerate(sizes, split.compared if split.calibration else 0):
             if size > length:
                 raise UserError(
                     f"--ruler-data {self.data}: sample {index} of {self.name} takes {size} tokens with its answer, "
@@ -225,7 +228,7 @@ class DocumentQuestions:
     metric: str = HOLDS
     """What the score is, in words."""
     published: bool = False
-    """Whether these are RULER's own samples."""
+    """Whether its samples are a published data set's."""
 
     def worth(self, length: int) -> int:
         return QUESTIONS
@@ -246,7 +249,7 @@ class DocumentText:
     metric: str = SAME_AS_FULL
     """What the score is, in words."""
     published: bool = False
-    """Whether these are RULER's own samples."""
+    """Whether its samples are a published data set's."""
 
     def worth(self, length: int) -> int:
         return TEXT_COUNTS_FOR
@@ -322,6 +325,25 @@ def _contest(name: str) -> Callable[[Material], Source]:
     return for_model
 
 
+def _longbench(name: str) -> Callable[[Material], Source]:
+    def for_model(material: Material) -> Source:
+        drafts = longbench.longbench_drafts(name, material.longbench)
+        where = f"{longbench.OPTION} {material.longbench or 'on the hub'}"
+        metric = longbench.longbench_task(name).metric.name
+        return BenchmarkSamples(name, where, drafts, material.encode, metric)
+
+    return for_model
+
+
+def _scbench(name: str) -> Callable[[Material], Source]:
+    def for_model(material: Material) -> Source:
+        drafts = scbench.scbench_drafts(name, material.scbench, material.turns, material.encode)
+        where = f"{scbench.OPTION} {material.scbench or 'on the hub'}"
+        return BenchmarkSamples(name, where, drafts, material.encode, scbench.TASKS[name].metric)
+
+    return for_model
+
+
 SOURCES: dict[str, Callable[[Material], Source]] = {
     "recall": _builtin("recall", lambda length: builtin_task(Recall)),
     "needle": _needle,
@@ -330,6 +352,8 @@ SOURCES: dict[str, Callable[[Material], Source]] = {
     "documents": _documents,
     **{name: _ruler(name) for name in RULER_TASKS},
     **{name: _contest(name) for name in CONTESTS},
+    **{f"longbench_{name}": _longbench(name) for name in longbench.NAMES},
+    **{name: _scbench(name) for name in scbench.TASKS},
 }
 
 

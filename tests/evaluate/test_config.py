@@ -11,6 +11,20 @@ def test_defaults_are_the_documented():
     assert (default_observed(256), default_observed(32768), default_observed(8)) == (16, 64, 1)
 
 
+def test_how_questions_follow_each_other_is_checked(tmp_path):
+    assert parse(["--out", str(tmp_path)]).turns == "each"
+    for own, message in (
+        (["--turns", "all"], "--turns must be one of each, golden, own, got all"),
+        (
+            ["--turns", "own", "--question-aware"],
+            "--turns own feeds back what is said, so .* takes each or golden",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse(["--out", str(tmp_path), *own])
+    assert parse(["--out", str(tmp_path), "--turns", "golden", "--question-aware"]).question_aware
+
+
 def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
     file = tmp_path / "compared.yaml"
     file.write_text("policies: [full, 'snapkv:pool=7,group=max']\nbudgets: [0.3]\ncontext: [128]\n")

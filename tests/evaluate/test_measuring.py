@@ -66,6 +66,31 @@ def test_answers_are_scored_against_what_the_model_says(model):
     np.testing.assert_array_equal(found.rates, 1.0)
 
 
+@pytest.mark.parametrize("conversation", [False, True])
+def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model, conversation):
+    """A batch of three questions and of one; in turn each follows what was asked and said before, which is what the
+    model would say next."""
+    rng = np.random.default_rng(1)
+    samples, wanted = [], []
+    for count in (1, 3):
+        context, before, said = rng.integers(0, 61, 12).astype(np.int32), np.zeros(0, np.int32), []
+        prompts = [rng.integers(0, 61, 3).astype(np.int32) for _ in range(count)]
+        for prompt in prompts:
+            said.append(greedy(model, context, np.concatenate([before, prompt]), 2))
+            if conversation:
+                before = np.concatenate([before, prompt, said[-1]])
+        questions = (Question(*pair, f"{at}") for at, pair in enumerate(zip(prompts, said, strict=True), 1))
+        samples.append(Sample(context, tuple(questions), conversation=conversation))
+        wanted.append(said)
+    found = measure(model, make_policy("full"), samples, Manner(batch=2))
+    assert [[tokens.tolist() for tokens in own] for own in found.outputs] == [
+        [tokens.tolist() for tokens in own] for own in wanted
+    ]
+    assert (found.score, found.answers) == (1, 4)
+    assert found.by_kind == {"1": 1, "2": 1, "3": 1}
+    assert found.footprint == 1
+
+
 @pytest.mark.thorough
 def test_a_capacity_and_biases_last_while_questions_are_answered(model):
     """The answers are those of a run that goes on without a break."""

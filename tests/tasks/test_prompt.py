@@ -97,11 +97,11 @@ def test_a_text_with_a_template_gets_no_other_and_no_second_opening_token(plain,
     cut = text.index("What is x?")
     asked = question(text[cut : -len(" It is")], " It is")
     for encode in (PromptEncoder(chat), PromptEncoder(chat, chat=False), PromptEncoder(plain)):
-        prompt = encode(Draft(text[:cut], (asked,), templated=True))
+        prompt = encode(Draft(text[:cut], (asked,), as_is=True))
         ids = [*prompt.context, *prompt.questions[0].prompt]
         assert ids == plain.encode(text, add_special_tokens=False).ids
         # the opening token comes where the text does not spell it
-        bare = encode(Draft(text[len("<|begin|>") : cut], (asked,), templated=True))
+        bare = encode(Draft(text[len("<|begin|>") : cut], (asked,), as_is=True))
         assert [*bare.context, *bare.questions[0].prompt] == ids
 
 
@@ -148,6 +148,22 @@ def test_a_template_without_the_user_s_text_is_refused(plain):
     silent = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="hello")
     with pytest.raises(UserError, match="does not show the user's text exactly once"):
         PromptEncoder(silent)
+    first = PreTrainedTokenizerFast(tokenizer_object=plain, chat_template="{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="does not show the turns of a conversation exactly once"):
+        _ = PromptEncoder(first).next_turn
+
+
+def test_what_stands_between_turns_is_the_template_s(plain, smol):
+    """Of a conversation in which they are the user's and the model's."""
+    encode, texts = PromptEncoder(smol), ("One?", "Two.", "Three?")
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(("user", "assistant", "user"), texts, strict=True)
+    ]
+    whole = smol.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert texts[0] + encode.said(texts[1]) + texts[2] in whole
+    assert encode.said("Two.").endswith("Two." + encode.next_turn)
+    assert PromptEncoder(plain).said("Two.") == "Two.\n\n"
 
 
 def test_what_a_model_says_is_scored_as_text(plain, chat):

@@ -9,15 +9,16 @@ As NVIDIA kvpress reads it from the hub: `context`, `question`, `answer` and som
 `max_new_tokens` (of the answer). There the context is cut off already.
 
 Data may be written with a model's chat template. No task begins with what `TEMPLATE_START` finds, templates do: such a
-draft is marked `templated`, and read as it is.
+draft is read `as_is`.
 """
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.errors import UserError, whole_number
+from kvjax.errors import whole_number
 from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.rows import row_text, row_texts
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500
@@ -49,39 +50,18 @@ def published_draft(row: Mapping[str, Any], task: str, reserved: int, at: str) -
     Raises:
         UserError: a field that is missing or of another kind.
     """
-    prefix = _text(row, "answer_prefix", at) if row.get("answer_prefix") is not None else ""
+    prefix = row_text(row, "answer_prefix", at) if row.get("answer_prefix") is not None else ""
     if "context" in row:
-        context, question = _text(row, "context", at), _text(row, "question", at)
-        expected = _texts(row, "answer", at)
+        context, question = row_text(row, "context", at), row_text(row, "question", at)
+        expected = row_texts(row, "answer", at, single=True)
     else:
-        text = _text(row, "input", at).removesuffix(prefix)
+        text = row_text(row, "input", at).removesuffix(prefix)
         cut = 1 + max(text.rfind(f"\n{start}", -LONGEST_QUESTION) for start in QUESTION_STARTS)
         context, question = text[:cut], text[cut:]
-        expected = _texts(row, "outputs", at)
+        expected = row_texts(row, "outputs", at)
     if row.get("max_new_tokens") is not None:
         reserved = whole_number(at, "`max_new_tokens`", row["max_new_tokens"])
     scoring = "any" if task.startswith("qa_") else "all"
     one = DraftQuestion(question, prefix, expected, scoring, reserved, task)
     templated = TEMPLATE_START.match(context or question) is not None
-    return Draft(context, (one,), templated=templated)
-
-
-def _field(row: Mapping[str, Any], name: str, at: str) -> Any:
-    if name not in row:
-        raise UserError(f"{at} has no field `{name}`, it has {', '.join(row) or 'none'}")
-    return row[name]
-
-
-def _text(row: Mapping[str, Any], name: str, at: str) -> str:
-    text = _field(row, name, at)
-    if not isinstance(text, str):
-        raise UserError(f"{at}: expected `{name}` to be a string, got {str(text)[:60]}")
-    return text
-
-
-def _texts(row: Mapping[str, Any], name: str, at: str) -> tuple[str, ...]:
-    texts = _field(row, name, at)
-    texts = [texts] if isinstance(texts, str) and name == "answer" else texts
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise UserError(f"{at}: expected `{name}` to be a list of strings, got {str(texts)[:60]}")
-    return tuple(texts)
+    return Draft(context, (one,), as_is=templated)

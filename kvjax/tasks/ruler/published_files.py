@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.errors import UserError
-from kvjax.tasks.rows import Row, file_rows
+from kvjax.tasks.rows import SUFFIXES, Row, file_rows, hub_splits, is_hub_name
 
 OPTION = "--ruler-data"
 
@@ -22,7 +22,7 @@ def published_rows(data: Path, task: str, length: int) -> list[Row]:
     """
     if data.is_file():
         raise UserError(f"{OPTION} {data}: is a file; pass the folder that holds it")
-    if not data.is_dir() and len(data.parts) == 2 and not data.is_absolute():
+    if is_hub_name(data):
         rows = list(_hub_rows(data.as_posix(), task, str(length)))
         expected = f"a column `task` that names it, in the configuration {length}"
     else:
@@ -42,21 +42,12 @@ def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
         if (folder / name).is_file():
             yield from file_rows(folder / name, OPTION)
             return
-    for file in sorted(file for file in folder.iterdir() if file.suffix in (".jsonl", ".parquet")):
+    for file in sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES):
         yield from ((at, row) for at, row in file_rows(file, OPTION, task) if row.get("task") == task)
 
 
 def _hub_rows(name: str, task: str, configuration: str) -> Iterator[Row]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(name, configuration, split="test")
-    except Exception as error:  # the hub's client raises dozens of kinds
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"{OPTION} {name}: no such folder, and as a hub data set it cannot be had with the configuration "
-            f"{configuration} ({type(error).__name__}: {reason})"
-        ) from None
+    ((_, rows),) = hub_splits(name, OPTION, configuration)
     tasks = rows["task"] if "task" in rows.column_names else []
     at = [index for index, found in enumerate(tasks) if found == task]
     return (

@@ -13,7 +13,7 @@ def test_published_data_is_cut_before_its_question(tmp_path):
     bare = {"input": "docs\n\nQuestion: Who?\nAnswer:", "outputs": ["A", "B"], "length": 9}
     one, two, three = published_drafts(write_rows(tmp_path, PUBLISHED, whole, bare), "niah_multivalue", 99)
     assert one == two
-    assert not one.templated
+    assert not one.as_is
     assert one.context == "Some numbers are hidden.\nWhat is hidden?\nfiller filler\n"
     (question,) = one.questions
     assert question.text == "What is the number for x in the text?"
@@ -60,7 +60,7 @@ def test_a_chat_template_in_published_data_is_seen(template, templated, tmp_path
     """Then nothing is put around the text."""
     row = PUBLISHED | {"input": template.format(PUBLISHED["input"])}
     (sample,) = published_drafts(write_rows(tmp_path, row), "niah_multivalue", 99)
-    assert sample.templated is templated
+    assert sample.as_is is templated
     prompt = PromptEncoder(smol)(sample)
     said = smol.decode([*prompt.context, *prompt.questions[0].prompt])
     if templated:
@@ -78,7 +78,7 @@ def test_no_task_s_own_words_are_taken_for_a_template(name, builtin, files, tmp_
     asked = sample.questions[0].text + sample.questions[0].answer_prefix
     write_rows(tmp_path, {"input": sample.context + asked, "outputs": ["1"]}, file=f"{name}.jsonl")
     (read,) = published_drafts(tmp_path, name, 1500)
-    assert not read.templated
+    assert not read.as_is
 
 
 @pytest.mark.parametrize(

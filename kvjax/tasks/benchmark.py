@@ -1,0 +1,67 @@
+"""A benchmark's published samples, of any length: contexts that are too long are cut in the middle."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvjax.errors import UserError
+from kvjax.tasks.prompt import Draft, PromptEncoder
+from kvjax.tasks.sample import Sample, Tokens
+from kvjax.tasks.splits import Split
+
+
+@dataclass(frozen=True)
+class BenchmarkSamples:
+    """The samples of a benchmark's task, in their order. Raises UserError if there are none."""
+
+    name: str
+    """Of the task."""
+    where: str
+    """What was read: the option and its value."""
+    drafts: Sequence[Draft]
+    """All that there are."""
+    encode: PromptEncoder
+    """Makes samples of them."""
+    metric: str
+    """What the score is, in words."""
+    published: bool = True
+    """Whether its samples are a published data set's."""
+
+    def __post_init__(self):
+        if not self.drafts:
+            raise UserError(f"{self.where}: there are no samples of {self.name}")
+
+    def worth(self, length: int) -> int:
+        """As many answers as the context with the fewest questions has."""
+        return min(len(draft.questions) for draft in self.drafts)
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        """The first samples are compared, those after them are calibrated on. Of a context that is too long the first
+        and the last tokens stay, so many that they and its first question come to two halves of one size, as the
+        benchmarks cut their prompts; questions are never cut.
+
+        Raises UserError if there are too few samples, or for a length that leaves a context no end before its question.
+        """
+        return [
+            self._sample(draft, length)
+            for draft in split.of_published(self.drafts, count, self.where, f"samples of {self.name}")
+        ]
+
+    def _sample(self, draft: Draft, length: int) -> Sample:
+        sample = self.encode(draft)
+        room, behind = length - sample.room, len(sample.questions[0].prompt)
+        if len(sample.context) <= room:
+            return sample
+        if room <= behind + 1:
+            raise UserError(
+                f"--context {length}: a sample of {self.name} needs {sample.room + behind + 2} tokens at least: "
+                f"{sample.room} for its questions and answers, and a context longer than its first question's {behind}"
+            )
+        return replace(sample, context=cut_middle(sample.context, room, behind))
+
+
+def cut_middle(context: Tokens, room: int, behind: int) -> Tokens:
+    """`room` tokens of a context at most: its first, and its last that with `behind` tokens after them are as many."""
+    half = (room + behind) // 2
+    return np.concatenate([context[:half], context[len(context) - (half - behind) :]])

@@ -1,0 +1,89 @@
+"""LongBench's rows as drafts: `input`, `context`, `answers`, and `all_classes` of the classifications.
+
+They are published as data.zip in the data set THUDM/LongBench, a file TASK.jsonl each. LongBench-E reports three
+lengths, by a row's `length` in words: they are the kinds of its questions.
+"""
+
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvjax.errors import UserError, whole_number
+from kvjax.tasks.longbench.tasks import EVEN, longbench_task
+from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.tasks.rows import (
+    Row,
+    folder_rows,
+    hub_file,
+    hub_rows,
+    is_hub_name,
+    jsonl_rows,
+    row_field,
+    row_text,
+    row_texts,
+)
+
+OPTION = "--longbench-data"
+HUB, ARCHIVE = "THUDM/LongBench", "data.zip"
+BOUNDS = {"0-4k": 4000, "4-8k": 8000}
+"""LongBench-E's lengths, and what a row of each has fewer words than."""
+LONGEST = "8k+"
+"""The third."""
+
+
+def longbench_drafts(name: str, data: Path | None) -> list[Draft]:
+    """A task's rows, in their order.
+
+    Args:
+        name: one of `NAMES`.
+        data: a folder with TASK.jsonl, TASK.parquet or a folder TASK of such files; data.zip as it is published; or a
+            hub data set, OWNER/NAME, with a configuration TASK. None: the published data.zip from the hub.
+
+    Raises:
+        UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
+    """
+    return [_draft(row, name, at) for at, row in _rows(name, data)]
+
+
+def _rows(name: str, data: Path | None) -> Iterator[Row]:
+    data = hub_file(HUB, ARCHIVE, OPTION) if data is None else data
+    if data.suffix == ".zip":
+        return _archive_rows(data, name)
+    if data.is_dir():
+        return folder_rows(data, name, OPTION)
+    if is_hub_name(data):
+        return hub_rows(data.as_posix(), OPTION, name)
+    raise UserError(f"{OPTION} {data}: expected a folder, {ARCHIVE} or a hub data set, OWNER/NAME")
+
+
+def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            members = [member for member in opened.namelist() if Path(member).name == f"{name}.jsonl"]
+            if not members:
+                raise UserError(f"{OPTION} {archive}: there is no {name}.jsonl in it")
+            text = opened.read(members[0]).decode()
+    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise UserError(f"{OPTION} {archive}: cannot be read ({' '.join(str(error).split())})") from None
+    return jsonl_rows(text, f"{OPTION} {archive}: {members[0]}")
+
+
+def _draft(row: Mapping[str, Any], name: str, at: str) -> Draft:
+    task = longbench_task(name)
+    context, asked = row_text(row, "context", at), row_text(row, "input", at)
+    classes = row_texts(row, "all_classes", at) if task.metric.classes else ()
+    question = DraftQuestion(
+        task.question.format(input=asked),
+        "",
+        row_texts(row, "answers", at),
+        task.metric.scoring(classes),
+        task.reserved,
+        _length(row, at) if name.endswith(EVEN) else name,
+    )
+    return Draft(task.context.format(context=context), (question,), as_is=not task.chat)
+
+
+def _length(row: Mapping[str, Any], at: str) -> str:
+    words = whole_number(at, "`length`", row_field(row, "length", at))
+    return next((kind for kind, bound in BOUNDS.items() if words < bound), LONGEST)

@@ -1,0 +1,70 @@
+"""The function in an answer: the first that tree-sitter finds in its blocks of code, as RepoQA's scorer takes it."""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from kvjax.errors import UserError
+
+BLOCK = re.compile(r"^```\w*\s*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+"""A block of code, and what is in it."""
+LANGUAGES = {
+    "python": ("python", "language", "function_definition"),
+    "java": ("java", "language", "method_declaration"),
+    "typescript": ("typescript", "language_typescript", "function_declaration"),
+    "rust": ("rust", "language", "function_item"),
+    "cpp": ("cpp", "language", "function_definition"),
+    "go": ("go", "language", "function_declaration"),
+}
+"""By SCBench's name: the grammar's package after tree_sitter_, what gives the grammar, and the node of a function."""
+
+
+def finder(language: str) -> Callable[[str], str]:
+    """What finds the function in an answer: the first in the first block that has one, else the first block, and in an
+    answer without blocks all of it.
+
+    language: a name in `LANGUAGES`. Raises UserError if tree-sitter or the grammar is not installed.
+    """
+    parser = _parser(language)
+
+    def found(answer: str) -> str:
+        answer = answer.strip()
+        blocks = BLOCK.findall(answer)
+        functions = (
+            next(_functions(parser.parse(block.encode()).root_node, language), None) for block in blocks
+        )
+        first = next((function for function in functions if function is not None), None)
+        return first or (blocks[0] if blocks else answer)
+
+    return found
+
+
+@functools.cache
+def _parser(language: str) -> Any:
+    package, grammar, _ = LANGUAGES[language]
+    try:
+        tree_sitter = importlib.import_module("tree_sitter")
+        module = importlib.import_module(f"tree_sitter_{package}")
+    except ImportError:
+        raise UserError(
+            "RepoQA's functions are found in answers by tree-sitter: pip install 'kvjax[code]'"
+        ) from None
+    return tree_sitter.Parser(tree_sitter.Language(getattr(module, grammar)()))
+
+
+def _functions(node: Any, language: str) -> Iterator[str]:
+    """The functions' texts, outer ones before those in them. In C++ a function's name is a plain one."""
+    if node.type == LANGUAGES[language][2] and (language != "cpp" or _plain(node)):
+        yield node.text.decode()
+    for child in node.children:
+        yield from _functions(child, language)
+
+
+def _plain(node: Any) -> bool:
+    declarator = node.child_by_field_name("declarator")
+    if declarator is None or declarator.type != "function_declarator":
+        return False
+    name = declarator.child_by_field_name("declarator")
+    return name is not None and name.type == "identifier"

@@ -1,0 +1,192 @@
+"""SCBench's rows as drafts: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
+its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo` and `lang`.
+
+Its two modes: "each" is multi-request, every question by itself from the context. "golden" and "own" are multi-turn:
+every question after those before it, answered with the true answers ("golden", as published) or with what the model
+said ("own"). In multi-turn an empty line ends the context, in multi-request nothing does, as published.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax.errors import UserError
+from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, Scoring
+from kvjax.tasks.rows import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
+from kvjax.tasks.scbench.code import LANGUAGES
+from kvjax.tasks.scbench.scores import (
+    LETTERS,
+    character_overlap,
+    choice,
+    first_integer,
+    first_number,
+    function_match,
+    held,
+    held_share,
+    summary_overlap,
+)
+from kvjax.tasks.scbench.tasks import FUNCTION, KV, PASSKEY, SUMMARY, TASKS
+
+OPTION = "--scbench-data"
+HUB = "microsoft/SCBench"
+TURNS = "each", "golden", "own"
+"""How questions follow each other."""
+MOST = 5
+"""Questions of a context, the first ones: as many as the official runs ask."""
+TARGET = re.compile(r"(The .+) is")
+"""What scbench_mf asks for."""
+SCORING: dict[str, Scoring | str] = {
+    KV: held,
+    "scbench_prefix_suffix": held,
+    "scbench_vt": held_share,
+    "scbench_qa_eng": "any",
+    "scbench_qa_chn": character_overlap,
+    "scbench_many_shot": "any",
+    SUMMARY: summary_overlap,
+    PASSKEY: first_integer,
+}
+"""Of the kinds of questions whose true answers are a string or some."""
+Functions = dict[str, dict[tuple[str, str], None]]
+"""Of each repository the functions that are asked for, each with its name."""
+
+
+class Turn(NamedTuple):
+    """A question of a row: its fields, where they stand, and which kind it is."""
+
+    fields: Mapping[str, Any]
+    """`input`, `answer` and more."""
+    at: str
+    """Where it stands, for errors."""
+    kind: str
+    """A task's name."""
+    repo: str = ""
+    """The repository of a function."""
+    language: str = ""
+    """Of a function."""
+
+
+def scbench_drafts(name: str, data: Path | None, turns: str, encode: PromptEncoder) -> list[Draft]:
+    """A task's rows, in their order.
+
+    Args:
+        name: one of `TASKS`.
+        data: a folder with NAME.jsonl, NAME.parquet or a folder NAME of such files, or a hub data set, OWNER/NAME, with
+            a configuration of that name. None: microsoft/SCBench.
+        turns: one of `TURNS`.
+        encode: what makes samples of the drafts; it knows what stands between turns.
+
+    Raises:
+        UserError: nothing there, a file that cannot be read, a field that is missing or of another kind.
+    """
+    rows = [(at, row, _turns(row, name, at)) for at, row in _rows(name, data)]
+    functions: Functions = defaultdict(dict)
+    for turn in (turn for _, _, own in rows for turn in own if turn.kind == FUNCTION):
+        function = row_text(turn.fields, "name", turn.at), row_text(turn.fields, "answer", turn.at)
+        functions[turn.repo][function] = None
+    return [_draft(name, _context(row, name, at), own, functions, turns, encode) for at, row, own in rows]
+
+
+def _rows(name: str, data: Path | None) -> list[Row]:
+    if data is not None and data.is_dir():
+        return list(folder_rows(data, name, OPTION))
+    if data is not None and not is_hub_name(data):
+        raise UserError(f"{OPTION} {data}: expected a folder or a hub data set, OWNER/NAME")
+    return list(hub_rows(HUB if data is None else data.as_posix(), OPTION, name))
+
+
+def _context(row: Mapping[str, Any], name: str, at: str) -> str:
+    """The text that is read. scbench_mf's is a list of numbers."""
+    field = "context" if "context" in row else "input"
+    if isinstance(row.get(field), list):
+        return TASKS[name].context.format(context=str(row[field]))
+    return TASKS[name].context.format(context=row_text(row, field, at))
+
+
+def _turns(row: Mapping[str, Any], name: str, at: str) -> list[Turn]:
+    turns = row_field(row, "multi_turns", at)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise UserError(f"{at}: expected `multi_turns` to be a list of objects, got {str(turns)[:60]}")
+    task, found = TASKS[name], []
+    for number, turn in enumerate(turns[:MOST], 1):
+        where = f"{at}, turn {number}"
+        kind = name if isinstance(task.reserved, int) else row_text(turn, "task", where)
+        if not isinstance(task.reserved, int) and kind not in task.reserved:
+            raise UserError(
+                f"{where}: expected `task` to be one of {', '.join(task.reserved)}, got {kind[:60]}"
+            )
+        of_code = [row_text(row, field, at) for field in ("repo", "lang")] if kind == FUNCTION else []
+        if of_code and of_code[1] not in LANGUAGES:
+            raise UserError(
+                f"{at}: expected `lang` to be one of {', '.join(LANGUAGES)}, got {of_code[1][:60]}"
+            )
+        found.append(Turn(turn, where, kind, *of_code))
+    return found
+
+
+def _draft(
+    name: str, context: str, own: list[Turn], functions: Functions, turns: str, encode: PromptEncoder
+) -> Draft:
+    task, before, questions = TASKS[name], "", []
+    for number, turn in enumerate(own, 1):
+        expected, scoring = _expected(turn, functions)
+        text, kind = before + _asked(name, turn), turn.kind
+        questions.append(
+            DraftQuestion(
+                text, "", expected, scoring, task.reserved_for(kind), _reported(name, kind, number, turns)
+            )
+        )
+        if turns == "golden":
+            before = text + encode.said(str(turn.fields["answer"]))
+        elif turns == "own":
+            before = encode.next_turn
+    end = "" if turns == "each" else "\n\n"
+    return Draft(context + end, tuple(questions), conversation=turns == "own")
+
+
+def _reported(name: str, kind: str, number: int, turns: str) -> str:
+    """The row that a question is reported under."""
+    if turns == "each":
+        return kind
+    return f"turn {number}" if kind == name else f"turn {number}, {kind}"
+
+
+def _asked(name: str, turn: Turn) -> str:
+    """A question's text."""
+    text = row_text(turn.fields, "input", turn.at)
+    fields = {"input": text}
+    if name == "scbench_choice_eng":
+        fields |= dict(zip(LETTERS, _options(turn), strict=True))
+    if name == "scbench_mf":
+        target = TARGET.search(text)
+        if target is None:
+            raise UserError(f'{turn.at}: expected `input` to have "The … is", got {text[:60]}')
+        fields["target"] = target[1].lower()
+    return TASKS[name].question.format(**fields)
+
+
+def _options(turn: Turn) -> tuple[str, ...]:
+    options = row_texts(turn.fields, "options", turn.at)
+    if len(options) != len(LETTERS):
+        raise UserError(f"{turn.at}: expected `options` to be {len(LETTERS)}, got {len(options)}")
+    return options
+
+
+def _expected(turn: Turn, functions: Functions) -> tuple[tuple[str, ...], Scoring | str]:
+    """The true answers, and how one is scored."""
+    answer = row_field(turn.fields, "answer", turn.at)
+    if turn.kind == "scbench_mf":
+        if isinstance(answer, bool) or not isinstance(answer, int | float):
+            raise UserError(f"{turn.at}: expected `answer` to be a number, got {str(answer)[:60]}")
+        return (str(answer),), first_number(answer)
+    texts = row_texts(turn.fields, "answer", turn.at, single=True)
+    if turn.kind == FUNCTION:
+        name = row_text(turn.fields, "name", turn.at)
+        return texts, function_match(name, list(functions[turn.repo]), turn.language)
+    if turn.kind == "scbench_choice_eng":
+        options = _options(turn)
+        if texts[0] not in options:
+            raise UserError(f"{turn.at}: expected `answer` to be one of `options`, got {texts[0][:60]}")
+        return (texts[0], LETTERS[options.index(texts[0])]), choice
+    return texts, SCORING[turn.kind]

@@ -1,0 +1,71 @@
+"""SCBench's tasks: their prompts, cut where the context ends, the tokens of an answer and the metric of each.
+
+The prompts are the published ones (scbench/eval_utils.py, the templates of the multi-request mode), word for word. Two
+things are not as there. Of scbench_mf the official context begins with the first question; here it does not, so that
+it is read before any question is known. And later turns are worded as the first is, where officially without a chat
+template a choice is asked for as "The letter of …", and with one a summary begins "This paper".
+"""
+
+from dataclasses import dataclass
+
+KV, FUNCTION, SUMMARY, PASSKEY = "scbench_kv", "scbench_repoqa", "scbench_summary", "scbench_passkey"
+"""Kinds of questions that tasks have in common."""
+CONTEXT, ASKED = "{context}", "{input}"
+
+
+@dataclass(frozen=True)
+class SCBenchTask:
+    """A task: its prompt in two parts, of which the first is read before the second is known."""
+
+    reserved: int | dict[str, int]
+    """Tokens of an answer; of a task that mixes kinds of questions, by kind."""
+    metric: str
+    """What its score is, in words."""
+    context: str = CONTEXT
+    """With `{context}`."""
+    question: str = ASKED
+    """With `{input}`, where there are options `{A}` to `{D}`, and of scbench_mf `{target}`."""
+
+    def reserved_for(self, kind: str) -> int:
+        return self.reserved if isinstance(self.reserved, int) else self.reserved[kind]
+
+
+HELD = "answers that hold the expected string"
+PASS = "functions repeated (pass@1 at a BLEU of 0.8)"
+ROUGE = "ROUGE-L of the summary's lines"
+BOOK = "Read the book and answer the question."
+
+TASKS = {
+    KV: SCBenchTask(
+        150,
+        HELD,
+        "Extract the value corresponding to the specified key in the JSON object below.\n\n{context}",
+    ),
+    "scbench_prefix_suffix": SCBenchTask(150, HELD),
+    "scbench_vt": SCBenchTask(30, "share of the expected strings that the answer holds"),
+    FUNCTION: SCBenchTask(
+        1024,
+        PASS,
+        "Based on the function description and code context, please retrieve and repeat the exact described function "
+        "from the code context in a code block wrapped by ```:\n\n{context}",
+    ),
+    "scbench_qa_eng": SCBenchTask(
+        40, HELD, f"{BOOK} Be very concise in your answer.\n\n{{context}}", "Question: {input}\nAnswer:"
+    ),
+    "scbench_qa_chn": SCBenchTask(
+        40, "F1 of the characters", "阅读以下书籍然后回答问题。\n\n{context}", "问题：{input}\n答案："
+    ),
+    "scbench_choice_eng": SCBenchTask(
+        40,
+        "choices right",
+        f"{BOOK}\n\n{{context}}",
+        "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\nThe the correct answer is",
+    ),
+    "scbench_many_shot": SCBenchTask(10, HELD),
+    SUMMARY: SCBenchTask(200, ROUGE),
+    "scbench_mf": SCBenchTask(5, "first numbers right", question="What is {target}?\n\n{input}"),
+    "scbench_summary_with_needles": SCBenchTask(
+        {SUMMARY: 800, PASSKEY: 15}, f"{ROUGE}, and numbers found right"
+    ),
+    "scbench_repoqa_and_kv": SCBenchTask({FUNCTION: 1024, KV: 80}, f"{PASS}, and {HELD}"),
+}

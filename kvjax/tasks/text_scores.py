@@ -1,0 +1,140 @@
+"""How near a text is to a true one, from 0 to 1: by its words, by longest common subsequences, by characters, by runs
+of words. Each is the figure of the scorer that published results were made with, defined here anew."""
+
+import difflib
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+CHINESE_PUNCTUATION = (
+    "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、"
+    "〃》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰〾〿–—‘’‛“”„‟…‧﹏."
+)
+"""As LongBench and SCBench list it: 《 is not among it."""
+LONGEST_RUN = 4
+"""Words of BLEU's longest runs."""
+
+
+def f1(answer: Sequence[Hashable], true: Sequence[Hashable]) -> float:
+    """The harmonic mean of precision and recall of what both have in common, each as often as both have it."""
+    same = (Counter(answer) & Counter(true)).total()
+    return 2 * same / (len(answer) + len(true)) if same else 0.0
+
+
+def words_f1(answer: str, true: str) -> float:
+    """F1 of the words, as SQuAD scores it: in lower case, without punctuation and articles."""
+    return f1(_words(answer), _words(true))
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return ARTICLES.sub(" ", bare).split()
+
+
+def characters_f1(answer: str, true: str) -> float:
+    """F1 of the characters, as SCBench scores Chinese: in lower case, without punctuation and white space."""
+    return f1(_characters(answer), _characters(true))
+
+
+def _characters(text: str) -> str:
+    punctuation = string.punctuation + CHINESE_PUNCTUATION
+    return "".join(letter for letter in text.lower() if letter not in punctuation and not letter.isspace())
+
+
+def rouge_l(answer: str, true: str) -> float:
+    """F of summaries as the package rouge 1.0.1 gives it, which LongBench uses: sentences end with full stops, words
+    with spaces. What the sentences' longest common subsequences (LCS) share, and both texts, are counted as sets of
+    different words. 0 where a text has no sentence."""
+    told, wanted = _sentences(answer), _sentences(true)
+    if not told or not wanted:
+        return 0.0
+    shared: set[str] = set()
+    for sentence in wanted:
+        for other in told:
+            shared |= {sentence[index] for index in _lcs(sentence, other, _rouge_steps_back)}
+    recall, precision = (len(shared) / len({word for one in text for word in one}) for text in (wanted, told))
+    return 2 * precision * recall / (precision + recall + 1e-8)
+
+
+def _sentences(text: str) -> list[list[str]]:
+    return [" ".join(one.split()).split(" ") for one in text.split(".") if one]
+
+
+def rouge_l_sum(answer: str, true: str) -> float:
+    """rougeLsum's F as the package rouge_score 0.1.2 gives it without a stemmer, which SCBench uses: sentences end with
+    lines, words are runs of a–z and digits in lower case. The words of a true sentence that are in its LCS with any
+    sentence count, each at most as often as both texts have it."""
+    told, wanted = (
+        [re.findall(r"[a-z0-9]+", line) for line in x.lower().split("\n")] for x in (answer, true)
+    )
+    shared: Counter[str] = Counter()
+    for sentence in wanted:
+        found = {index for other in told for index in _lcs(sentence, other, _rouge_score_steps_back)}
+        shared.update(sentence[index] for index in found)
+    left, right = (Counter(word for one in text for word in one) for text in (told, wanted))
+    hits = (shared & left & right).total()
+    return 2 * hits / (left.total() + right.total()) if hits else 0.0
+
+
+StepsBack = Callable[[int, int], bool]
+"""Of the lengths of the LCS without the first text's last word and without the second's: whether the first is taken."""
+
+
+def _rouge_steps_back(without_first: int, without_second: int) -> bool:
+    return without_first > without_second
+
+
+def _rouge_score_steps_back(without_first: int, without_second: int) -> bool:
+    return without_first >= without_second
+
+
+def _lcs(first: Sequence[str], second: Sequence[str], steps_back: StepsBack) -> list[int]:
+    """Where in the first the words of a longest common subsequence stand. Which one, if there are several, `steps_back`
+    says, and the scorers differ in it."""
+    table = [[0] * (len(second) + 1) for _ in range(len(first) + 1)]
+    for i, word in enumerate(first):
+        for j, other in enumerate(second):
+            table[i + 1][j + 1] = table[i][j] + 1 if word == other else max(table[i][j + 1], table[i + 1][j])
+    i, j, found = len(first), len(second), []
+    while i and j:
+        if first[i - 1] == second[j - 1]:
+            i, j = i - 1, j - 1
+            found.append(i)
+        elif steps_back(table[i - 1][j], table[i][j - 1]):
+            i -= 1
+        else:
+            j -= 1
+    return found
+
+
+def similarity(answer: str, true: str) -> float:
+    """The share of the characters that match, to hundredths: fuzzywuzzy's ratio as it is on difflib, without
+    python-Levenshtein. 0 if one of two different texts is empty."""
+    if answer == true:
+        return 1.0
+    if not answer or not true:
+        return 0.0
+    return round(100 * difflib.SequenceMatcher(None, answer, true).ratio()) / 100
+
+
+def bleu(answer: Sequence[str], true: Sequence[str]) -> float:
+    """BLEU of runs of up to four words, as nltk's `sentence_bleu` gives it with one reference and its smoothing method
+    4 (Chen & Cherry 2014): runs of which none is right count ln(words) / (5 · 2ⁿ), n being how many such lengths there
+    were, with this one. Those of an answer of one word do not count."""
+    logs, none = 0.0, 0
+    for n in range(1, LONGEST_RUN + 1):
+        told, wanted = (Counter(tuple(x[i : i + n]) for i in range(len(x) - n + 1)) for x in (answer, true))
+        right: float = (told & wanted).total()
+        if not right:
+            if n == 1:
+                return 0.0
+            if len(answer) > 1:
+                none += 1
+                right = math.log(len(answer)) / (5 * 2**none)
+        if right:
+            logs += math.log(right / max(1, told.total()))
+    brevity = min(0.0, 1 - len(true) / len(answer))
+    return math.exp(brevity + logs / LONGEST_RUN)

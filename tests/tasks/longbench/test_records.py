@@ -1,0 +1,168 @@
+"""LongBench's rows as samples: their official scores, where they are found, and what is said of damaged ones."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import datasets
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.tasks.longbench import NAMES, longbench_drafts, longbench_task
+from kvjax.tasks.prompt import PromptEncoder, mean_score
+from tests.tasks.benchmark_inputs import (
+    CODE,
+    CONTEXT,
+    LONGBENCH,
+    LONGBENCH_FIGURES,
+    longbench_row,
+    longbench_rows,
+    write,
+)
+from tests.tasks.model_tokenizers import byte_tokenizer
+
+
+@pytest.mark.parametrize("task", LONGBENCH)
+def test_answers_score_as_the_official_scorer_has_it(task, tmp_path):
+    drafts = longbench_drafts(task, write(tmp_path, {task: longbench_rows(task)}))
+    questions = [question for draft in drafts for question in draft.questions]
+    assert round(mean_score(questions, LONGBENCH[task][1]), 2) == LONGBENCH_FIGURES[task]
+
+
+def test_prompts_are_cut_where_the_context_ends(tmp_path):
+    """A token a byte, so that what is read can be written down."""
+    row = longbench_row("def sub(a, b):\n", ["    return a - b"], CODE)
+    rows = {task: longbench_rows(task) for task in ("qasper", "passage_count")}
+    data = write(tmp_path, rows | {"repobench-p": [row]})
+    tokenizer = byte_tokenizer()
+
+    def parts(task, chat=True):
+        sample = PromptEncoder(tokenizer, chat)(longbench_drafts(task, data)[0])
+        (question,) = sample.questions
+        assert sample.separable
+        assert question.answer_tokens == longbench_task(task).reserved
+        return tokenizer.decode(sample.context), tokenizer.decode(question.prompt)
+
+    before, asked = parts("qasper")
+    assert before.startswith(
+        "<|im_start|>user\nYou are given a scientific article and a question. Answer the "
+    )
+    assert before.endswith(f"explanation.\n\nArticle: {CONTEXT}\n\n")
+    assert asked.startswith(" Answer the question based on the above article as concisely as you can, using")
+    assert asked.endswith("\n\nQuestion: Who?\n\nAnswer:<|im_end|>\n<|im_start|>assistant\n")
+    assert parts("qasper", chat=False)[1].endswith("Question: Who?\n\nAnswer:")
+    assert parts("passage_count", chat=False)[1].endswith("and so on.\n\nThe final answer is: ")
+    # the code and few-shot tasks go without the chat template
+    code = f"Please complete the code given below. \n{CODE}", "def sub(a, b):\nNext line of code:\n"
+    assert parts("repobench-p") == code
+
+
+@pytest.mark.parametrize(
+    ("task", "reserved", "chat"),
+    [("narrativeqa", 128, True), ("musique", 32, True), ("multi_news", 512, True), ("samsum", 128, False)],
+)
+def test_tasks_have_their_published_lengths(task, reserved, chat):
+    assert (longbench_task(task).reserved, longbench_task(task).chat) == (reserved, chat)
+
+
+def test_all_tasks_but_those_of_a_chinese_dictionary():
+    assert len(NAMES) == 21 - 3 + 13
+    assert {"2wikimqa_e", "repobench-p_e"} < set(NAMES)
+    assert "narrativeqa_e" not in NAMES
+
+
+def test_longbench_e_reports_by_length(tmp_path):
+    rows = [longbench_row("?", ["x"], length=words) for words in (3999, 4000, 7999, 8000)]
+    drafts = longbench_drafts("qasper_e", write(tmp_path, {"qasper_e": rows}))
+    assert [draft.questions[0].kind for draft in drafts] == ["0-4k", "4-8k", "4-8k", "8k+"]
+
+
+def test_where_rows_are_found(tmp_path, monkeypatch):
+    """A parquet file, the published archive, the hub's archive, and a hub data set, for which a folder stands."""
+    rows = longbench_rows("triviaqa")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "triviaqa.parquet")
+    wanted = [
+        (draft.context, draft.questions[0].expected) for draft in longbench_drafts("triviaqa", tmp_path)
+    ]
+    assert wanted[0][1] == ("Alan Alanson", "Alanson")
+
+    def found(data):
+        return [(draft.context, draft.questions[0].expected) for draft in longbench_drafts("triviaqa", data)]
+
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("data/triviaqa.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        opened.writestr("data/triviaqa_e.jsonl", "")
+    assert found(archive) == wanted
+    asked = []
+
+    def downloaded(name, file, repo_type):
+        asked.append((name, file, repo_type))
+        return str(archive)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
+    assert found(None) == wanted
+    assert asked == [("THUDM/LongBench", "data.zip", "dataset")]
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    write(hub, {"triviaqa": rows})
+    configuration = "- config_name: triviaqa\n  data_files:\n  - split: test\n    path: triviaqa.jsonl\n"
+    (hub / "README.md").write_text(f"---\nconfigs:\n{configuration}---\n")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *arguments: load(str(hub), *arguments))
+    monkeypatch.chdir(tmp_path)
+    assert found(Path("someone/longbench")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"context": "x"}, "line 1 has no field `input`, it has context"),
+        (longbench_row("?", [], classes=["x"]), "line 1: expected `answers` to be a list of strings, got"),
+        (longbench_row("?", "x", classes=["x"]), "line 1: expected `answers` to be a list of strings, got x"),
+        (longbench_row("?", ["x"], context=1), "line 1: expected `context` to be a string, got 1"),
+        (longbench_row("?", ["x"]), "line 1: expected `all_classes` to be a list of strings, got None"),
+        (
+            longbench_row("?", ["x"], classes=["x"], length=None),
+            "line 1: `length` must be a whole number of at",
+        ),
+    ],
+)
+def test_damaged_rows_are_named(row, message, tmp_path):
+    with pytest.raises(UserError, match=message) as error:
+        longbench_drafts("trec_e", write(tmp_path, {"trec_e": [row]}))
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--longbench-data {tmp_path}")
+
+
+def test_where_there_is_nothing(tmp_path, monkeypatch):
+    (tmp_path / "no.zip").write_text("none")
+    with zipfile.ZipFile(tmp_path / "data.zip", "w") as opened:
+        opened.writestr("data/qasper_e.jsonl", "")
+    (tmp_path / "qasper.jsonl").write_text("")
+    for data, message in (
+        (tmp_path / "none", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
+        (tmp_path / "qasper.jsonl", "expected a folder, data.zip or a hub data set, OWNER/NAME"),
+        (tmp_path / "no.zip", "cannot be read"),
+        (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
+        (tmp_path / "data.zip", "there is no qasper.jsonl in it"),
+    ):
+        with pytest.raises(UserError, match=f"--longbench-data {data}: {message}") as error:
+            longbench_drafts("qasper", data)
+        assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="there is no trec.jsonl, trec.parquet or folder trec"):
+        longbench_drafts("trec", tmp_path)
+
+    def refused(*arguments, **options):
+        raise OSError("no\nnetwork")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    with pytest.raises(
+        UserError,
+        match=r"--longbench-data: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
+    ):
+        longbench_drafts("qasper", None)

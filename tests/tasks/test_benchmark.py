@@ -1,0 +1,102 @@
+"""Benchmarks' samples: what is cut of long contexts, how many there are, and what is known when they are read."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.tasks.benchmark import BenchmarkSamples, cut_middle
+from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.sample import question_aware
+from kvjax.tasks.sources import SOURCES, source
+from kvjax.tasks.splits import Split
+from tests.tasks.benchmark_inputs import longbench_row, scbench_row, write
+from tests.tasks.document_inputs import material
+from tests.tasks.model_tokenizers import byte_tokenizer
+
+TEXT = "".join(f"{i:03d}," for i in range(100))
+"""A token a byte."""
+
+
+def benchmark(*contexts, asked="Which?", reserved=20, count=1, tokenizer=None):
+    questions = tuple(DraftQuestion(asked, "", ("7",), "any", reserved, "test") for _ in range(count))
+    drafts = [Draft(context, questions) for context in contexts]
+    return BenchmarkSamples(
+        "test", "--data x", drafts, PromptEncoder(tokenizer or byte_tokenizer(), False), "right"
+    )
+
+
+@pytest.mark.parametrize("room", [100, 101])
+def test_what_is_cut_is_the_middle_of_the_prompt(room):
+    """As LongBench cuts a prompt's tokens: its first and last halves stay, of a limit of an odd size one fewer."""
+    whole, limit = np.arange(400 + 6), room + 6
+    half = limit // 2
+    wanted = np.concatenate([whole[:half], whole[-half:]])
+    got = np.concatenate([cut_middle(whole[:400], room, 6), whole[400:]])
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_context_is_cut_and_the_question_is_not():
+    for length in (150, 426, 425):
+        (sample,) = benchmark(TEXT).samples(Split(0, 1), 1, length)
+        text = byte_tokenizer().decode(sample.context)
+        assert length - 1 <= len(sample.context) + sample.room <= length
+        assert byte_tokenizer().decode(sample.questions[0].prompt) == "Which?"
+        half = (length - 20) // 2
+        assert text == TEXT if length == 426 else text == TEXT[:half] + TEXT[6 - half :]
+    assert len(benchmark(TEXT, TEXT[:9]).samples(Split(0, 2), 2, 150)[1].context) == 9
+    with pytest.raises(
+        UserError, match="--context 33: a sample of test needs 34 tokens at least: 26 for its questions"
+    ):
+        benchmark(TEXT).samples(Split(0, 1), 1, 33)
+
+
+def test_a_conversation_s_room_is_all_of_it():
+    drafts = [dataclasses.replace(benchmark(TEXT, count=3).drafts[0], conversation=True)]
+    (sample,) = dataclasses.replace(benchmark(TEXT), drafts=drafts).samples(Split(0, 1), 1, 200)
+    assert sample.room == 3 * 26
+    assert 199 <= len(sample.context) + 3 * 26 <= 200
+
+
+def test_the_first_are_compared_and_those_after_them_calibrated_on():
+    own = benchmark("a", "b", "c", count=2)
+    assert own.worth(99) == 2
+
+    def letters(split, count):
+        return byte_tokenizer().decode([int(sample.context[0]) for sample in own.samples(split, count, 99)])
+
+    assert letters(Split(0, 2), 2) == "ab"
+    assert letters(Split(0, 2, calibration=True), 1) == "c"
+    with pytest.raises(
+        UserError, match="--data x: there are 3 samples of test, needed 2 to compare and 2 more to cal"
+    ):
+        letters(Split(0, 2, calibration=True), 2)
+    with pytest.raises(UserError, match="--data x: there are no samples of test"):
+        benchmark()
+
+
+def test_a_benchmark_s_tasks_are_sources(tmp_path):
+    """With the built-in tokenizer; question-aware each question is read with its context."""
+    turns = [scbench_row("scbench_kv"), scbench_row("scbench_kv")]
+    turns[1]["multi_turns"] = turns[1]["multi_turns"][:1]
+    write(tmp_path, {"scbench_kv": turns, "qasper": [longbench_row("Who?", ["Berta"], "Berta wrote. " * 99)]})
+    own = dataclasses.replace(material(), longbench=tmp_path, scbench=tmp_path)
+    kv, qasper = source("scbench_kv", own), source("longbench_qasper", own)
+    assert kv.published
+    assert qasper.published
+    assert kv.worth(512) == 1
+    assert qasper.metric == "F1 of the words"
+    (sample,) = qasper.samples(Split(0, 1), 1, 500)
+    assert 499 <= len(sample.context) + sample.room <= 500
+    assert sample.questions[0].score(sample.questions[0].answer) == 1
+    (known,) = question_aware([sample])
+    assert known.known
+    whole = np.concatenate([sample.context, sample.questions[0].prompt])
+    np.testing.assert_array_equal(np.concatenate([known.context, known.questions[0].prompt]), whole)
+    assert [len(sample.questions) for sample in kv.samples(Split(0, 2), 2, 512)] == [2, 1]
+    assert len(SOURCES) == len({name.lower() for name in SOURCES})
+    with pytest.raises(
+        UserError, match="unknown task 'longbench_qaspr'; the nearest known: longbench_qasper"
+    ):
+        source("longbench_qaspr", own)
