@@ -218,11 +218,13 @@ class Results:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
         for name, value in self._settings.items():
-            if _counts(before.get(name)) != _counts(value):
+            # an option that there was not yet had its default
+            had = before.get(name, getattr(EvaluateConfig, name, None))
+            if _counts(had) != _counts(value):
                 option = name.replace("_", "-")
                 digests = " (names, and digests of the contents)" if isinstance(value, list) else ""
                 raise UserError(
-                    f"--out {file.parent} holds results with --{option} {before.get(name)}, got {value}{digests}: name "
+                    f"--out {file.parent} holds results with --{option} {had}, got {value}{digests}: name "
                     "another folder"
                 )
 

@@ -1,5 +1,6 @@
 """A folder of results, and what may not be added to it."""
 
+import json
 import shutil
 
 import numpy as np
@@ -90,6 +91,14 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
     for args, wrong in (("--gates", other, one), "gates"), (("--gates", one, other, "--seed", "1"), "seed"):
         with pytest.raises(UserError, match=f"holds results with --{wrong} .*: name another folder"):
             results(*args)
+    # options that there were not yet had their defaults
+    said = json.loads((out / "settings.json").read_text())
+    del said["turns"], said["order_length"]
+    (out / "settings.json").write_text(json.dumps(said))
+    results("--gates", one, other)
+    (out / "settings.json").write_text(json.dumps(said))
+    with pytest.raises(UserError, match="holds results with --order-length 1024, got 512"):
+        results("--gates", one, other, "--order-length", "512")
 
 
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
