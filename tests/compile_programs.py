@@ -1,12 +1,13 @@
 """`python -m tests.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four H100s that
 are not here, fsdp 2 × tensor 2, at head_dim 128; of all also at 64, and training for fsdp 2 × sequence 2.
 
-Prints a line of JSON for each of prefill, decode and compaction, and of training and of decoding with compactions at
+Prints a line of JSON for each of prefill, decode, branches and compaction, and of training and of decoding with compactions at
 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more
 than 8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of
 temporaries. A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -24,9 +25,9 @@ from kvjax.cache import Layout, Quota
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
-from kvjax.inference.room import laid_out
+from kvjax.inference.room import laid_out, owned
 from kvjax.inference.sampling import Draw, decode_block
-from kvjax.mesh import BATCH, HEADS, make_mesh
+from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.plan.hlo import exchanged
@@ -130,6 +131,10 @@ def programs(mesh, config):
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
         yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options
+
+    held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
+    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
+    yield "branches", owned, (shared, 0), {}
 
     evicting = make_policy("adakv", model=model, ratio=0.25)
     cache = empty(evicting.traced, 4096)

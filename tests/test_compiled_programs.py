@@ -56,6 +56,7 @@ def test_every_attention_is_a_kernel(reports, platform, which):
         "decode": decode,
         "decode, counted and chosen": decode | {"attention_mass"},
         "decode, compacting": decode,
+        "branches": set(),
         "compaction": {"attention_mass"},
     }
     assert kernels == {
@@ -67,10 +68,10 @@ def test_every_attention_is_a_kernel(reports, platform, which):
 
 
 @pytest.mark.parametrize("head_dim", ALL)
-@pytest.mark.parametrize("program", ["decode", "compaction"])
+@pytest.mark.parametrize("program", ["decode", "branches", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
-    counted. Compaction's are a layer's entries, and a score for each of all."""
+    counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all."""
     report = reports[f"{program}, head_dim {head_dim}"]
     assert report["temporaries"] < (10 << 20) * head_dim // 64
     assert not report["large_copies"]

@@ -23,7 +23,7 @@ class Stats:
     tokens: Int[np.ndarray, " b"]
     """Seen so far."""
     pages: int
-    """In use, each counted once whoever shares it."""
+    """In use by these sequences; of branches by all of them, each page once."""
     pool_pages: int
     """Allocated, on all devices."""
     page_size: int
@@ -68,10 +68,13 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     pool = cache.pages.pool
     layers, _, heads = length.shape
     entry_bytes = pool.shape[-1] * pool.dtype.itemsize
+    pages = (-(-length // cache.page_size) + -(-ring // cache.page_size)).sum()
+    if cache.pages.others is not None:
+        pages = pool.shape[0] - np.asarray(cache.pages.free_count).sum()
     return Stats(
         entries=length + ring,
         tokens=seen,
-        pages=pool.shape[0] - int(np.maximum(np.asarray(cache.pages.free_count), 0).sum()),
+        pages=int(pages),
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,
