@@ -109,6 +109,7 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("window", [16, 100])
 def test_the_comparison_that_a_run_says_is_possible(window, model, tmp_path):
     """Every policy at every budget, of fewer contexts."""

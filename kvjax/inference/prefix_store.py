@@ -19,7 +19,7 @@ from kvjax.cache import PAGE_SIZE, Cache
 from kvjax.cache.saved import DESCRIPTION, FORMAT
 from kvjax.errors import Doubt, UserError, byte_size, named_arguments, one_of, shown
 from kvjax.exported.fingerprint import contents
-from kvjax.files import locked, partial_folder
+from kvjax.files import locked, partial_folder, remove_left
 from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.saving import STORED, load_cache, save_cache, saved_bytes
@@ -59,6 +59,7 @@ class PrefixStore:
             raise UserError(f"PrefixStore: {folder} cannot be made ({error.strerror})") from None
         if not writable:
             raise UserError(f"PrefixStore: {folder} cannot be written")
+        self._make_room(0)
 
     @named_arguments()
     def prefill(
@@ -114,8 +115,10 @@ class PrefixStore:
         self._make_room(0)
 
     def _make_room(self, size: int) -> None:
-        """Remove the entries used longest ago until there is room for so many bytes more."""
+        """Remove what killed processes left, and the entries used longest ago until there is room for so many bytes
+        more."""
         with locked(self.folder):
+            remove_left(self.folder)
             entries = sorted(self._entries(), key=lambda entry: entry[0])
             used = sum(bytes_ for _, bytes_, _ in entries)
             for _, bytes_, entry in entries:

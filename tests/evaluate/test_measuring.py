@@ -175,6 +175,7 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
     assert patched > naive + 0.5
 
 
+@pytest.mark.thorough
 def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
     """KNorm and the full cache are measured as if nobody knew it, alone and together with one that looks."""
     random = np.random.default_rng(2)
