@@ -114,6 +114,10 @@ def programs(mesh, config):
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
 
+    held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
+    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
+    yield "branches", owned, (shared, 0), {}
+
     h2o = {"entries": 1024, "when": "every", "every": 64, "selection": Quest(tokens=256)}
     busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
     cache = empty(busy, 4096)
@@ -131,10 +135,6 @@ def programs(mesh, config):
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
         yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options
-
-    held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
-    shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
-    yield "branches", owned, (shared, 0), {}
 
     evicting = make_policy("adakv", model=model, ratio=0.25)
     cache = empty(evicting.traced, 4096)
