@@ -66,7 +66,7 @@ def forms(config: SharedContextConfig, model: Any, policy: Any, cache: Any) -> d
     def shared() -> int:
         return kvjax.sample(model, questions, cache=cache, share=True, **options).stats.bytes
 
-    copies = copied(model, policy, cache, config.questions)
+    copies = copied(model, cache, config.questions)
 
     def with_copies() -> int:
         return kvjax.sample(model, questions, cache=copies, **options).stats.bytes
@@ -74,7 +74,7 @@ def forms(config: SharedContextConfig, model: Any, policy: Any, cache: Any) -> d
     return {"copies": with_copies, "one by one": one_by_one, "shared": shared}
 
 
-def copied(model: Any, policy: Any, cache: Any, count: int) -> Any:
+def copied(model: Any, cache: Any, count: int) -> Any:
     """A cache of so many sequences that are all as the one of `cache`, each with pages of its own."""
     from kvjax.inference.room import grown, owned
     from kvjax.inference.sharing import branched
@@ -86,7 +86,7 @@ def copied(model: Any, policy: Any, cache: Any, count: int) -> Any:
     return dataclasses.replace(apart, pages=dataclasses.replace(apart.pages, others=None))
 
 
-def first_token(config: SharedContextConfig, model: Any, policy: Any, context: list[int]) -> dict[str, Any]:
+def first_token(model: Any, policy: Any, context: list[int]) -> dict[str, Any]:
     """Two ways to a question's first token: the context read, or its cache loaded from the disk."""
     import kvjax
 
@@ -117,7 +117,7 @@ def measure(config: SharedContextConfig, model: Any) -> list[dict[str, Any]]:
         told: dict[str, Any] = {} if name == "full" else {"ratio": config.ratio}
         policy = kvjax.make_policy(name, model=model, **told)
         cache = kvjax.prefill(model, [context], policy=policy)
-        found = forms(config, model, policy, cache) | first_token(config, model, policy, context)
+        found = forms(config, model, policy, cache) | first_token(model, policy, context)
         folders.append(found.pop("folder"))
         ways |= {(name, way): ask for way, ask in found.items()}
     seconds: dict[tuple[str, str], list[float]] = {way: [] for way in ways}

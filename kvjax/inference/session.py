@@ -50,7 +50,7 @@ class Session:
             raise UserError(f"Session: tokenizer must come from kvjax.load, got {shown(tokenizer)}")
         self.model, self.tokenizer = model, cast(Any, tokenizer)
         self.policy = make_policy("full") if policy is None else policy
-        if self.policy.eviction is not None and not self.policy.continuing.observes:
+        if self.policy.when is not None and not self.policy.when.while_decoding:
             warnings.warn(
                 f"Session: policy {self.policy.name} compacts the first turn alone, and all later ones stay: "
                 'when="every" or when="overflow" goes on',

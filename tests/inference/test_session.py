@@ -175,6 +175,8 @@ def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path):
         Session.load(tmp_path / "cache", model, policy, tokenizer)
     with pytest.warns(Doubt, match="compacts the first turn alone"):
         Session(model, make_policy("snapkv", ratio=0.5), tokenizer)
+    # a warning is an error: one that looks at what is stored alone goes on, too
+    Session(model, make_policy("knorm", entries=20, when="every", every=8), tokenizer)
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(UserError, match="system= needs a tokenizer with a chat template"):
