@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from kvjax.cache.pages import Cache
+from kvjax.cache.pages import Cache, LayerCache
 from kvjax.cache.ring import ring_pages
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
@@ -73,6 +73,32 @@ def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Pla
     return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
 
 
+def packed_shapes(cache: Cache) -> dict[str, jax.ShapeDtypeStruct]:
+    """Of what `packed` would give, by the cache's lengths alone."""
+    seen, length = np.asarray(cache.seen), np.asarray(cache.layers.length)
+    live, rows = int((seen > 0).sum()), length.shape[0] * length.shape[2]
+    dtype, stored = np.dtype(cache.pages.dtype), int(length.sum())
+    in_ring = int(np.minimum(seen, cache.window - 1).sum()) * rows
+    width = cache.pages.pool.shape[-1]
+    found = {
+        "entries": ((stored, width), dtype),
+        "ring": ((in_ring, width), dtype),
+        "seen": ((live,), seen.dtype),
+    }
+    found |= {f"plane.{name}": ((stored,), x.dtype) for name, x in cache.pages.planes.items()}
+    for name, x in leaves_by_path(_small(cache.layers)).items():
+        found[name] = (x.shape[0], live, *x.shape[2:]), x.dtype
+    for name, x in leaves_by_path({"trail": cache.trail}).items():
+        found[name] = (live, *x.shape[1:]), x.dtype
+    return {name: jax.ShapeDtypeStruct(*own) for name, own in found.items()}
+
+
+def _small(layers: LayerCache) -> dict[str, Any]:
+    """What is saved of each layer and sequence beside its entries."""
+    names = "length", "priority", "numbers", "state"
+    return {name: getattr(layers, name) for name in names}
+
+
 def packed(cache: Cache) -> Arrays:
     """What a cache holds of its sequences; those that a mesh adds are left out. Called on its mesh."""
     live = np.asarray(cache.seen) > 0
@@ -88,9 +114,7 @@ def packed(cache: Cache) -> Arrays:
     pool = np.asarray(pages.pool).view(np.dtype(pages.dtype))
     found = {"entries": pool[at], "ring": pool[in_ring], "seen": np.asarray(cache.seen)[live]}
     found |= {f"plane.{name}": np.asarray(x)[at] for name, x in pages.planes.items()}
-    small = {"length": layers.length, "priority": layers.priority}
-    small |= {"numbers": layers.numbers, "state": layers.state}
-    found |= {name: x[:, live] for name, x in leaves_by_path(small).items()}
+    found |= {name: x[:, live] for name, x in leaves_by_path(_small(layers)).items()}
     trail = jax.tree.map(lambda x: _as_floats(np.asarray(x), pages.dtype)[live], cache.trail)
     return found | leaves_by_path({"trail": trail})
 
@@ -150,10 +174,10 @@ def unpacked(like: Cache, arrays: Arrays) -> Cache:
         like.pages, pool=pool.view(like.pages.pool.dtype), free=free, free_count=(local - used).astype(np.int32),
         bounds=bounds, planes=planes,
     )  # fmt: skip
-    small = {"priority": like.layers.priority, "numbers": like.layers.numbers, "state": like.layers.state}
+    small = _small(like.layers)
     names = leaves_by_path(small)
     small = jax.tree.unflatten(jax.tree.structure(small), [rows(arrays[name], 1) for name in names])
-    layers = changed(like.layers, page_table=table, length=length, **small)
+    layers = changed(like.layers, page_table=table, **small)
     trail = leaves_by_path({"trail": like.trail})
     trail = [rows(arrays[name], 0).view(x.dtype) for name, x in trail.items()]
     trail = jax.tree.unflatten(jax.tree.structure(like.trail), trail)

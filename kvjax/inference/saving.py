@@ -20,9 +20,9 @@ from jaxtyping import Float, Int8
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
-from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, unpacked
+from kvjax.cache.rows import Arrays, by_shard, packed, packed_shapes, pages_of, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, sealed
-from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
+from kvjax.errors import UserError, named_arguments, one_of, whole_number
 from kvjax.exported.fingerprint import MadeFor, contents, model_name
 from kvjax.exported.orbax import check_room, export
 from kvjax.files import locked, write_text
@@ -37,6 +37,8 @@ from kvjax.struct import changed, leaves_by_path
 
 STORED = "exact", "int8"
 """How entries are saved: as they are, or each key and each value in 8 bits with a scale of its own."""
+ENTRIES = "entries", "ring"
+"""The arrays of keys and values."""
 
 
 def _policy(model: Decoder, policy: Policy | None) -> Policy:
@@ -94,17 +96,23 @@ def write_cache(
 
 
 def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
-    """Bytes that `save_cache` would write."""
+    """Bytes that `save_cache` would write, by the cache's lengths alone."""
     one_of("saved_bytes", "entries", entries, STORED)
     with use_mesh(model):
-        return sum(x.nbytes for x in _arrays(cache, _policy(model, policy), entries).values())
+        shapes = packed_shapes(settled(cache, _policy(model, policy).continuing))
+    if entries == "int8":
+        for name in ENTRIES:
+            n, width = shapes[name].shape
+            shapes[name] = jax.ShapeDtypeStruct((n, width), np.int8)
+            shapes[f"{name}_scale"] = jax.ShapeDtypeStruct((n, 2), np.float32)
+    return sum(x.size * x.dtype.itemsize for x in shapes.values())
 
 
 def _arrays(cache: Cache, policy: Policy, entries: str) -> Arrays:
     """What is saved of a cache that goes on with the policy."""
     arrays = packed(settled(cache, policy.continuing))
     if entries == "int8":
-        for name in ("entries", "ring"):
+        for name in ENTRIES:
             arrays[name], arrays[f"{name}_scale"] = in_8_bits(arrays[name])
     return arrays
 
@@ -141,20 +149,26 @@ def _described(cache: Cache, model: Decoder, policy: Policy, entries: str, array
         "tokens": arrays["seen"].tolist(),
         "held": held.entries.sum(1).tolist(),
         "bytes": sum(x.nbytes for x in arrays.values()),
-        "arrays": {name: _said(x) for name, x in arrays.items()},
+        "arrays": {name: {"shape": list(x.shape), "dtype": x.dtype.name} for name, x in arrays.items()},
     } | MadeFor.of(model).description
 
 
-def _said(x: np.ndarray) -> dict[str, Any]:
-    digest = hashlib.sha256(np.ascontiguousarray(x).tobytes()).hexdigest()
-    return {"shape": list(x.shape), "dtype": x.dtype.name, "sha256": digest}
+def _digests(folder: Path) -> dict[str, str]:
+    """Of each file below a folder, by its path in it."""
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {file.relative_to(folder).as_posix(): _digest(file) for file in files}
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
     folder = path / f"arrays-{uuid.uuid4().hex[:8]}"
     # Orbax takes no empty arrays
     export(folder, {name: x for name, x in arrays.items() if x.size})
-    description = description | {"folder": folder.name}
+    description = description | {"folder": folder.name, "files": _digests(folder)}
     write_text(path / DESCRIPTION, json.dumps(description | {"sha256": sealed(description)}, indent=1))
     for old in path.glob("arrays-*"):
         if old != folder:
@@ -213,21 +227,17 @@ def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy)
 
 def _read(path: Path, found: Mapping[str, Any]) -> Arrays:
     """The arrays as they were written, entries in the cache's dtype."""
-    said = found["arrays"]
-    arrays = {name: np.zeros(x["shape"], x["dtype"]) for name, x in said.items()}
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            read = checkpointer.restore(
-                (path / found["folder"]).absolute(), {name: x for name, x in arrays.items() if x.size}
-            )
-    except Exception as error:
-        raise UserError(f"{path}: damaged, its arrays cannot be read ({shown(str(error))})") from None
+    folder = path / found["folder"]
+    # before Orbax reads any: its threads outlive what they raise
+    if (there := _digests(folder)) != found["files"]:
+        name, _ = min(there.items() ^ found["files"].items())
+        raise UserError(f"{folder / name}: damaged, it is not as it was written")
+    arrays = {name: np.zeros(x["shape"], x["dtype"]) for name, x in found["arrays"].items()}
+    with ocp.StandardCheckpointer() as checkpointer:
+        read = checkpointer.restore(folder.absolute(), {name: x for name, x in arrays.items() if x.size})
     arrays |= {name: np.asarray(x) for name, x in read.items()}
-    for name, x in arrays.items():
-        if _said(x) != said[name]:
-            raise UserError(f"{path}: damaged, {name} is not as it was written")
     if found["entries"] == "int8":
-        for name in ("entries", "ring"):
+        for name in ENTRIES:
             exact = from_8_bits(arrays[name], arrays.pop(f"{name}_scale"))
             arrays[name] = exact.astype(found["dtype"])
     return arrays
