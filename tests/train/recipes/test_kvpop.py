@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import transformers
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import Doubt, UserError
-from kvjax.mesh import make_mesh
+from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.train.__main__ import summary
@@ -25,6 +26,7 @@ from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
+from tests.models.pieces import ends
 from tests.tiny_models import filled, tiny_config, tiny_model
 from tests.train.killed import go_on, run_until_killed
 
@@ -89,6 +91,18 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     assert policy.admission.made_for is not None
     with pytest.warns(Doubt, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
+
+
+def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
+    torch = pytest.importorskip("torch")
+    folder = uptrained.folder / "parameters" / "model"
+    tokens = np.random.default_rng(0).integers(0, 60, (1, 40))
+    twin = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        expected = twin(torch.tensor(tokens)).logits.numpy()
+    for model in (load_model(folder), uptrained.model):
+        with use_mesh(model):
+            np.testing.assert_allclose(ends(model, put(tokens))["logits"], expected, atol=1e-4)
 
 
 def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
