@@ -1,10 +1,10 @@
 """`python -m tests.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four H100s that
-are not here, fsdp 2 × tensor 2, at head_dim 128; of all also at 64, and training for fsdp 2 × sequence 2.
+are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and compaction at head_dim 128; of all also
+decoding that counts and compacts, all but training at 64, and training for fsdp 2 × sequence 2.
 
-Prints a line of JSON for each of prefill, decode, branches and compaction, and of training and of decoding with
-compactions at 128: its name, its kernels, the bytes of its temporaries, and those of each copy of more than 8 MiB. One
-device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries. A process
-of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
+Prints a line of JSON for each: its name, its kernels, the bytes of its temporaries, and those of each copy of more than
+8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries.
+A process of its own, started with `pallas_kernels.ahead.ENVIRONMENT`.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ def fast_kvzip(config, model):
     return policy.continuing.traced
 
 
-def programs(mesh, config):
-    """Each as what to lower: `(jitted, arguments, options)`."""
+def programs(mesh, config, which="all"):
+    """Each as its name and what to lower: `(jitted, arguments, options)`."""
     pages = POOL // (PAGE * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
@@ -118,32 +118,33 @@ def programs(mesh, config):
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
     yield "branches", owned, (shared, 0), {}
 
-    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": Quest(tokens=256)}
-    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
-    cache = empty(busy, 4096)
-    arguments = model, busy, cache, *arguments[3:]
-    yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
-
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(
         due=running, count=per_layer, pinned=per_layer,
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
+    evicting = make_policy("adakv", model=model, ratio=0.25)
+    yield (
+        "compaction",
+        compact,
+        (model, evicting.traced.eviction, empty(evicting.traced, 4096), quota),
+        {"entries": 4096, "over": "layer", "ties": "first"},
+    )
+    if which == "few":
+        return
+
+    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": Quest(tokens=256)}
+    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
+    cache = empty(busy, 4096)
+    arguments = model, busy, cache, *arguments[3:]
+    yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
+
     if config.head_dim == TRAINED:
         gated = jax.eval_shape(functools.partial(fast_kvzip, config, model))
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
         yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options
-
-    evicting = make_policy("adakv", model=model, ratio=0.25)
-    cache = empty(evicting.traced, 4096)
-    yield (
-        "compaction",
-        compact,
-        (model, evicting.traced.eviction, cache, quota),
-        {"entries": 4096, "over": "layer", "ties": "first"},
-    )
 
 
 def kernels(program: str) -> set[str]:
@@ -184,7 +185,7 @@ def main(platform, which="few"):
     mesh = make_mesh(fsdp=2, tensor=2, devices=devices)
     with jax.set_mesh(mesh):
         for head_dim in HEAD_DIMS if which == "all" else (TRAINED,):
-            for name, *others in programs(mesh, config(head_dim)):
+            for name, *others in programs(mesh, config(head_dim), which):
                 report(f"{name}, head_dim {head_dim}", *others)
 
 

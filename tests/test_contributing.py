@@ -60,6 +60,7 @@ def run(tree, *command):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_the_commands_that_are_printed_pass(printed, tree):
     generate, suite = map(shlex.split, printed["sh"].strip().splitlines())
     assert generate[:2] == ["python", "-m"]

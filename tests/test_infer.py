@@ -53,6 +53,7 @@ def test_benchmark_times_a_constant_cache_by_position(tmp_path):
     assert "decode after    1200 tokens: full " in done.stdout
 
 
+@pytest.mark.thorough
 def test_needle_draws_what_it_prints(tmp_path):
     few = ["--lengths", "128", "--depths", "2", "--samples", "2", "--out", "picture.png"]
     done = run("needle.py", *few, "--policy", "streaming_llm", "--window", "16", cwd=tmp_path)

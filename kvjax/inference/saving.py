@@ -195,6 +195,17 @@ def load_cache(
         UserError: no whole saved cache, or one of another model, policy or dtype.
         CapacityError: a capacity that is too small for it.
     """
+    return read_cache(path, model, policy, page_size, capacity)[0]
+
+
+def read_cache(
+    path: str | Path,
+    model: Decoder,
+    policy: Policy | None,
+    page_size: int | None = None,
+    capacity: int | str | None = None,
+) -> tuple[Cache, dict[str, Any]]:
+    """`load_cache`, with what the description says."""
     path = Path(path)
     check_arguments("load_cache", model, policy)
     page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
@@ -208,7 +219,7 @@ def load_cache(
             arrays = _read(path, found)
         size = found["page_size"] if page_size is None else page_size
         like = _like(path, found, model, policy, arrays, size, capacity)
-        return unpacked(like, arrays)
+        return unpacked(like, arrays), found
 
 
 def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:

@@ -10,11 +10,10 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.cache.saved import describe_cache
 from kvjax.chat_template import templated
 from kvjax.errors import Doubt, UserError, named_arguments, shown
 from kvjax.inference.sampling import stream
-from kvjax.inference.saving import load_cache, write_cache
+from kvjax.inference.saving import read_cache, write_cache
 from kvjax.inference.stop import decoded
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -165,8 +164,8 @@ class Session:
         Raises UserError also for a saved cache that is no conversation.
         """
         session = cls(model, policy, tokenizer)
-        cache = load_cache(path, model, policy)
-        turns = describe_cache(path).get(TURNS)
+        cache, found = read_cache(path, model, policy)
+        turns = found.get(TURNS)
         if turns is None:
             raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]

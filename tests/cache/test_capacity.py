@@ -105,6 +105,7 @@ def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model
     np.testing.assert_array_equal(caches.stats(cache).entries, sizes.entries)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "later", [pytest.param({"capacity": 4}, marks=pytest.mark.thorough), {"capacity": 12, "threshold": 4}]
 )

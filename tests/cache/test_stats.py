@@ -33,6 +33,7 @@ def test_memory_is_real(model):
         sampling.sample(model, [prompt[0][:190]], capacity=192, max_new_tokens=40, eos=())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk", [pytest.param(256, marks=pytest.mark.thorough), 64])
 def test_the_capacity_that_an_error_names_is_enough(model, chunk):
     """For the rest of the prompt and for what is generated after it."""

@@ -163,6 +163,7 @@ def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
     assert recovery(row(0.1, 0.1, 0.1, 0.1), nothing) is None
 
 
+@pytest.mark.thorough
 def test_several_contests_stand_side_by_side(data, evaluated, tmp_path):
     """With the recovery of their mean; the cells of the second are those of the first here."""
     out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)

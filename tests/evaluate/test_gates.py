@@ -212,6 +212,7 @@ def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
         assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]
 
 
+@pytest.mark.thorough
 def test_files_of_the_authors_are_gates_too(tmp_path):
     """Each of its own method; what they do not say, no policy that needs it gets."""
     sizes = {"layers": 2, "kv_heads": 4}

@@ -118,6 +118,7 @@ def test_an_answer_that_is_cut_off_is_wrong(model, problems):
     assert found.score == pytest.approx(1 - found.drawn.cut)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param("kvpop", marks=pytest.mark.thorough), "streaming_llm"])
 def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     """Each query step over what is stored: no more than the budget, of sinks, ring and the best between."""

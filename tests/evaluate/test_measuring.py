@@ -267,6 +267,7 @@ def test_the_full_cache_agrees_with_itself_in_any_batch(unnormed, texts):
 ASKED = {"instruction": [3, 1], "resumption": [3, 2], "tail": [4]}
 
 
+@pytest.mark.thorough
 def test_what_repeats_a_context_is_charged_for_it(unnormed):
     """As held, not as the sequence's own: three parts of a context of 30 tokens, each read behind all of it."""
     random = np.random.default_rng(2)

@@ -75,6 +75,7 @@ def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     )
 
 
+@pytest.mark.thorough
 def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
     """Of KVzip, with its own arguments too, and not of what has its name within another."""
     folder = shutil.copytree(evaluated[0], tmp_path / "run")

@@ -50,6 +50,7 @@ def test_results_on_other_contexts_are_refused(tmp_path):
         main(command)
 
 
+@pytest.mark.thorough
 def test_cells_are_of_the_model_s_weights_and_of_its_contexts(tmp_path):
     """Another model under the same name, and contexts that were made otherwise."""
     folder, out = tmp_path / "model", tmp_path / "run"

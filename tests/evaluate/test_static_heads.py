@@ -152,6 +152,7 @@ def test_on_recall_the_measured_order_is_far_better_than_the_gates():
     assert scores[1] > 0.28
 
 
+@pytest.mark.thorough
 def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back(tmp_path):
     """Without gates: sinks, windows and the order come from calibration alone."""
     model, folder = builtin_model("test_model"), tmp_path / "run"

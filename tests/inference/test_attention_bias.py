@@ -44,6 +44,7 @@ class Whole(Delayed):
         return True
 
 
+@pytest.mark.thorough
 def test_where_calls_are_whole_nothing_has_left_the_window_before_the_call_ends():
     model = tiny_model()
     with use_mesh(model):
@@ -65,6 +66,7 @@ def test_a_mesh_gives_the_same():
     assert np.abs(got - want).max() < 1e-4
 
 
+@pytest.mark.thorough
 def test_a_bias_stays_when_what_wrote_it_is_done():
     """A policy that knows of none goes on over the cache: stored entries keep theirs, new ones have none."""
     model = tiny_model()

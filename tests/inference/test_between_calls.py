@@ -80,7 +80,7 @@ def check_answers(model, answers, before, calls):
 
 
 @pytest.mark.parametrize(
-    "chunk", [7, 100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 40, 200))]
+    "chunk", [7, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 40, 100, 200))]
 )
 def test_a_prompt_s_chunks_are_its_calls_and_then_every_token_is_one(model, policy, chunk):
     """Prompts of several lengths in a batch. Of 120 and 100 tokens a call would else be cut into compiled sizes."""
@@ -89,6 +89,7 @@ def test_a_prompt_s_chunks_are_its_calls_and_then_every_token_is_one(model, poli
     check_answers(model, answers, PROMPTS, [chunks(length, chunk) for length in LENGTHS])
 
 
+@pytest.mark.thorough
 def test_a_conversation_goes_on_with_calls_of_its_own(model, policy):
     questions = [RANDOM.integers(0, 61, length) for length in (13, 1, 9)]
     cache = kvjax.prefill(model, PROMPTS, policy=policy, chunk=40, page_size=4)

@@ -18,7 +18,9 @@ NAMES = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 run = jax.jit(forward, static_argnames=("write", "capture"))
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"fsdp": 2, "tensor": 4}, marks=pytest.mark.thorough)], ids=str
+)
 def test_what_is_captured_is_what_attention_was_of(shape, tokens):
     """All at once and layer by layer; log-sum-exps are those of the keys in the cache and in the call."""
     counts = np.array([5, 4])

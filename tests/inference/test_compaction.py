@@ -74,6 +74,7 @@ def test_a_mesh_keeps_the_same(model, prompts, name, options):
     np.testing.assert_array_equal(together.layers.length, alone.layers.length)
 
 
+@pytest.mark.thorough
 def test_a_batch_equals_a_sequence_alone(model, prompts):
     policy = make_policy("adakv", eviction=SnapKV(OBSERVED), model=model, ratio=0.3)
     together = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)

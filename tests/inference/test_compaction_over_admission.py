@@ -63,6 +63,7 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
         assert (max(mask.sum() for mask in stays) > count) == (over == "layer")
 
 
+@pytest.mark.thorough
 def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
     """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
     query's own key is stored, which is as new as an entry can be."""
@@ -100,6 +101,7 @@ def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prom
     np.testing.assert_array_equal(counts[0], counts[2])
 
 
+@pytest.mark.thorough
 def test_gates_eviction_and_selection_at_once(model, prompts, gated):
     """All three: what reads every page answers like what selects none, what reads few does not."""
     both = {"eviction": SnapKV(OBSERVED), "entries": KEPT, **gated}

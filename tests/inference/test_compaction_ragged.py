@@ -71,7 +71,7 @@ def test_questions_see_what_each_head_kept_and_themselves(model, policy, cache):
             np.testing.assert_allclose(o[layer, b, n, :count], p @ values, atol=1e-5)
 
 
-@pytest.mark.parametrize("lengths", [QUESTIONS, (1, 1)])
+@pytest.mark.parametrize("lengths", [QUESTIONS, pytest.param((1, 1), marks=pytest.mark.thorough)])
 def test_the_order_of_entries_does_not_matter(model, policy, cache, lengths):
     pool, table = np.array(cache.pages.pool), np.asarray(cache.layers.page_table)
     random, before = np.random.default_rng(0), np.array(cache.pages.pool)

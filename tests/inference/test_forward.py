@@ -28,7 +28,7 @@ def policies(model):
 @pytest.mark.parametrize(
     ("name", "window"),
     [
-        ("full", 1),
+        pytest.param("full", 1, marks=pytest.mark.thorough),
         pytest.param("full", 6, marks=pytest.mark.thorough),
         pytest.param("streaming_llm", 6, marks=pytest.mark.thorough),
         pytest.param("head_pattern", 6, marks=pytest.mark.thorough),
@@ -68,6 +68,7 @@ def test_a_batch_equals_its_sequences_alone_and_padding_leaves_no_trace(model, t
     np.testing.assert_array_equal(sizes.entries[0, :, 0] >= np.minimum(lengths, 5), True)
 
 
+@pytest.mark.thorough
 def test_a_mesh_gives_the_same(model, tokens):
     batch = np.concatenate([tokens, tokens[:, ::-1]])
     policy = policies_for(model, 6)["wgkv"]
@@ -82,7 +83,7 @@ def test_a_mesh_gives_the_same(model, tokens):
 
 @pytest.mark.parametrize(
     "name",
-    ["capacity", "h2o", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("wgkv", "quest", "snapkv"))],
+    ["capacity", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "wgkv", "quest", "snapkv"))],
 )
 @pytest.mark.parametrize("count", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):

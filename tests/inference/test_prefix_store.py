@@ -44,7 +44,6 @@ def test_a_context_is_read_once_by_all_that_ask_alike(model, tmp_path, reads):
         None,
         make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
         make_policy("wgkv", model=model, gates=tiny_gates(model, seed=2), tau=0.5, window=6),
-        make_policy("snapkv", ratio=0.5, observed=4),
     ]
     for policy in policies:
         store = PrefixStore(tmp_path)

@@ -22,7 +22,7 @@ from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 
-THOROUGH = "full", "r_kv", "snapkv"
+THOROUGH = "full", "r_kv", "snapkv", "h2o", "wgkv"
 ASKED = QUESTIONS[:2]
 
 
@@ -52,7 +52,9 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
     np.testing.assert_array_equal(found.logprobs, expected.logprobs)
 
 
-@pytest.mark.parametrize("name", ["wgkv", "quest", "capacity"])
+@pytest.mark.parametrize(
+    "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "capacity"))]
+)
 def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)

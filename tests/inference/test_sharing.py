@@ -21,7 +21,7 @@ def model():
     return tiny_model(qk_norm=False)
 
 
-THOROUGH = "full", "snapkv", "h2o"
+THOROUGH = "full", "snapkv", "h2o", "r_kv"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,9 @@ def test_sixteen_questions_take_little_more_than_one(model):
     assert all_.stats.pages == 12 * (2100 // 16 + 16 * 2)
 
 
-@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [pytest.param({}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2}], ids=str
+)
 def test_each_context_has_its_own_questions(shape):
     """On a mesh, too, where a context's branches stay on its devices."""
     with jax.set_mesh(make_mesh(**shape)):

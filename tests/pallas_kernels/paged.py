@@ -5,11 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name not in ("reference", "hopper")]
+TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
+"""The others only where all is asked for."""
 SHAPES = {  # b, n, k, t, h, page, columns, ring pages
     "one": (3, 4, 2, 1, 32, 16, 9, 2),
     "several tiles": (2, 4, 2, 1, 256, 8, 80, 3),

@@ -16,6 +16,8 @@ from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 from pallas_kernels.attention_mass.api import IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
+TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
+"""The others only where all is asked for."""
 few = settings(max_examples=4, deadline=None, derandomize=True, database=None)
 
 SHAPES = {  # b, n, k, t, s, h: lengths that no tile divides
@@ -121,7 +123,7 @@ def test_means_the_reference(implementation, case, seed):
     check(implementation, case, seed)
 
 
-@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("case", ["KVPOP's target", "SnapKV's window"])
 def test_bfloat16(implementation, case):
     check(implementation, case, 0, jnp.bfloat16)

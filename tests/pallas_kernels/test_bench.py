@@ -259,6 +259,7 @@ def test_cycles_count_loops():
     assert estimated_cycles(PROGRAM) == 507
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_decoding_waits_for_memory_alone():
     found = static.tpu_rows("v6e", "paged_decode")

@@ -19,7 +19,7 @@ from pallas_kernels.paged_decode.api import IMPLEMENTATIONS
 from pallas_kernels.paged_decode.selection import scattered_to_front, sorted_to_front
 from pallas_kernels.vertical_slash import vertical_slash
 from tests.pallas_kernels.closeness import assert_attention_close
-from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
+from tests.pallas_kernels.paged import OTHERS, SHAPES, TPUS, biased, cache, compiled
 
 few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
@@ -199,7 +199,7 @@ def test_bits_are_read_as_the_floats_of_the_queries(implementation, dtype):
         paged_decode(q.astype(jnp.float32), as_bits(pool), *rest, ring_pages=1, implementation=implementation)
 
 
-@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("t", [1, 9])
 def test_an_output_in_float32_is_what_is_rounded(implementation, t):
     arguments = cache((1, 2, 1, t, 32, 8, 4, 1), [5], [17], 0, jnp.bfloat16)[:5]
@@ -230,7 +230,7 @@ def test_without_queries_there_is_no_output(implementation):
     assert (o.shape, lse.shape) == ((1, 4, 0, 32), (1, 4, 0))
 
 
-@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize(("values", "most"), [("random", 3e-3), ("two constants", 2e-4)])
 def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values, most, monkeypatch):
     """128 copies of 64 entries, as half a million entries are of 4096: an output that is rounded to bfloat16 after each

@@ -17,6 +17,8 @@ from pallas_kernels.running_topk import ranks, running_topk
 from pallas_kernels.running_topk.api import FASTEST, IMPLEMENTATIONS
 
 OTHERS = [name for name in IMPLEMENTATIONS if name != "reference"]
+TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x in OTHERS]
+"""The others only where all is asked for."""
 FOREVER = jnp.iinfo(jnp.int32).max
 few = settings(max_examples=8, deadline=None, derandomize=True, database=None)
 
@@ -128,7 +130,7 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
         check(f"{rows} rows", SHAPES["square"], 0)
 
 
-@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize("implementation", TPUS)
 def test_k_is_a_number_an_array_or_one_for_each_row(implementation):
     rank, _ = permutations(SHAPES["square"], 0)
     call = compiled(implementation, 7, 128)

@@ -68,7 +68,7 @@ CHUNKS = {"chunk": 16, "page_size": 8}
 """As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
 LIKE_OTHERS = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
-    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "capacity",
+    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "capacity", "bias",
 )  # fmt: skip
 """Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
 each = pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row
     alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-SIZED = "h2o", "kvpop", "wgkv+snapkv"
-"""Kept of a prompt with a plane, of a capacity, and of what was admitted; the others only where all is asked for."""
-MESHED = "kvpop", "quest", "wgkv+snapkv"
+SIZED = ("wgkv+snapkv",)
+"""Kept of what was admitted; the others only where all is asked for."""
+MESHED = "kvpop", "wgkv+snapkv"
 """The others only where all is asked for: with them this file has more programs than a process may map."""
 
 

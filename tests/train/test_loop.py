@@ -128,6 +128,7 @@ def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
         np.testing.assert_array_equal(mine, theirs)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_on_another_mesh(whole, killed, tmp_path):
     again = resumed(killed, tmp_path, "4x2")
     assert dict(again.mesh.shape) == {"data": 1, "fsdp": 4, "tensor": 2, "sequence": 1}
@@ -302,7 +303,7 @@ def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypa
         (3, "the last checkpoint is of step 2: {use} goes on from there"),
     ],
 )
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, Termination])
+@pytest.mark.parametrize("stop", [KeyboardInterrupt, pytest.param(Termination, marks=pytest.mark.thorough)])
 def test_a_run_that_is_stopped_says_how_to_go_on(stop, updates, said, tmp_path, monkeypatch):
     folder, made, make_update = tmp_path / "a run", [], loop.make_update
 
@@ -408,6 +409,7 @@ def test_the_last_update_is_validated_and_saved_whatever_the_intervals(tmp_path,
     assert sorted(file.name for file in (found.folder / "checkpoints").iterdir()) == ["4", "6"]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_without_a_validation_comes_after_its_metrics(tmp_path, monkeypatch):
     folder, save, saves = tmp_path / "run", Checkpoints.save, {}
 

@@ -31,6 +31,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
             np.testing.assert_allclose(got, want[head], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_what_was_counted_moves_with_its_entry(model, prompts):
     policy = make_policy("h2o", model=model, entries=20, when="every", every=64)
     cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)

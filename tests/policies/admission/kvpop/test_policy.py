@@ -107,7 +107,9 @@ def streaming(model, sink, window):
 AT = step(np.arange(LENGTH)[None])
 
 
-@pytest.mark.parametrize(("decay", "sink", "window"), [(True, 2, 13), (False, 9, 6)])
+@pytest.mark.parametrize(
+    ("decay", "sink", "window"), [(True, 2, 13), pytest.param(False, 9, 6, marks=pytest.mark.thorough)]
+)
 def test_of_equal_scores_age_decides(model, decay, sink, window):
     """Where scores fall, the last tokens are kept, as if the window were longer; else the first ones, as sinks are."""
     policy = made(model, decay=decay)

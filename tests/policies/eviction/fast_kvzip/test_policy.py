@@ -105,6 +105,7 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
     assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.prefix == len(beginning)
 
 
+@pytest.mark.thorough
 def test_a_mesh_keeps_the_same(gates):
     told = READ[1]
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
@@ -257,6 +258,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "when", [pytest.param(x, marks=() if x == "position" else pytest.mark.thorough) for x in SCHEDULES]
 )
