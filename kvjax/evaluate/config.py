@@ -17,7 +17,7 @@ POLICIES = (
     *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
     *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
     *("expected_attention_chunked", "keydiff", "keydiff_chunked", "h2o_chunked", "r_kv"),
-    *("kvzip", "fast_kvzip", "kvpop", "prulong", "duo_attention", "quest"),
+    *("oraclekv", "kvzip", "fast_kvzip", "kvpop", "prulong", "duo_attention", "quest"),
     *("wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
 )
 """Compared where no others are named."""

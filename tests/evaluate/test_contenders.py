@@ -150,6 +150,7 @@ def test_those_compared_by_default_exist_and_are_the_papers():
         "expected_attention",
         "keydiff",
         "r_kv",
+        "oraclekv",
         "quest",
         "kvzip",
     }
