@@ -269,7 +269,7 @@ CONTENDERS = {
     ),
     "head_pattern": Contender(_head_pattern, method="head_pattern", choose=Rivals.head_pattern, taken=CHOSEN),
     "snapkv": _eviction("snapkv"),
-    "oraclekv": _eviction("oraclekv"),
+    "oraclekv": dataclasses.replace(_eviction("oraclekv"), reads=""),
     "snapkv_chunked": _eviction("snapkv", "chunk"),
     "snapkv_patched": _eviction("snapkv", "chunk", "prompt"),
     "pyramidkv": _eviction("pyramidkv"),

@@ -174,6 +174,12 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
     return tally.total()
 
 
+def measured_alone(policy: Policy) -> bool:
+    """Whether reading leaves what no other policy's reading does, or something looks at the context behind it."""
+    guided = policy.when is not None and bool(policy.when.guidance)
+    return guided or policy.most_stored is not None or BIAS in policy.planes
+
+
 def measure_together(
     model: Decoder, policies: Sequence[Sequence[Policy]], samples: Sequence[Sample], manner: Manner
 ) -> list[Measurement]:
@@ -182,8 +188,7 @@ def measure_together(
     a speed of reading if there are several, for then all methods' work is in it."""
     methods = [own[0] for own in policies]
     for policy in methods:
-        guided = policy.when is not None and policy.when.guidance
-        if guided or policy.most_stored is not None or BIAS in policy.planes:
+        if measured_alone(policy):
             raise UserError(
                 f"{policy.name}: capacities, biases and tokens that observe are measured by themselves"
             )

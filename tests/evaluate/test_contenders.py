@@ -12,6 +12,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.evaluate.config import ANSWERING, POLICIES, parse
 from kvjax.evaluate.contenders import CONTENDERS, LEARNED, Sizing, budget_policy, contender
+from kvjax.evaluate.measuring import measured_alone
 from kvjax.evaluate.run import with_gates
 from kvjax.models.chat import encode
 from kvjax.policies import Policy, SnapKV, make_policy
@@ -129,7 +130,9 @@ def test_what_is_read_together_reads_alike(model, gates):
         if contender(name).reads:
             sizes = {"tokens": 128, "shortest": 120, "chunk": 32, "observed": 4}
             sizing = Sizing(model, ratio, **sizes, gates=gates, tokenizer=Tokenizer)
-            alike.setdefault(contender(name).reads, []).append(budget_policy(name, sizing).reading)
+            policy = budget_policy(name, sizing)
+            assert not measured_alone(policy), name
+            alike.setdefault(contender(name).reads, []).append(policy.reading)
     assert set(alike) == {"all", "gates"}
     for first, *others in alike.values():
         for other in others:
