@@ -41,7 +41,9 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "targets of attention over all tokens": ("--target", "all"),
 }
 """Of the scorers, by the options of the training, at the first budget."""
-Part = Literal["main", "ablations", "cost"]
+FROM = 60
+"""Updates after which the courses of two runs are compared."""
+Part = Literal["main", "ablations", "courses", "cost"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +54,7 @@ class ClaimsConfig:
     """Folder of everything: runs, cells, claims.md."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of models, contexts and draws; the tables show means, and the least and the most."""
-    parts: tuple[Part, ...] = ("main", "ablations", "cost")
+    parts: tuple[Part, ...] = ("main", "ablations", "courses", "cost")
     """What is measured."""
     samples: int = 192
     """Answers of a cell, at least."""
@@ -153,6 +155,32 @@ def ablation_table(config: ClaimsConfig) -> str:
     return table([f"at {BUDGETS[0]:g} of the context", *TASKS, "mean"], [row[1:] for row in rows])
 
 
+def course(trained: Path) -> dict[int, dict[str, float]]:
+    """What a run's updates after `FROM` found, by update."""
+    lines = [json.loads(line) for line in (trained.parent / "metrics.jsonl").read_text().splitlines()]
+    return {x["step"]: x for x in lines if x["step"] > FROM and "divergence" in x}
+
+
+def course_table(config: ClaimsConfig) -> str:
+    """Scorers that differ in one thing, by what updates on the same sequences found: far finer than answers are."""
+    rows = []
+    for name, options in ABLATIONS.items():
+        more: dict[str, list[float]] = {"divergence": [], "cross_entropy": [], "agreement": []}
+        for seed in config.seeds:
+            usual = course(sparsified(config, seed, BUDGETS[0]))
+            own = course(sparsified(config, seed, BUDGETS[0], *options))
+            for key, found in more.items():
+                found += [own[step][key] - usual[step][key] for step in own if step in usual]
+        rows.append([name, *map(interval, more.values())])
+    return table(["more than as trained here", "divergence", "cross-entropy", "agreement"], rows)
+
+
+def interval(differences: Sequence[float]) -> str:
+    """A mean with its 95% interval."""
+    half = 1.96 * statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{statistics.mean(differences):+.4f} ± {half:.4f}"
+
+
 def cost_table(config: ClaimsConfig) -> str:
     """What the phases take beside dense training, of the first seed."""
     seed, rows = config.seeds[0], []
@@ -173,7 +201,12 @@ def main(args: list[str] | None = None) -> None:
     config = parse_command(ClaimsConfig, args)
     config.check()
     config.out.mkdir(parents=True, exist_ok=True)
-    made = {"main": main_table, "ablations": ablation_table, "cost": cost_table}
+    made = {
+        "main": main_table,
+        "ablations": ablation_table,
+        "courses": course_table,
+        "cost": cost_table,
+    }
     texts = [make(config) for part, make in made.items() if part in config.parts]
     write_text(config.out / "claims.md", "\n\n".join(texts) + "\n")
     print(f"{config.out / 'claims.md'}\n\n" + "\n\n".join(texts))
