@@ -26,7 +26,8 @@ class PrefillConfig:
     gates: str = "builtin"
     """fast_kvzip: a folder with its gates, or `builtin`, the built-in model's."""
     policies: tuple[str, ...] = ("full", "kvzip", "fast_kvzip")
-    """What is compared, the first against the others; evictions keep --ratio."""
+    """What is compared, the first against the others; evictions keep --ratio. A name may be followed by arguments:
+    oraclekv:guidance=G5."""
     ratio: float = 0.3
     """Of the entries."""
     tokens: int = 4000
@@ -47,14 +48,17 @@ class PrefillConfig:
                 raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
 
 
-def policy_of(name: str, config: PrefillConfig, model: Any) -> Any:
-    """The policy of a name."""
+def policy_of(named: str, config: PrefillConfig, model: Any) -> Any:
+    """The policy of a name and its arguments."""
     import kvjax
+    from kvjax.policies.assignments import with_arguments
     from kvjax.policies.make import takes_tokenizer
+    from kvjax.policies.registry import POLICIES
 
+    name, own = with_arguments(named, POLICIES, "--policies")
     if name == "full":
         return kvjax.make_policy("full", model=model)
-    told: dict[str, Any] = {"ratio": config.ratio}
+    told: dict[str, Any] = {"ratio": config.ratio} | (own or {})
     if name == "fast_kvzip":
         told |= {"gates": config.gates, "chunk": config.chunk}
     if takes_tokenizer(name, **told):
@@ -109,7 +113,7 @@ def main(args: list[str] | None = None) -> None:
     first = next(iter(rows.values()))["tokens_per_s"]
     for name, row in rows.items():
         print(
-            f"{name:16} {row['tokens_per_s']:8.0f} tokens/s ({row['tokens_per_s'] / first:.2f}×), "
+            f"{name:24} {row['tokens_per_s']:8.0f} tokens/s ({row['tokens_per_s'] / first:.2f}×), "
             f"peak {row['peak']:.2f}, kept {row['kept']:.3f}"
         )
     if config.json is not None:

@@ -9,12 +9,15 @@ questions of its own kinds, about tokens that no context is made for; the publis
 """
 
 import dataclasses
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from claims import Scores, check_different, evaluated, gather, spread, table
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import parse_command, run_command
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.files import write_text
 
 BUDGETS = 0.1, 0.2, 0.4
@@ -82,25 +85,82 @@ class ClaimsConfig:
         return OWN if self.own else PUBLISHED
 
 
+def told(config: ClaimsConfig, seed: int) -> list[str]:
+    """The evaluation's options of a seed."""
+    options = {
+        "model": config.model,
+        "seed": seed,
+        "samples": config.samples,
+        "context": config.context,
+        "documents": config.documents,
+        "gates": config.gates,
+    }
+    return [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
+
+
 def asked(config: ClaimsConfig, part: str, names: dict[str, str]) -> Scores:
     """The scores of policies by their row, at every budget and of all seeds."""
     scores: Scores = {}
+    rows = {policy: name for name, policy in names.items()}
     for seed in config.seeds:
-        told = ["--model", config.model, "--seed", str(seed), "--samples", str(config.samples)]
-        told += ["--context", str(config.context)]
-        told += [] if config.documents is None else ["--documents", str(config.documents)]
-        told += [] if config.gates is None else ["--gates", config.gates]
         folder = config.out / f"seed-{seed}" / part
-        rows = {policy: name for name, policy in names.items()}
-        for cell in evaluated(folder, list(rows), BUDGETS, config.tasks, *told):
+        for cell in evaluated(folder, list(rows), BUDGETS, config.tasks, *told(config, seed)):
             gather(scores, rows[cell["policy"]], [cell])
     return scores
+
+
+def kept(config: ClaimsConfig, text: str) -> Scores:
+    """The scores where the text is written as a part of the context, whose last tokens look back, and stays: with the
+    same number of entries, its own among them."""
+    scores: Scores = {}
+    for seed in config.seeds:
+        file = config.out / f"seed-{seed}" / "kept.json"
+        if not file.exists():
+            write_text(file, json.dumps(list(measured_kept(config, text, seed))) + "\n")
+        gather(scores, "the first, written and kept", json.loads(file.read_text()))
+    return scores
+
+
+def measured_kept(config: ClaimsConfig, text: str, seed: int) -> Iterator[dict[str, Any]]:
+    """A cell for each task that is asked, and budget."""
+    import jax
+    import numpy as np
+
+    import kvjax
+    from kvjax.evaluate.config import default_chunk, parse
+    from kvjax.evaluate.measuring import Manner, measure
+    from kvjax.evaluate.workloads import workloads
+
+    asks = ["--tasks", *config.tasks[:-1], "--out", str(config.out), "--policies", "snapkv"]
+    evaluation = parse([*told(config, seed), *asks])
+    chunk = default_chunk(config.context)
+    with jax.set_mesh(start(MeshShape())):
+        model = kvjax.load_model(config.model)
+        guided = {"model": model, "tokenizer": kvjax.load_tokenizer(config.model), "guidance": text}
+        moment = kvjax.make_policy("oraclekv", ratio=0.5, **guided).when
+        assert moment is not None
+        guidance = np.array(moment.guidance, np.int32)
+        for load in workloads(evaluation):
+            samples = [
+                dataclasses.replace(x, context=np.concatenate([x.context, guidance])) for x in load.samples
+            ]
+            share = load.tokens / (load.tokens + len(guidance))
+            for budget in BUDGETS:
+                policy = kvjax.make_policy(
+                    "snapkv", model=model, ratio=budget * share, observed=len(guidance)
+                )
+                score = measure(model, policy, samples, Manner(load.batch, chunk)).score
+                yield {"task": load.task, "budget": budget, "score": score}
 
 
 def rows_of(config: ClaimsConfig, scores: Scores) -> str:
     """A table: a row a method and budget, a column a task."""
     rows = [
-        [f"{budget:g}", name, *(spread(found[task, budget]) for task in config.tasks)]
+        [
+            f"{budget:g}",
+            name,
+            *(spread(own) if (own := found.get((task, budget))) else "–" for task in config.tasks),
+        ]
         for budget in (1.0, *BUDGETS)
         for name, found in scores.items()
         if (config.tasks[0], budget) in found
@@ -124,9 +184,10 @@ def methods(config: ClaimsConfig) -> str:
 
 
 def texts(config: ClaimsConfig) -> str:
-    """Texts of guidance, the budget each kv head's own."""
+    """Texts of guidance, the budget each kv head's own; and the first as a part of the context."""
     names = {name: f"oraclekv:guidance={text}" for name, text in config.guidance.items()}
-    return rows_of(config, asked(config, "texts", names))
+    scores = asked(config, "texts", names) | kept(config, next(iter(config.guidance.values())))
+    return rows_of(config, scores)
 
 
 def main(args: list[str] | None = None) -> None:
