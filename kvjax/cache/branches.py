@@ -96,7 +96,10 @@ def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None)
     def copied(x: Shaped[Array, "p ..."]) -> Shaped[Array, "p ..."]:
         return x.at[fresh].set(x.at[page].get(mode="clip"), mode="drop")
 
-    pool, bounds, planes = jax.tree.map(copied, (pages.pool, pages.bounds, pages.planes))
+    # what rows that are gone left; others' keys would come into these bounds
+    unheld = jnp.zeros(none, bool).at[pages.free].set(jnp.arange(none) < pages.free_count[0])
+    bounds = jax.tree.map(lambda x: jnp.where(unheld[:, None], jnp.inf, x), pages.bounds)
+    pool, bounds, planes = jax.tree.map(copied, (pages.pool, bounds, pages.planes))
     others = pages.others.at[jnp.where(leaves, page, none)].add(-1, mode="drop")
     l, b, k = (x[..., None] for x in jnp.ogrid[: table.shape[0], : table.shape[1], : table.shape[2]])
     table = table.at[l, b, k, jnp.where(leaves, column, columns)].set(fresh, mode="drop")

@@ -1,4 +1,4 @@
-"""Branches against lists: random trees of branches, writes, compactions and drops on a small pool."""
+"""Branches against lists: random trees of branches, writes, compactions, saves and drops on a small pool."""
 
 import copy
 import dataclasses
@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from kvjax import cache as caches
 from kvjax.cache import compaction
 from kvjax.cache.branches import branched_rows, with_copies
+from kvjax.cache.rows import packed, unpacked
+from kvjax.mesh import make_mesh
 from tests.cache.lists import (
     CALLS,
     HEADS,
@@ -42,6 +45,18 @@ def branched(cache, index, newest):
     pages = dataclasses.replace(cache.pages, free=free, free_count=count, others=others)
     pages, layers = with_copies(pages, layers, RING, newest)
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
+
+
+def saved(cache, alive):
+    """What was packed and unpacked again, the rows that are alive first: each in pages of its own."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        alone = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=None))
+        sharding = jax.sharding.NamedSharding(mesh, P())
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), alone)
+        loaded = jax.device_get(unpacked(like, packed(cache)))
+    index = jnp.where(jnp.arange(ROWS) < alive.sum(), jnp.arange(ROWS), -1)
+    return branched(jax.tree.map(jnp.asarray, loaded), index, 0)
 
 
 EVERY = 5
@@ -86,6 +101,7 @@ def check(cache, sequences):
     free = np.asarray(pages.free)[: int(pages.free_count[0])].tolist()
     assert sorted(free) == np.flatnonzero(owners == 0).tolist()
     np.testing.assert_array_equal(pages.others, np.maximum(owners - 1, 0))
+    assert_bounds_are_those_of_the_keys(cache)
 
 
 def pages_of(sequence):
@@ -97,9 +113,14 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
     random = np.random.default_rng(operations)
     (_, cache), sequences = started(WINDOW, 1000), [Sequence() for _ in range(ROWS)]
     cache = branched(cache, jnp.array([0, 1, -1, -1]), 0)
-    alive, token, done, shared = np.arange(ROWS) < 2, 0, dict.fromkeys(("write", "compact", "branch"), 0), 0
+    alive, token, done, shared = (
+        np.arange(ROWS) < 2,
+        0,
+        dict.fromkeys(("write", "compact", "branch", "save"), 0),
+        0,
+    )
     for _ in range(operations):
-        free, what = int(cache.pages.free_count[0]), random.choice(list(done), p=[0.5, 0.2, 0.3])
+        free, what = int(cache.pages.free_count[0]), random.choice(list(done), p=[0.5, 0.2, 0.29, 0.01])
         valid = random.integers(0, TOKENS + 1, ROWS) * alive
         longest = max(len(row) for one in sequences for row in one.kept)
         if what == "write" and (
@@ -107,6 +128,10 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
         ):
             what = "compact"
         if what == "compact" and free < sum(map(pages_of, sequences)):
+            what = "branch"
+        # a row without a token is not saved, and each takes all its pages
+        whole = sum(pages_of(one) + RING * HEADS for one in sequences) <= len(cache.pages.pool)
+        if what == "save" and not (whole and (np.asarray(cache.seen)[alive] > 0).all()):
             what = "branch"
         done[what] += 1
         if what == "write":
@@ -126,6 +151,12 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
                 row = sequences[b].kept[k]
                 mask = kept[b, k, ENTRIES - len(row) :]
                 sequences[b].kept[k] = [x for x, stays in zip(row, mask, strict=True) if stays]
+        elif what == "save":
+            cache = saved(cache, alive)
+            sequences = [x for x, stays in zip(sequences, alive, strict=True) if stays]
+            sequences += [Sequence() for _ in range(ROWS - len(sequences))]
+            alive = np.sort(alive)[::-1]
+            check(cache, sequences)
         else:
             # some go on once or more often, some are gone; one alone where there would be no room to own all pages
             index = np.where(random.random(ROWS) < 0.7, random.choice(np.flatnonzero(alive), ROWS), -1)
@@ -139,6 +170,6 @@ def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
             check(cache, sequences)
         shared += np.asarray(cache.pages.others).any()
     check(cache, sequences)
-    assert_bounds_are_those_of_the_keys(cache)
-    assert min(done.values()) > operations // 20
+    assert min(n for what, n in done.items() if what != "save") > operations // 20
+    assert done["save"] > operations // 500
     assert shared > operations // 6
