@@ -164,7 +164,7 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
 
 
 @pytest.mark.parametrize(
-    "window", [1, 100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (300, 10**9))]
+    "window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300, 10**9))]
 )
 def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     """And not the longest one, however often, nor the window of a policy."""
@@ -179,6 +179,7 @@ def test_a_pool_follows_each_sequence(model, monkeypatch, window):
         assert sizes.full_bytes <= sizes.bytes
 
 
+@pytest.mark.thorough
 def test_a_window_is_no_larger_than_the_sequences(model):
     """Until they grow: then the answer is that of the whole window, and of one that the sequences leave."""
     prompts, questions = [np.arange(100) % 61, np.arange(20)], [np.arange(30), np.arange(3)]
@@ -215,7 +216,9 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
         sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+@pytest.mark.parametrize(
+    "name", ["pyramidkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "adakv"))]
+)
 def test_short_prompts_are_kept_whole(model, name):
     """Beside a long one that is not."""
     policy = make_policy(name, ratio=0.5)

@@ -22,7 +22,7 @@ from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 
-THOROUGH = "full", "r_kv", "snapkv", "h2o", "wgkv"
+THOROUGH = "full", "r_kv", "snapkv", "h2o", "wgkv", "capacity"
 ASKED = QUESTIONS[:2]
 
 
@@ -86,7 +86,7 @@ def test_only_what_is_stored_is_written(model, tmp_path):
     assert found["held"] == [[20] * 4] * 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.thorough)])
 def test_8_bits_take_a_part_of_it_and_say_nearly_the_same(dtype, tmp_path):
     """Logits move by a hundredth of what they vary."""
     model = load_model(builtin_model("test_model"), dtype=dtype)

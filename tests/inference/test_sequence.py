@@ -111,7 +111,11 @@ def test_only_heads_and_outputs_change_places(tokens):
     assert kinds == (wanted if tokens > 1 else {"all-to-all": 0, "all-gather": 0, "all-reduce": 2})
 
 
-@pytest.mark.parametrize("shape", [{"sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param({"sequence": 2}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2, "sequence": 2}],
+    ids=str,
+)
 def test_what_is_captured_is_one_device_s(shape):
     """Whole sequences of every head; of 19 and 40 tokens, in calls of 24 and 48."""
     names = "hidden", "q", "k", "v", "k_pre", "lse"

@@ -70,6 +70,7 @@ def test_each_context_has_its_own_questions(shape):
             np.testing.assert_allclose(found.logprobs[place], alone.logprobs[context], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_samples_of_a_question_are_branches_too(model):
     policy = make_policy("full")
     cache = prefill(model, CONTEXTS, policy=policy)

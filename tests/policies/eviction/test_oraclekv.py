@@ -122,7 +122,17 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
 
 
-@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv", "critical_kv", "r_kv", "tova"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adakv",
+        "tova",
+        *(
+            pytest.param(x, marks=pytest.mark.thorough)
+            for x in ("snapkv", "pyramidkv", "critical_kv", "r_kv")
+        ),
+    ],
+)
 def test_whatever_looks_back_takes_guidance(model, prompts, name):
     """At the prompt's end and by chunk, and over an admission; as its own observers, all of them."""
     own = {"observed": len(GUIDANCE)} if name in ("snapkv", "r_kv") else {}
