@@ -74,7 +74,7 @@ class GenerateConfig:
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
     page_size: int = 16
-    """Tokens per page."""
+    """Tokens per page; with --cache those of what was saved."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -219,6 +219,7 @@ def _check(config: GenerateConfig) -> None:
     from kvjax.cache import parse_capacity
     from kvjax.inference.checks import check_capacity, check_samples
     from kvjax.inference.draw import Draw
+    from kvjax.inference.saving import checked_place
     from kvjax.inference.stop import checked_stop
     from kvjax.models.loading import parameter_dtype
 
@@ -229,6 +230,8 @@ def _check(config: GenerateConfig) -> None:
     if config.cache is not None and config.save_cache is not None:
         raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
     checked_stop(config.stop)
+    if config.save_cache is not None:
+        checked_place(config.save_cache)
     if config.capacity is not None:
         check_capacity(parse_capacity(config.capacity))
     if config.dtype is not None:

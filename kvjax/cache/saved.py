@@ -26,11 +26,13 @@ def describe_cache(path: str | Path) -> dict[str, Any]:
     Raises UserError if there is none, or one that was changed or is of another version.
     """
     file = Path(path) / DESCRIPTION
-    if not file.is_file():
-        raise UserError(f"{path}: no cache is saved here: it has no {DESCRIPTION}")
     try:
+        if not file.is_file():
+            raise UserError(f"{path}: no cache is saved here: it has no {DESCRIPTION}")
         found = json.loads(file.read_text(encoding="utf-8"))
         whole = found["sha256"] == sealed(found)
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: damaged ({shown(error)})") from None
     if found.get("format") != FORMAT:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache import PAGE_SIZE, Cache
 from kvjax.errors import one_of
-from kvjax.inference.checks import check_continues, token_rows
+from kvjax.inference.checks import check_continues, check_in_front, token_rows
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
 from kvjax.inference.room import new_cache
 from kvjax.mesh import use_mesh
@@ -45,6 +45,7 @@ def captured_layers(
         if cache is None:
             cache = new_cache(model, policy, [row[:1] for row in rows], 0, PAGE_SIZE, None)
         else:
+            check_in_front("captured_layers", cache)
             check_continues(cache, model, policy, rows)
         tokens, valid = padded(rows, bucket(longest))
         x = _embedded(model, tokens)

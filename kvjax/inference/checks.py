@@ -201,6 +201,17 @@ def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.
         )
 
 
+def check_in_front(where: str, cache: Cache) -> None:
+    """Refuse a cache in which a sequence without tokens stands before one that has some, as of branches that a mesh's
+    devices have unequally many of: who continues it could not tell whose is whose."""
+    seen = np.asarray(cache.seen) > 0
+    if (np.diff(seen.astype(np.int8)) > 0).any():
+        raise UserError(
+            f"{where}: this cache is of branches of which the mesh's devices have unequally many, and cannot be "
+            "continued by place: ask as many of each context, or of the contexts' own cache"
+        )
+
+
 def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
     """Refuse a cache that was not made for this model and policy."""
     c, (layers, _, heads) = model.config, cache.layers.length.shape

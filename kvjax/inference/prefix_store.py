@@ -5,8 +5,11 @@ once it is whole, and removed only where nobody reads it: several processes may 
 """
 
 import contextlib
+import dataclasses
+import enum
 import hashlib
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -28,6 +31,9 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
 from kvjax.struct import leaves_by_path
+
+ENTRY = re.compile("[0-9a-f]{32}")
+"""What an entry's folder is called."""
 
 
 class PrefixStore:
@@ -107,7 +113,9 @@ class PrefixStore:
             with partial_folder(entry) as partial:
                 save_cache(partial / "cache", cache, model, policy, entries=self.entries)
                 if damaged:
-                    shutil.rmtree(entry, ignore_errors=True)
+                    # at once: whoever reads it finds files missing and reads the context for itself
+                    with contextlib.suppress(OSError):
+                        entry.rename(partial / "damaged")
                 with contextlib.suppress(OSError):  # another process was first
                     (partial / "cache").rename(entry)
         except OSError as error:
@@ -133,6 +141,8 @@ class PrefixStore:
         """When each was used last, its bytes, and its folder."""
         found = []
         for entry in self.folder.iterdir():
+            if not ENTRY.fullmatch(entry.name):
+                continue
             with contextlib.suppress(OSError):  # one that goes meanwhile
                 last = (entry / DESCRIPTION).stat().st_mtime
                 found.append((last, sum(x.stat().st_size for x in entry.rglob("*") if x.is_file()), entry))
@@ -160,9 +170,22 @@ def _key(
     known.update(contents(model).encode())
     with use_mesh(model):
         placed = policy.for_model(model)
-    known.update(str(jax.tree.structure(placed)).encode())
+    known.update(repr(_settings(placed)).encode())
     for name, leaf in leaves_by_path(placed).items():
-        known.update(name.encode() + np.asarray(leaf).tobytes())
+        array = np.asarray(leaf)
+        known.update(repr((name, array.shape, array.dtype.name)).encode() + array.tobytes())
     for row in rows:
         known.update(len(row).to_bytes(8, "little") + row.astype(np.int64).tobytes())
     return known.hexdigest()[:32]
+
+
+def _settings(x: Any) -> Any:
+    """What a policy is told, whole, where its own `repr` is for people; its arrays are its leaves."""
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return type(x).__qualname__, [(f.name, _settings(getattr(x, f.name))) for f in dataclasses.fields(x)]
+    if isinstance(x, tuple | list):
+        return [_settings(one) for one in x]
+    if isinstance(x, dict):
+        return [(key, _settings(one)) for key, one in x.items()]
+    plain = x is None or isinstance(x, str | int | float | enum.Enum)
+    return repr(x) if plain else getattr(x, "__qualname__", type(x).__qualname__)

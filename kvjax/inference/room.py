@@ -351,13 +351,13 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
 
 def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated; where
-    it is for all sequences up to some length it grows as it runs out, but for what branches copy."""
-    if cache.bounded:
+    it is for all sequences up to some length it grows as it runs out, but for what branches copy and compact."""
+    if cache.bounded or (cache.shared and cache.pages.others is None):
         return 0
-    if cache.shared:
-        return max(0, copied_pages(policy, cache) - free_pages(cache))
     need, have = _wanted(policy, cache, question, answer), pool_pages(cache)
     rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
+    if cache.shared:
+        return max(0, rounded - have)
     return 0 if need <= have <= rounded else rounded - have
 
 

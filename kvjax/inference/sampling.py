@@ -22,6 +22,7 @@ from kvjax.inference.checks import (
     Prompts,
     check_arguments,
     check_continues,
+    check_in_front,
     check_length,
     check_observers,
     check_samples,
@@ -323,6 +324,8 @@ def stream(
             if share is not False:
                 cache, order = branched(cache, share, samples, len(rows))
                 rows = placed(rows, order, cache.seen.shape[0])
+            else:
+                check_in_front("sample", cache)
             check_continues(cache, model, policy, rows)
             check_length(model, rows, max_new_tokens, cache)
             longest = max(row.size for row in rows)

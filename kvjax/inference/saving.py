@@ -7,6 +7,7 @@ whole, whatever stops the writer.
 
 import hashlib
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -22,11 +23,11 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.rows import Arrays, by_shard, packed, packed_shapes, pages_of, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, sealed
-from kvjax.errors import UserError, named_arguments, one_of, whole_number
+from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor, contents, model_name
 from kvjax.exported.orbax import check_room, export
 from kvjax.files import locked, write_text
-from kvjax.inference.checks import check_arguments, check_fits
+from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
 from kvjax.inference.settled import settled
 from kvjax.mesh import adopt, batch_shards, use_mesh
@@ -37,6 +38,8 @@ from kvjax.struct import changed, leaves_by_path
 
 STORED = "exact", "int8"
 """How entries are saved: as they are, or each key and each value in 8 bits with a scale of its own."""
+OWN = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.\d+")
+"""Names of what is in the folder, also when a writer was stopped."""
 ENTRIES = "entries", "ring"
 """The arrays of keys and values."""
 
@@ -73,17 +76,12 @@ def write_cache(
     path: str | Path, cache: Cache, model: Decoder, policy: Policy | None, entries: str, said: dict[str, Any]
 ) -> int:
     """`save_cache`, with more that is `said` in the description."""
-    path = Path(path)
-    check_arguments("save_cache", model, policy, cache=cache)
-    one_of("save_cache", "entries", entries, STORED)
+    path = checked_place(path)
     if jax.process_count() > 1:
         raise UserError("save_cache: a cache is saved by one process, this run has several")
-    if path.exists() and not (path / DESCRIPTION).is_file() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path}: it is there and holds no saved cache: name another folder")
     with use_mesh(model):
-        policy = _policy(model, policy)
-        check_fits(cache, model, policy)
-        arrays = _arrays(cache, policy, entries)
+        cache, policy = _saved_as("save_cache", cache, model, policy, entries)
+        arrays = _arrays(cache, entries)
         description = said | _described(cache, model, policy, entries, arrays)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -95,11 +93,58 @@ def write_cache(
     return description["bytes"]
 
 
+def checked_place(path: str | Path) -> Path:
+    """The folder, if a cache can be saved there for all that can be seen. Raises UserError for one with others' things
+    in it."""
+    path = _path("save_cache", path)
+    try:
+        there = [file.name for file in path.iterdir()] if path.is_dir() else []
+        taken = path.exists() and not path.is_dir()
+        if taken or not all(map(OWN.fullmatch, there)) or (DESCRIPTION in there and not _is_ours(path)):
+            raise UserError(f"{path}: it is there and holds no saved cache: name another folder")
+    except OSError as error:
+        raise UserError(f"{path}: a cache cannot be written there ({error.strerror})") from None
+    return path
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder's description is one."""
+    try:
+        found = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+    return isinstance(found, dict) and {"format", "sha256"} <= found.keys()
+
+
+def _path(where: str, path: Any) -> Path:
+    if not isinstance(path, str | Path) or not str(path):
+        raise UserError(f"{where}: path must be a folder's, got {shown(path)}")
+    return Path(path)
+
+
+def _saved_as(
+    where: str, cache: Cache, model: Decoder, policy: Policy | None, entries: str
+) -> tuple[Cache, Policy]:
+    """The cache as it goes on with the policy, and the policy on the model's mesh. Refuses what cannot be saved."""
+    check_arguments(where, model, policy, cache=cache)
+    one_of(where, "entries", entries, STORED)
+    if cache is None:
+        raise UserError(f"{where}: cache must come from kvjax.prefill, got None")
+    policy = _policy(model, policy)
+    check_in_front(where, cache)
+    check_fits(cache, model, policy)
+    if jax.tree.structure(settled(cache, policy)) != jax.tree.structure(cache):
+        raise UserError(
+            f"{where}: the cache remembers more of its tokens than policy {policy.name} does: give the policy that it "
+            "was made with"
+        )
+    return settled(cache, policy.continuing), policy
+
+
 def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
-    """Bytes that `save_cache` would write, by the cache's lengths alone."""
-    one_of("saved_bytes", "entries", entries, STORED)
+    """Bytes that `save_cache` would write, by the cache's lengths alone. Raises UserError as it does of the cache."""
     with use_mesh(model):
-        shapes = packed_shapes(settled(cache, _policy(model, policy).continuing))
+        shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy, entries)[0])
     if entries == "int8":
         for name in ENTRIES:
             n, width = shapes[name].shape
@@ -108,9 +153,9 @@ def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, e
     return sum(x.size * x.dtype.itemsize for x in shapes.values())
 
 
-def _arrays(cache: Cache, policy: Policy, entries: str) -> Arrays:
-    """What is saved of a cache that goes on with the policy."""
-    arrays = packed(settled(cache, policy.continuing))
+def _arrays(cache: Cache, entries: str) -> Arrays:
+    """What is saved of a cache."""
+    arrays = packed(cache)
     if entries == "int8":
         for name in ENTRIES:
             arrays[name], arrays[f"{name}_scale"] = in_8_bits(arrays[name])
@@ -166,10 +211,18 @@ def _digest(file: Path) -> str:
 
 def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
     folder = path / f"arrays-{uuid.uuid4().hex[:8]}"
-    # Orbax takes no empty arrays
-    export(folder, {name: x for name, x in arrays.items() if x.size})
-    description = description | {"folder": folder.name, "files": _digests(folder)}
-    write_text(path / DESCRIPTION, json.dumps(description | {"sha256": sealed(description)}, indent=1))
+    try:
+        # Orbax takes no empty arrays
+        export(folder, {name: x for name, x in arrays.items() if x.size})
+        description = description | {"folder": folder.name, "files": _digests(folder)}
+        write_text(path / DESCRIPTION, json.dumps(description | {"sha256": sealed(description)}, indent=1))
+    except BaseException as error:
+        for own in path.glob(f"{folder.name}*"):
+            shutil.rmtree(own, ignore_errors=True)
+        if isinstance(error, ValueError) and not isinstance(error, UserError):
+            # TensorStore's, of a disk that fills meanwhile
+            raise OSError(shown(str(error))) from None
+        raise
     for old in path.glob("arrays-*"):
         if old != folder:
             shutil.rmtree(old, ignore_errors=True)
@@ -206,17 +259,20 @@ def read_cache(
     capacity: int | str | None = None,
 ) -> tuple[Cache, dict[str, Any]]:
     """`load_cache`, with what the description says."""
-    path = Path(path)
+    path = _path("load_cache", path)
     check_arguments("load_cache", model, policy)
     page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
-    if not path.is_dir():
-        raise UserError(f"{path}: no cache is saved here")
     with use_mesh(model):
         policy = _policy(model, policy)
-        with locked(path):
-            found = describe_cache(path)
-            _check(path, found, model, policy)
-            arrays = _read(path, found)
+        try:
+            if not path.is_dir():
+                raise UserError(f"{path}: no cache is saved here")
+            with locked(path):
+                found = describe_cache(path)
+                _check(path, found, model, policy)
+                arrays = _read(path, found)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
         size = found["page_size"] if page_size is None else page_size
         like = _like(path, found, model, policy, arrays, size, capacity)
         return unpacked(like, arrays), found
@@ -224,12 +280,13 @@ def read_cache(
 
 def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:
     """Refuse a cache of other weights or another dtype, or of a larger window."""
+    # first: weights in another dtype are others
+    if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
+        raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
     if found["contents"] != contents(model):
         made_for = MadeFor.described(found)
         of = "other weights" if made_for is None else f"the model {made_for.model}"
         raise UserError(f"{path}: saved of {of}, whose weights are not those of {model_name(model)}")
-    if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
-        raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
     if found["window"] > policy.window:
         raise UserError(
             f"{path}: the cache has window {found['window']}, policy {policy.name} has {policy.window}"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, check
 from kvjax.inference.compaction import compact_to
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import bucket, feed, memories, padded
@@ -250,6 +250,8 @@ def next_block(
     # where every token may bring a compaction, one
     size = 1 if due == 1 else block_size(min(due, left), block)
     count = min(due, left, size)
+    # before it grows: a pool with more pages would hide what a compaction found none for
+    check(cache, policy.name, left)
     if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
         read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
         to_come = left - count

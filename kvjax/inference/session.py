@@ -12,9 +12,11 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.chat_template import templated
 from kvjax.errors import Doubt, UserError, named_arguments, shown
+from kvjax.inference.checks import check_arguments
 from kvjax.inference.sampling import stream
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.inference.stop import decoded
+from kvjax.models.chat import check_unicode
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
@@ -47,6 +49,10 @@ class Session:
     def __init__(self, model: Decoder, policy: Policy | None = None, tokenizer: Any = None, system: str = ""):
         if tokenizer is None or not callable(tokenizer):
             raise UserError(f"Session: tokenizer must come from kvjax.load, got {shown(tokenizer)}")
+        check_arguments("Session", model, policy)
+        if not isinstance(system, str):
+            raise UserError(f"Session: system must be a text, got {shown(system)}")
+        check_unicode(system)
         self.model, self.tokenizer = model, cast(Any, tokenizer)
         self.policy = make_policy("full") if policy is None else policy
         if self.policy.when is not None and not self.policy.when.while_decoding:
@@ -101,6 +107,7 @@ class Session:
         """
         if not isinstance(text, str) or not text:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
+        check_unicode(text)
         new = self._next(text)
         ids = list(
             self.tokenizer(new, add_special_tokens=not (self._templated or self._parts), verbose=False)[

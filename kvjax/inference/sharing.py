@@ -8,6 +8,7 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, shown, whole_number
+from kvjax.inference.checks import check_in_front
 from kvjax.mesh import BATCH, batch_shards, put
 
 
@@ -36,6 +37,7 @@ def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cach
     """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
     pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
     (`kvjax.inference.room.with_room`)."""
+    check_in_front("sample", cache)
     contexts = int((np.asarray(cache.seen) > 0).sum())
     each = np.repeat(contexts_of(share, answers // samples, contexts), samples).tolist()
     shards = batch_shards()

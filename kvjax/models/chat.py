@@ -18,7 +18,7 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
     """
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if isinstance(prompt, str):
-        _check_unicode(prompt)
+        check_unicode(prompt)
         messages = [{"role": "user", "content": prompt}]
         if not has_template:
             bare = {"add_special_tokens": False} if part == "end" else {}
@@ -57,11 +57,11 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
             f"a prompt is a text or a chat, [{{'role': 'user', 'content': …}}], got {shown(prompt)}"
         )
     for one in prompt:
-        _check_unicode(one["content"])
+        check_unicode(one["content"])
     return [dict(one) for one in prompt]
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
     """Refuse half of a surrogate pair, which a text read from bytes of another encoding may have."""
     try:
         text.encode()

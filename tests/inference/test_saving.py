@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -206,3 +207,50 @@ def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
         kvjax.save_cache(tmp_path, prefill(model, CONTEXTS), model)
     with pytest.raises(UserError, match="entries is one of exact, int8"):
         kvjax.save_cache(tmp_path / "new", prefill(model, CONTEXTS), model, entries="int4")
+
+
+def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
+    # as users run it, without the tests' type checks
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    r_kv = make_policy("r_kv", model=model, entries=24, when="every", every=8)
+    cache, remembering = prefill(model, CONTEXTS), prefill(model, CONTEXTS, policy=r_kv)
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / DESCRIPTION).write_text('{"mine": 1}')
+    long = tmp_path / ("x" * 300)
+    for saved, policy, path, said in (
+        (None, None, tmp_path / "a", "save_cache: cache must come from kvjax.prefill, got None"),
+        (cache, None, None, "save_cache: path must be a folder's, got None"),
+        (cache, None, others, "it is there and holds no saved cache"),
+        (cache, None, long, "a cache cannot be written there .*too long"),
+        (remembering, None, tmp_path / "a", "remembers more of its tokens than policy full does"),
+    ):
+        with pytest.raises(UserError, match=said):
+            save_cache(path, saved, model, policy)
+    assert json.loads((others / DESCRIPTION).read_text()) == {"mine": 1}
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long"):
+        load_cache(long, model)
+    save_cache(tmp_path / "kept", cache, model)
+    half = jax.tree.map(lambda x: x.astype("bfloat16"), model)
+    with pytest.raises(UserError, match="saved in float32, the model is in bfloat16"):
+        load_cache(tmp_path / "kept", half)
+
+
+def test_a_first_save_that_fails_leaves_nothing_and_may_be_tried_again(model, tmp_path, monkeypatch):
+    cache = prefill(model, CONTEXTS[:1])
+    for error in (OSError(28, "full"), ValueError("OUT_OF_RANGE: Error writing")):
+
+        def fail(folder, arrays, error=error):
+            (folder.parent / f"{folder.name}.orbax-checkpoint-tmp").mkdir()
+            raise error
+
+        with monkeypatch.context() as patched:
+            patched.setattr("kvjax.inference.saving.export", fail)
+            with pytest.raises(UserError, match="a cache cannot be written there"):
+                save_cache(tmp_path, cache, model)
+        assert not list(tmp_path.iterdir())
+    # as of a process that was killed
+    (tmp_path / "arrays-0123abcd.orbax-checkpoint-tmp").mkdir()
+    save_cache(tmp_path, cache, model)
+    assert load_cache(tmp_path, model).seen.tolist() == [70]
+    assert len(list(tmp_path.iterdir())) == 2

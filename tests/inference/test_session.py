@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -159,12 +160,20 @@ def test_a_template_that_changes_what_was_read_is_refused_and_nothing_is_lost(
     assert (session.tokens, session.messages) == before
 
 
-def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path):
+def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path, monkeypatch):
+    # as users run it, without the tests' type checks
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(UserError, match="tokenizer must come from kvjax.load"):
         kvjax.Session(model)
+    with pytest.raises(UserError, match="Session: policy must come from kvjax.make_policy, got 'snapkv'"):
+        kvjax.Session(model, "snapkv", tokenizer)
+    with pytest.raises(UserError, match="Session: system must be a text, got 3"):
+        kvjax.Session(model, policy, tokenizer, system=3)
     session = Session(model, policy, tokenizer)
     with pytest.raises(UserError, match="expected a text, got ''"):
         session.say("")
+    with pytest.raises(UserError, match="character 1 is none"):
+        session.say("a\ud800b")
     for what in (lambda: session.save(tmp_path), lambda: session.stats):
         with pytest.raises(UserError, match="nothing was said yet"):
             what()

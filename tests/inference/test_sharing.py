@@ -126,3 +126,30 @@ def test_what_is_shared_must_be_a_cache(model):
     with pytest.raises(UserError, match="share=True asks several of each"):
         sample(model, QUESTIONS, cache=prefill(model, CONTEXTS[:1]))
     assert caches.stats(kvjax.prefill(model, CONTEXTS[:1])).pages > 0
+
+
+def test_compactions_of_branches_find_room_in_a_pool_for_all_lengths(model):
+    policy = make_policy("r_kv", model=model, entries=24, when="every", every=8)
+    questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]
+    options = {"policy": policy, "max_new_tokens": 20, "eos": (), "logprobs": True}
+    cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, max_tokens=110)
+    found = sample(model, questions, cache=cache, share=True, **options)
+    for place in (0, 11):
+        alone = sample(model, questions[place : place + 1], cache=cache, **options)
+        np.testing.assert_array_equal(found.tokens[place], alone.tokens[0])
+        np.testing.assert_allclose(found.logprobs[place], alone.logprobs[0], atol=1e-5)
+
+
+def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place(tmp_path):
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        model, policy = tiny_model(qk_norm=False), make_policy("full")
+        cache = prefill(model, CONTEXTS, policy=policy)
+        for _, held in stream(model, QUESTIONS, policy=policy, cache=cache, share=[1, 0, 1], **OPTIONS):
+            branches = held
+        for ask in (
+            lambda: sample(model, QUESTIONS, policy=policy, cache=branches, **OPTIONS),
+            lambda: sample(model, QUESTIONS, policy=policy, cache=branches, share=True, **OPTIONS),
+            lambda: kvjax.save_cache(tmp_path, branches, model, policy),
+        ):
+            with pytest.raises(UserError, match="branches of which the mesh's devices have unequally many"):
+                ask()
