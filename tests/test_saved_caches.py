@@ -62,3 +62,10 @@ def test_mistakes_are_a_line(given, said):
 def test_another_policy_is_refused(saved):
     with pytest.raises(UserError, match="the cache has window 16, policy full has 1"):
         main(["--prompt", QUESTION, *MODEL, "--cache", str(saved)])
+
+
+def test_a_folder_with_other_things_is_refused_before_the_model_is_read(tmp_path, monkeypatch):
+    (tmp_path / "thesis.txt").write_text("")
+    monkeypatch.setattr("kvjax.models.load_model", lambda *_, **__: pytest.fail("the model was read"))
+    with pytest.raises(UserError, match="holds no saved cache: name another folder"):
+        main(["--prompt", CONTEXT, *MODEL, *POLICY, "--save-cache", str(tmp_path)])

@@ -7,6 +7,7 @@ whole, whatever stops the writer.
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import uuid
@@ -102,6 +103,9 @@ def checked_place(path: str | Path) -> Path:
         taken = path.exists() and not path.is_dir()
         if taken or not all(map(OWN.fullmatch, there)) or (DESCRIPTION in there and not _is_ours(path)):
             raise UserError(f"{path}: it is there and holds no saved cache: name another folder")
+        above = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+        if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+            raise UserError(f"{path}: a cache cannot be written there ({above} is no folder to write in)")
     except OSError as error:
         raise UserError(f"{path}: a cache cannot be written there ({error.strerror})") from None
     return path

@@ -222,6 +222,7 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
         (None, None, tmp_path / "a", "save_cache: cache must come from kvjax.prefill, got None"),
         (cache, None, None, "save_cache: path must be a folder's, got None"),
         (cache, None, others, "it is there and holds no saved cache"),
+        (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is no folder to write in"),
         (cache, None, long, "a cache cannot be written there .*too long"),
         (remembering, None, tmp_path / "a", "remembers more of its tokens than policy full does"),
     ):
