@@ -6,7 +6,6 @@ once it is whole, and removed only where nobody reads it: several processes may 
 
 import contextlib
 import dataclasses
-import enum
 import hashlib
 import os
 import re
@@ -187,5 +186,4 @@ def _settings(x: Any) -> Any:
         return [_settings(one) for one in x]
     if isinstance(x, dict):
         return [(key, _settings(one)) for key, one in x.items()]
-    plain = x is None or isinstance(x, str | int | float | enum.Enum)
-    return repr(x) if plain else getattr(x, "__qualname__", type(x).__qualname__)
+    return None if isinstance(x, jax.Array | np.ndarray) else repr(x)

@@ -80,8 +80,9 @@ def write_cache(
     path = checked_place(path)
     if jax.process_count() > 1:
         raise UserError("save_cache: a cache is saved by one process, this run has several")
+    _check_arguments("save_cache", cache, model, policy, entries)
     with use_mesh(model):
-        cache, policy = _saved_as("save_cache", cache, model, policy, entries)
+        cache, policy = _saved_as("save_cache", cache, model, policy)
         arrays = _arrays(cache, entries)
         description = said | _described(cache, model, policy, entries, arrays)
     try:
@@ -126,14 +127,15 @@ def _path(where: str, path: Any) -> Path:
     return Path(path)
 
 
-def _saved_as(
-    where: str, cache: Cache, model: Decoder, policy: Policy | None, entries: str
-) -> tuple[Cache, Policy]:
-    """The cache as it goes on with the policy, and the policy on the model's mesh. Refuses what cannot be saved."""
+def _check_arguments(where: str, cache: Any, model: Any, policy: Any, entries: str) -> None:
     check_arguments(where, model, policy, cache=cache)
     one_of(where, "entries", entries, STORED)
     if cache is None:
         raise UserError(f"{where}: cache must come from kvjax.prefill, got None")
+
+
+def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -> tuple[Cache, Policy]:
+    """The cache as it goes on with the policy, and the policy on the model's mesh. Refuses what cannot be saved."""
     policy = _policy(model, policy)
     check_in_front(where, cache)
     check_fits(cache, model, policy)
@@ -147,8 +149,9 @@ def _saved_as(
 
 def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
     """Bytes that `save_cache` would write, by the cache's lengths alone. Raises UserError as it does of the cache."""
+    _check_arguments("saved_bytes", cache, model, policy, entries)
     with use_mesh(model):
-        shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy, entries)[0])
+        shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy)[0])
     if entries == "int8":
         for name in ENTRIES:
             n, width = shapes[name].shape
@@ -276,7 +279,7 @@ def read_cache(
                 _check(path, found, model, policy)
                 arrays = _read(path, found)
         except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
         size = found["page_size"] if page_size is None else page_size
         like = _like(path, found, model, policy, arrays, size, capacity)
         return unpacked(like, arrays), found

@@ -229,6 +229,9 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=said):
             save_cache(path, saved, model, policy)
     assert json.loads((others / DESCRIPTION).read_text()) == {"mine": 1}
+    for write in (lambda: save_cache(tmp_path / "a", cache, "model"), lambda: saved_bytes(cache, "model")):
+        with pytest.raises(UserError, match="model must come from kvjax.load_model, got 'model'"):
+            write()
     with pytest.raises(UserError, match=r"cannot be read \(File name too long"):
         load_cache(long, model)
     save_cache(tmp_path / "kept", cache, model)
