@@ -20,7 +20,7 @@ def run(program: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
 def test_benchmark_writes_a_row_for_each_phase(tmp_path):
     small = ["--layers", "2", "--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4"]
     sizes = ["--context", "512", "--window", "32", "--page-size", "8", "--repeats", "2"]
-    policies = ["knorm", "pyramidkv_patched", "head_pattern"]
+    policies = ["knorm", "head_pattern"]
     more = ["--policies", *policies, "--json", "figures.json"]
     done = run("benchmark.py", *small, *sizes, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

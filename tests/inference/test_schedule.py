@@ -76,6 +76,7 @@ def test_an_overflow_takes_a_tenth_of_every_head(model, prompts, overflowing):
     assert (np.diff(held) < 0).any()
 
 
+@pytest.mark.thorough
 def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
     """Over an admission the window is part of the budget, and what is stored beyond it is what counts; a row with less
     than what always stays leaves the loss to others."""

@@ -77,6 +77,7 @@ def test_it_trains_and_generates(probe, tmp_path, call):
         assert kept < seen
 
 
+@pytest.mark.thorough
 def test_guidance_generates_by_name(tmp_path, call):
     probe = ["--policy", "tests.probes.guidance:guided", "--set", "ratio=0.5"]
     whole = entries_kept(call("generate", *probe, *PROMPT, folder=tmp_path))

@@ -392,8 +392,9 @@ def test_a_killed_phase_goes_on_on_another_mesh(stored, killed, tmp_path):
     assert apart.mean() < 2e-6
 
 
-def test_a_run_that_is_not_finished_has_no_model_to_go_on_from(killed):
-    told = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(killed)]
+def test_a_run_that_is_not_finished_has_no_model_to_go_on_from(uptrained, tmp_path):
+    left = shutil.copytree(uptrained.folder, tmp_path / "run", ignore=shutil.ignore_patterns("parameters"))
+    told = ["--method", "kvpop", "--phase", "sparsify", "--uptrained", str(left)]
     with pytest.raises(
         UserError, match="--uptrained .* this run is not finished, .* has no parameters/model; .*export"
     ):
