@@ -2,8 +2,13 @@
 
 import pytest
 
+from kvjax.command.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.evaluate.config import default_chunk, default_observed, parse
+from kvjax.evaluate.run import check_policies
+from kvjax.tasks.sources import SOURCES
+
+PACKAGED = sorted(path.stem for path in packaged_configs().glob("evaluate-*.yaml"))
 
 
 def test_defaults_are_the_documented():
@@ -35,3 +40,11 @@ def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
     file.write_text("policy: [full]\n")
     with pytest.raises(UserError, match="unknown key 'policy'; the nearest known: policies"):
         parse(["--config", str(file), "--out", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path):
+    config = parse(["--config", name, "--out", str(tmp_path)])
+    check_policies(config)
+    assert "/" in config.model
+    assert set(config.tasks) <= set(SOURCES)

@@ -100,6 +100,7 @@ def test_a_conversation_goes_on_with_calls_of_its_own(model, policy):
     check_answers(model, answers, lines, calls)
 
 
+@pytest.mark.thorough
 def test_padding_leaves_no_trace(model, policy, tokens):
     """Every token's logits, in calls of which a row has all, some or none; what is padding has any content."""
     lengths, padded = np.array([LENGTH, 21]), np.array(tokens)

@@ -47,6 +47,7 @@ def test_the_default_pool_holds_what_chance_admits(model):
     assert caches.stats(sampling.prefill(model, prompt, policy=nothing)).entries.sum() == 0
 
 
+@pytest.mark.thorough
 def test_the_pool_shrinks_to_what_stayed(model, prompts, monkeypatch):
     """With room for what was announced, and none of it lost: the answer is that of a cache of stated size."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
@@ -226,7 +227,9 @@ def test_short_prompts_are_kept_whole(model, name):
     assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
 
 
-@pytest.mark.parametrize("capacity", [3, "20KB", "1%"])
+@pytest.mark.parametrize(
+    "capacity", [3, *(pytest.param(x, marks=pytest.mark.thorough) for x in ("20KB", "1%"))]
+)
 def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token(
     model, prompts, monkeypatch, capacity
 ):

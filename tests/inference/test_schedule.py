@@ -55,6 +55,7 @@ def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
     assert out.stats.bytes <= caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["periodic", pytest.param("overflowing", marks=pytest.mark.thorough)])
 def test_neither_blocks_nor_neighbours_change_an_answer(model, prompts, schedule, request):
     policy = request.getfixturevalue(schedule)
@@ -144,6 +145,7 @@ def test_nothing_protected_overflows(model, prompts):
             np.testing.assert_allclose(entries(cache, layer, 0, head), c.k[head][44:], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_global_region_without_entries_has_nothing_to_lose(model):
     """A prompt within the window of an admission."""
     policy = make_policy("full", model=model, window=40, eviction="tova", entries=50, when="every", every=4)

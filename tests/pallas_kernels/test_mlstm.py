@@ -111,7 +111,7 @@ def test_gradients_are_the_references_in_float64(normaliser):
                 np.testing.assert_allclose(mine, theirs, atol=1e-5 * max(1, np.abs(theirs).max()))
 
 
-@pytest.mark.parametrize("normaliser", NORMALISERS)
+@pytest.mark.parametrize("normaliser", ["plain", pytest.param("xlstm", marks=pytest.mark.thorough)])
 def test_the_kernel_is_the_reference_in_float64_over_several_blocks(normaliser, monkeypatch):
     """Values, what is handed on, and the gradients of all arguments; two chunks a block, the last one partly filled,
     padding in the middle of the first."""

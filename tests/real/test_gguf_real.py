@@ -66,6 +66,7 @@ def test_the_answer_is_that_of_transformers(model, golden):
     np.testing.assert_array_equal(answer, golden["answer"][:-1])
 
 
+@pytest.mark.thorough
 def test_a_mesh_changes_nothing(file, golden):
     with jax.set_mesh(make_mesh(tensor=3)):
         found = logits(load_model(file), golden["tokens"])

@@ -56,6 +56,7 @@ def test_the_full_cache_finds_the_needle(full):
     assert stats.full_bytes == int(stats.tokens.sum()) * 30 * 3 * 64 * 2 * 4
 
 
+@pytest.mark.thorough
 def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory(
     model, tokenizer, prompt, draft, full
 ):

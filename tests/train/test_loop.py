@@ -167,6 +167,7 @@ def test_a_run_is_validated_with_each_checkpoint_and_at_the_end(whole, capsys):
     assert validations[1]["gate"] > validations[5]["gate"], "λ closes the gates"
 
 
+@pytest.mark.thorough
 def test_validations_as_often_as_told(whole, tmp_path):
     args = ["--validate-every", "3", "--validation", "3", "--mesh", "4x2", "--out", str(tmp_path / "run")]
     other = train(parse([*ARGS, *args]))

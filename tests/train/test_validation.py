@@ -12,7 +12,11 @@ def alone():
     return validated(MeshShape())
 
 
-@pytest.mark.parametrize("shape", [MeshShape(fsdp=8), MeshShape(fsdp=2, tensor=4)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(MeshShape(fsdp=8), marks=pytest.mark.thorough), MeshShape(fsdp=2, tensor=4)],
+    ids=str,
+)
 def test_every_mesh_finds_the_same(alone, shape):
     (*_, mine), (*_, theirs) = validated(shape), alone
     np.testing.assert_allclose(mine.by_sequence["rates"], theirs.by_sequence["rates"], atol=1e-6)

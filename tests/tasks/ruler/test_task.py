@@ -34,6 +34,7 @@ def test_a_sample_fills_its_length(name, smol, files):
             assert prompt_size(recipe.write(seed, count + 1), encode) > length
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_length_counts_no_template_where_there_is_none(name, builtin, files):
     task, encode = make_ruler_task(name, builtin, files), PromptEncoder(builtin)
@@ -60,11 +61,11 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_a_seed_says_everything(name, builtin, files):
-    first = ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
-    assert first == ruler_drafts(name, builtin, length=1500, samples=3, seed=5, files=files)
-    shifted = ruler_drafts(name, builtin, length=1500, samples=3, seed=6, files=files)
+    first = ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)
+    assert first == ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)
+    shifted = ruler_drafts(name, builtin, length=1500, samples=2, seed=6, files=files)
     assert first[1:] == shifted[:-1]
-    assert len({sample.context for sample in first}) == len({sample.questions for sample in first}) == 3
+    assert len({sample.context for sample in first}) == len({sample.questions for sample in first}) == 2
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)

@@ -201,6 +201,7 @@ def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_
     assert resumed.validation.numbers == pytest.approx(whole.validation.numbers, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_memory_trains_like_the_disk_and_a_mesh_like_one_device(whole, tmp_path):
     args = [*ARGS[:-2], "--targets", "memory", "--mesh", "4x2", "--out", str(tmp_path / "run")]
     train(parse(args))
