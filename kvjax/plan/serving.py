@@ -50,8 +50,8 @@ class ServeConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
-    """What to keep, as in kvjax.generate; wgkv and fast_kvzip have gates of their usual sizes, and kvzip
-    texts of theirs."""
+    """What to keep, as in kvjax.generate; wgkv and fast_kvzip have gates of their usual sizes, kvzip and
+    guidance texts of theirs."""
     eviction: str | None = None
     """As in kvjax.generate."""
     selection: str | None = None

@@ -128,6 +128,23 @@ TEXTS = dict.fromkeys(("instruction", "resumption", "tail"), (0,) * 16)
 
 
 @pytest.mark.parametrize(
+    ("name", "told", "guidance"),
+    [
+        ("oraclekv", (), (0,) * 112),
+        ("oraclekv", ("guidance=What is asked?",), (0,) * 5),
+        ("adakv", ("eviction=snapkv", "guidance=T1"), (0,) * 38),
+        ("snapkv", ("guidance=[5, 6]",), (5, 6)),
+        ("snapkv", ("observed=8",), ()),
+    ],
+)
+def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, name, told, guidance):
+    """G1 has 336 letters and T1 113."""
+    config = ServeConfig(topology="", policy=name, context=512, set=(("ratio=0.5", *told),))
+    with jax.set_mesh(mesh):
+        assert Serving(config, shape, "bfloat16", mesh).policy().when.guidance == guidance
+
+
+@pytest.mark.parametrize(
     ("stage", "program", "name", "told"),
     [
         ("passes", "reread.one_pass", "kvzip", {"ratio": 0.5, "repeated": 24}),
