@@ -36,10 +36,11 @@ def _words(text: str) -> list[str]:
 
 def characters_f1(answer: str, true: str) -> float:
     """F1 of the characters, as SCBench scores Chinese: in lower case, without punctuation and white space."""
-    return f1(_characters(answer), _characters(true))
+    return f1(bare_characters(answer), bare_characters(true))
 
 
-def _characters(text: str) -> str:
+def bare_characters(text: str) -> str:
+    """In lower case, without punctuation and white space."""
     punctuation = string.punctuation + CHINESE_PUNCTUATION
     return "".join(letter for letter in text.lower() if letter not in punctuation and not letter.isspace())
 

@@ -48,6 +48,21 @@ LONGBENCH = {
     "passage_retrieval_en": ([("An abstract.", ["Paragraph 15"])], ["Paragraph 15, not 1, 5"]),
     "passage_retrieval_zh": ([("摘要", ["段落3"])], ["段落3"]),
     "lsht": ([("新闻：…\n类别：", ["体育"])], ["体育；经济"]),
+    "multifieldqa_zh": (
+        [
+            ("何时？", ["在2019年，由北京大学的研究人员提出。"]),
+            ("几个？", ["三个", "共三个部分。"]),
+        ],
+        ["北京大学研究人员在2019年提出的", "共有三个部分"],
+    ),
+    "dureader": (
+        [("怎么做？", ["先把鸡蛋打散，再加入适量的盐。", "把鸡蛋打散加盐"])],
+        ["把鸡蛋打散，然后加入盐和水。"],
+    ),
+    "vcsum": (
+        [("", ["会议讨论了公司明年的预算。与会者一致同意增加研发投入。"]), ("", ["无"])],
+        ["与会者讨论了明年的预算，同意增加研发的投入.会议结束", "..."],
+    ),
     "lcc": ([("", ["    return a + b"])], ["# adds\n```python\n    return b + a\n    pass"]),
     "repobench-p": ([("def sub(a, b):\n", ["    return a - b"])], ["// no\n`no`"]),
 }
@@ -56,8 +71,11 @@ LSHT_CLASSES = ["体育", "经济", "科技"]
 LONGBENCH_FIGURES = {
     "qasper": 69.44, "gov_report": 36.36, "trec": 75.0, "triviaqa": 100.0, "samsum": 54.55, "passage_count": 33.33,
     "passage_retrieval_en": 33.33, "passage_retrieval_zh": 100.0, "lsht": 50.0, "lcc": 88.0, "repobench-p": 0.0,
+    "multifieldqa_zh": 80.39, "dureader": 60.0, "vcsum": 34.62,
 }  # fmt: skip
 """The official scores of all of a task's answers."""
+CHINESE_WORDS = "multifieldqa_zh", "dureader", "vcsum"
+"""Whose scores need jieba."""
 
 
 def longbench_rows(task):

@@ -7,6 +7,7 @@ The prompts are the published ones (config/dataset2prompt.json and dataset2maxle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvjax.tasks.longbench.chinese import chinese_f1, chinese_rouge
 from kvjax.tasks.longbench.scores import (
     best,
     class_share,
@@ -43,6 +44,8 @@ F1 = Metric("F1 of the words", lambda classes: best(words_f1))
 F1_LINE = Metric("F1 of the first line's words", lambda classes: best(words_f1, first_line))
 ROUGE = Metric("ROUGE-L", lambda classes: best(rouge_l))
 ROUGE_LINE = Metric("ROUGE-L of the first line", lambda classes: best(rouge_l, first_line))
+CHINESE_F1 = Metric("F1 of the words", lambda classes: best(chinese_f1()))
+CHINESE_ROUGE = Metric("ROUGE-L", lambda classes: best(chinese_rouge()))
 CLASS = Metric(
     "share of the classes named that are right",
     lambda classes: best(class_share(classes), first_line),
@@ -101,9 +104,21 @@ TASKS = {
         F1,
         even=True,
     ),
+    "multifieldqa_zh": LongBenchTask(
+        "阅读以下文字并用中文简短回答：\n\n{context}\n\n",
+        "现在请基于上面的文章回答下面的问题，只告诉我答案，不要输出任何其他字词。\n\n问题：{input}\n回答：",
+        64,
+        CHINESE_F1,
+    ),
     "hotpotqa": _passages(),
     "2wikimqa": _passages(),
     "musique": LongBenchTask(_passages().context, _passages().question, 32, F1),
+    "dureader": LongBenchTask(
+        "请基于给定的文章回答下述问题。\n\n文章：{context}\n\n",
+        "请基于上述文章回答下面的问题。\n\n问题：{input}\n回答：",
+        128,
+        CHINESE_ROUGE,
+    ),
     "gov_report": LongBenchTask(
         "You are given a report by a government agency. Write a one-page summary of the report.\n\n"
         "Report:\n{context}\n\n",
@@ -126,6 +141,12 @@ TASKS = {
         512,
         ROUGE,
         even=True,
+    ),
+    "vcsum": LongBenchTask(
+        "下面有一段会议记录，请你阅读后，写一段总结，总结会议的内容。\n会议记录：\n{context}\n\n",
+        "会议总结：",
+        512,
+        CHINESE_ROUGE,
     ),
     "trec": LongBenchTask(
         "Please determine the type of the question below. Here are some examples of questions.\n\n{context}\n",

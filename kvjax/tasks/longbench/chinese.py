@@ -1,0 +1,42 @@
+"""LongBench's scores of Chinese (its qa_f1_zh_score and rouge_zh_score), in which words are what jieba finds."""
+
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+
+from kvjax.errors import UserError
+from kvjax.tasks.text_scores import bare_characters, f1, rouge_l
+
+Score = Callable[[str, str], float]
+
+
+@functools.cache
+def words() -> Callable[[str], list[str]]:
+    """What finds the words of a text. Raises UserError if jieba is not installed."""
+    try:
+        with warnings.catch_warnings():
+            # it is older than Python's own word on its regular expressions
+            warnings.simplefilter("ignore")
+            jieba = importlib.import_module("jieba")
+    except ImportError:
+        raise UserError("Chinese words are found by jieba: pip install 'kvjax[chinese]'") from None
+    jieba.setLogLevel(logging.WARNING)
+    return jieba.lcut
+
+
+def chinese_f1() -> Score:
+    """F1 of the words, in lower case, without punctuation. Raises UserError if jieba is not installed."""
+    find = words()
+
+    def bare(text: str) -> list[str]:
+        return [letters for word in find(text) if (letters := bare_characters(word))]
+
+    return lambda answer, true: f1(bare(answer), bare(true))
+
+
+def chinese_rouge() -> Score:
+    """ROUGE-L of the words. Raises UserError if jieba is not installed."""
+    find = words()
+    return lambda answer, true: rouge_l(" ".join(find(answer)), " ".join(find(true)))
