@@ -51,6 +51,7 @@ def attend(q, band, far, dtype, *, blocks=None, first=0, window=1, interpret=Non
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
+            disable_bounds_checks=True,
             vmem_limit_bytes=vmem_limit("vertical_slash", group, h, q.dtype.itemsize),
         ),
         name="vertical_slash",

@@ -30,11 +30,11 @@ class Blocks(NamedTuple):
     keys: int
 
 
-def blocks_of(group: int, t: int, s: int, dtype: Any) -> Blocks:
-    """Tiles of about 512 × 512 logits, the least bundles a logit on v5e and v6e, and of half as many in float32, whose
-    exact products take more memory."""
-    queries = min(LANES * max(1, 4 // group), pl.cdiv(t, LANES) * LANES)
-    logits = 2**19 // jnp.dtype(dtype).itemsize
+def blocks_of(group: int, t: int, s: int, dtype: Any, rows: int = 1024) -> Blocks:
+    """Tiles of about `rows` × 512 logits, and of half as many in float32, whose exact products take more memory. Of
+    1024 rows a walk takes a fifth fewer bundles on v6e and v7x than of 512, and 6% fewer on v5e."""
+    queries = min(LANES * max(1, rows // LANES // group), pl.cdiv(t, LANES) * LANES)
+    logits = 1024 * rows // jnp.dtype(dtype).itemsize
     keys = max(1, logits // (group * queries) // LANES) * LANES
     return Blocks(queries, min(512, keys, pl.cdiv(s, LANES) * LANES))
 
