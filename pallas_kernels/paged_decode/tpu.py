@@ -5,6 +5,10 @@ pages, first those of the ring, then the global ones, taken a block at a time. A
 the arithmetic, over the ends of rows and past empty ones, and starts the copies of the block it stands at; page tables
 come into scalar memory ahead of it. Only pages that hold entries are copied.
 
+Within a long row, a block that is full and the one that is fetched meanwhile, full too, are one run of instructions
+without branches, so that copies are started beside the arithmetic. Of other blocks only as many keys are computed with
+as a power of two of their pages holds, and values that are no entry's are zero: 0 · NaN is NaN.
+
 A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
 several pages' is turned until they stand below their logits.
 """
@@ -39,7 +43,9 @@ BLOCK_BYTES = 1 << 19
 LOGITS = 1 << 15
 """Most logits of a tile: half of the vector registers."""
 GROUP = 8
-"""Copies started, or awaited, at once."""
+"""Most copies started, or awaited, at once of a block that is not full."""
+SHARES = 1, 2, 4
+"""A block that is not full is computed with in the smallest of these parts, of it, that holds it."""
 STEP_ROWS = 16
 """About how many rows share a grid step."""
 STEP_BYTES = 1 << 21
@@ -65,6 +71,13 @@ class _Sizes(NamedTuple):
     rows: int
 
 
+def _parts(count, size: int):
+    """How many parts of `size` hold `count`, which is not negative: a shift where it can be one."""
+    if size & (size - 1):
+        return pl.cdiv(count, size)
+    return (count + (size - 1)) >> (size.bit_length() - 1)
+
+
 def _block_pages(page: int, columns: int, entry_bytes: int, queries: int) -> int:
     """Pages of a block: whole vectors of logits, no more than a row can have."""
     keys = min(1024, BLOCK_BYTES // entry_bytes, LOGITS // (-(-queries // 8) * 8), columns * page)
@@ -76,7 +89,6 @@ def _kernel(*refs, sizes: _Sizes):
     ring_ref, length_ref, q_ref, new_ref, pool_ref, table_ref, bias_ref, o_ref, lse_ref = refs[:9]
     buffers, tables, cursor, page_sems, table_sems, *of_bias = refs[9:]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
-    keys = block * page
     step_rows, queries, width = q_ref.shape
     step = pl.program_id(1)
     first_row = pl.program_id(0) * sizes.rows
@@ -84,8 +96,8 @@ def _kernel(*refs, sizes: _Sizes):
 
     def pages_of(row):
         """Pages that hold entries: of the ring, and of both regions."""
-        ring = pl.cdiv(ring_ref[row], page)
-        return ring, ring + pl.cdiv(length_ref[row], page)
+        ring = _parts(ring_ref[row], page)
+        return ring, ring + _parts(length_ref[row], page)
 
     def next_row(row):
         """The first row from `row` on that has pages, or `last_row`."""
@@ -97,7 +109,7 @@ def _kernel(*refs, sizes: _Sizes):
         return lax.while_loop(empty, lambda row: row + 1, row)
 
     def table_copy(row, order):
-        slot = order % TABLES
+        slot = order & (TABLES - 1)
         place = tables.at[pl.ds(pl.multiple_of(slot * columns, LANES), columns)]
         return pltpu.make_async_copy(table_ref.at[row, 0], place, table_sems.at[slot])
 
@@ -118,14 +130,14 @@ def _kernel(*refs, sizes: _Sizes):
         source = bias_ref.at[pl.ds(lax.div(place, LANES), count)]
         pltpu.make_async_copy(source, rows.at[slot, pl.ds(p * count, count)], sems.at[slot]).start()
 
-    def bias_of(slot):
-        """The biases `[1 keys]` of a block that is there."""
+    def bias_of(slot, part):
+        """The biases `[1 keys]` of the first `part` pages of a block that is there."""
         rows, places, _ = of_bias
         if page >= LANES:
-            return jnp.concatenate([rows[slot, i] for i in range(rows.shape[1])], 1)
+            return jnp.concatenate([rows[slot, i] for i in range(part * rows.shape[1] // block)], 1)
         lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
         parts = []
-        for first in range(0, block, LANES // page):
+        for first in range(0, part, LANES // page):
             part = jnp.zeros((1, LANES), jnp.float32)
             for p in range(LANES // page):
                 turn = (p * page - places[slot * block + first + p]) & (LANES - 1)
@@ -135,11 +147,40 @@ def _kernel(*refs, sizes: _Sizes):
         return jnp.concatenate(parts, 1)
 
     def for_pages(count, act):
-        """`act(first page, how many)` over the first `count` pages of a block."""
-        group = min(GROUP, block)
-        groups = jnp.minimum(count, block) // group
-        lax.fori_loop(0, groups, lambda i, _: act(i * group, group), None)
-        lax.fori_loop(groups * group, jnp.minimum(count, block), lambda p, _: act(p, 1), None)
+        """`act(first page, how many)` over the first `count` pages of a block: all at once, or a few at a time."""
+
+        @pl.when(count == block)
+        def _():
+            act(0, block)
+
+        @pl.when(count < block)
+        def _():
+            group = 1 << (max(1, min(GROUP, block // 4)).bit_length() - 1)
+            groups = count >> (group.bit_length() - 1)
+            lax.fori_loop(0, groups, lambda i, _: act(i * group, group), None)
+            lax.fori_loop(groups * group, count, lambda p, _: act(p, 1), None)
+
+    def start(slot, column, p, count):
+        """The copies of `count` pages of a block, from page `p` on; the block's first has `column` in the tables."""
+        for i in range(count):
+            page_index = tables[column + p + i]
+            source = pool_ref.at[page_index]
+            pltpu.make_async_copy(source, buffers.at[slot, p + i], page_sems.at[slot]).start()
+            if of_bias:
+                fetch_bias(page_index, slot, p + i)
+
+    def arrived(slot, count):
+        """Waits for as many bytes as `count` pages have."""
+        pages = buffers.at[slot, pl.ds(0, count)]
+        pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
+        if of_bias:
+            rows, _, sems = of_bias
+            rows = rows.at[slot, pl.ds(0, count * (rows.shape[1] // block))]
+            pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
+
+    def column_of(row, index, order):
+        """Where the tables have block `index` of the `order`-th row that was entered."""
+        return (order & (TABLES - 1)) * columns + sizes.ring_pages - pages_of(row)[0] + index * block
 
     def fetch():
         """Start the copies of the block at the cursor and move it on."""
@@ -154,21 +195,10 @@ def _kernel(*refs, sizes: _Sizes):
                 table_copy(row, order).wait()
                 bring_table()
 
-            slot = cursor[FETCHED] % SLOTS
-            ring, pages = pages_of(row)
-            first = index * block
-            column = (order % TABLES) * columns + sizes.ring_pages - ring + first
-
-            def start(p, count):
-                for i in range(count):
-                    page_index = tables[column + p + i]
-                    source = pool_ref.at[page_index]
-                    pltpu.make_async_copy(source, buffers.at[slot, p + i], page_sems.at[slot]).start()
-                    if of_bias:
-                        fetch_bias(page_index, slot, p + i)
-
-            for_pages(pages - first, start)
-            more = pages - first > block
+            slot = cursor[FETCHED] & (SLOTS - 1)
+            left = pages_of(row)[1] - index * block
+            for_pages(jnp.minimum(left, block), functools.partial(start, slot, column_of(row, index, order)))
+            more = left > block
             cursor[FETCHED] += 1
             cursor[BLOCK] = jnp.where(more, index + 1, 0)
 
@@ -177,25 +207,11 @@ def _kernel(*refs, sizes: _Sizes):
                 cursor[ENTERED] += 1
                 cursor[ROW] = next_row(row + 1)
 
-    def wait(slot, count):
-        def arrived(_, count):
-            pages = buffers.at[slot, pl.ds(0, count)]
-            pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()
-            if of_bias:
-                rows, _, sems = of_bias
-                rows = rows.at[slot, pl.ds(0, count * (rows.shape[1] // block))]
-                pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
-
-        for_pages(count, arrived)
-
     def blank(slot, p, stored):
-        """Zeros for what holds no entry in page `p` of a block: 0 · NaN is NaN."""
-
-        @pl.when(stored < page)
-        def _():
-            x = buffers[slot, p]
-            place = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-            buffers[slot, p] = jnp.where(place < stored, x, jnp.zeros_like(x))
+        """Zeros for what holds no entry in page `p` of a block, of which `stored` are."""
+        x = buffers[slot, p]
+        place = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+        buffers[slot, p] = jnp.where(place < stored, x, jnp.zeros_like(x))
 
     @pl.when(step == 0)
     def _():
@@ -214,24 +230,12 @@ def _kernel(*refs, sizes: _Sizes):
         entries = ring * page + length_ref[row]
         q = q_ref[i]
 
-        def tile(index, state):
+        def seen(slot, index, state, part, whole=False):
+            """The state after the first `part` pages of a block that is there, of which all are full if it is
+            `whole`."""
             m, l, o = state
-            fetch()
-            slot = cursor[TAKEN] % SLOTS
-            cursor[TAKEN] += 1
-            first = index * block
-            wait(slot, pages - first)
+            kv = buffers[slot, :part].reshape(part * page, buffers.shape[3])
 
-            @pl.when(index == 0)
-            def _():
-                blank(slot, 0, stored_first)
-
-            @pl.when(pages - first <= block)
-            def _():
-                blank(slot, pages - 1 - first, entries - (pages - 1) * page)
-                lax.fori_loop(pages - first, block, lambda p, _: blank(slot, p, 0), None)
-
-            kv = buffers[slot].reshape(keys, buffers.shape[3])
             x = lax.dot_general(
                 q,
                 kv[:, :width],
@@ -239,27 +243,81 @@ def _kernel(*refs, sizes: _Sizes):
                 precision=sizes.precision,
                 preferred_element_type=jnp.float32,
             )
-            place = first * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
-            stored = (place < entries) & ((place < stored_first) | (place >= page))
             x *= sizes.scale
             if of_bias:
-                x += jnp.where(place >= ring * page, bias_of(slot) * LOG2E, 0)
-            x = jnp.where(stored, x, MASKED)
+                place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+                x += jnp.where(place >= ring * page, bias_of(slot, part) * LOG2E, 0)
+            v = kv[:, -width:]
+            if not whole:
+                place = index * block * page + lax.broadcasted_iota(jnp.int32, x.shape, 1)
+                stored = (place < entries) & ((place < stored_first) | (place >= page))
+                x = jnp.where(stored, x, MASKED)
+                v = v.reshape(part, page, width)
+                there = [jnp.where(index * block + p < pages, v[p], 0) for p in range(part)]
+                v = jnp.concatenate(there)
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
             kept = jnp.exp2(m - m_new)
-            l = l * kept + sum(p[:, c : c + LANES] for c in range(0, keys, LANES))
+            l = l * kept + sum(p[:, c : c + LANES] for c in range(0, part * page, LANES))
             pv = lax.dot_general(
                 p.astype(kv.dtype),
-                kv[:, -width:],
+                v,
                 (((1,), (0,)), ((), ())),
                 precision=sizes.precision,
                 preferred_element_type=jnp.float32,
             )
             return m_new, l, o * kept + pv
 
+        blocks = _parts(pages, block)
+        # up to there the block that is fetched is neither the row's last nor another row's
+        steady = blocks - SLOTS
+
+        def long(index, state):
+            """The blocks from `index` on that are full, and for which full ones are fetched."""
+            begin = jnp.where((index > 0) | (stored_first == page), index, steady)
+            count = jnp.maximum(steady - begin, 0)
+            taken = cursor[TAKEN]
+            column = column_of(row, begin + SLOTS - 1, cursor[ENTERED])
+
+            def turn(i, state):
+                slot = (taken + i) & (SLOTS - 1)
+                arrived(slot, block)
+                start((taken + i + SLOTS - 1) & (SLOTS - 1), column + i * block, 0, block)
+                return seen(slot, begin + i, state, block, whole=True)
+
+            state = lax.fori_loop(0, count, turn, state)
+
+            @pl.when(count > 0)
+            def _():
+                for at in (TAKEN, FETCHED, BLOCK):
+                    cursor[at] += count
+
+            return index + count, state
+
+        def tile(carry):
+            index, state = long(*carry)
+            fetch()
+            slot = cursor[TAKEN] & (SLOTS - 1)
+            cursor[TAKEN] += 1
+            left = jnp.minimum(pages - index * block, block)
+            for_pages(left, lambda _, count: arrived(slot, count))
+
+            tail = entries - (pages - 1) * page
+            pl.when((index == 0) & (stored_first < page))(lambda: blank(slot, 0, stored_first))
+            pl.when((index == blocks - 1) & (tail < page))(lambda: blank(slot, left - 1, tail))
+            parts = sorted(
+                {
+                    max(1, LANES // page, block // x)
+                    for x in SHARES
+                    if block % x == 0 and page * block // x % LANES == 0
+                }
+            )
+            which = sum((left > part).astype(jnp.int32) for part in parts[:-1])
+            branches = [functools.partial(seen, slot, index, part=part) for part in parts]
+            return index + 1, lax.switch(which, branches, state)
+
         state = _start(q, None if new_ref is None else new_ref[i], sizes)
-        m, l, o = lax.fori_loop(0, pl.cdiv(pages, block), tile, state)
+        _, (m, l, o) = lax.while_loop(lambda carry: carry[0] < blocks, tile, (jnp.int32(0), state))
         l = l.sum(1, keepdims=True)
         empty = m <= MASKED / 2
         l = jnp.where(empty, 1, l)

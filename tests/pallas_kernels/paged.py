@@ -16,6 +16,7 @@ TPUS = [pytest.param(x, marks=() if x == "tpu" else pytest.mark.thorough) for x 
 SHAPES = {  # b, n, k, t, h, page, columns, ring pages
     "one": (3, 4, 2, 1, 32, 16, 9, 2),
     "several tiles": (2, 4, 2, 1, 256, 8, 80, 3),
+    "many tiles": (1, 2, 1, 1, 256, 8, 230, 3),
     "no ring": (1, 4, 2, 8, 96, 24, 7, 0),
     "page of one": (2, 2, 1, 3, 64, 1, 40, 5),
     "chunk": (1, 2, 1, 130, 32, 16, 20, 1),

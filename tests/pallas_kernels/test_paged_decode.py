@@ -29,6 +29,7 @@ CASES = [  # with a ring, with new, with selected pages
     for shape, *rest, implementations in [
         ("one", True, True, False, ALL),
         ("several tiles", True, True, False, ALL),
+        ("many tiles", True, True, False, ["tpu"]),
         ("no ring", False, True, True, ALL),
         ("page of one", True, False, True, NOT_ON_TPU),
         ("chunk", False, False, False, ALL),

@@ -12,6 +12,7 @@ from tests.pallas_kernels.paged import OTHERS, SHAPES, biased, cache, compiled
 BIASED = {  # shape; with a ring, with new, with selected pages; lengths of the rings and of the global regions
     "one": (SHAPES["one"], True, True, True, [0, 5, 32], [0, 112, 3, 0, 17, 16]),
     "several tiles": (SHAPES["several tiles"], True, False, False, [24, 13], [616, 0, 65, 300]),
+    "many tiles": (SHAPES["many tiles"], True, True, False, [19], [1810]),
     "large pages": ((1, 4, 2, 8, 96, 256, 4, 0), False, False, True, [0], [1000, 30]),
     "chunk": (SHAPES["chunk"], True, True, False, [7], [200]),
 }

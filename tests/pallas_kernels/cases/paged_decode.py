@@ -114,17 +114,20 @@ BUGS = {
     "tables not awaited": ("table_copy(row, order).wait()", "pass"),
     "a block too far ahead": ("(0, SLOTS - 1, lambda", "(0, SLOTS, lambda"),
     "a table too far ahead": ("(0, TABLES - 1, lambda", "(0, TABLES, lambda"),
-    "pages not copied read": ("lambda p, _: blank(slot, p, 0)", "lambda p, _: None"),
+    "pages not copied read": ("jnp.where(index * block + p < pages, v[p], 0)", "v[p]"),
+    "the blocks of a long row one off": ("column_of(row, begin + SLOTS - 1", "column_of(row, begin + SLOTS"),
+    "a row's last block taken for a full one": ("steady = blocks - SLOTS", "steady = blocks - SLOTS + 1"),
+    "no page of the ring's left out": ("(index > 0) | (stored_first == page)", "(index >= 0)"),
 }
 
 
 def interpreted(kernel, interpret) -> float:
-    """Two cores of six rows: empty ones, of several blocks, of one page; more rows than tables, more blocks than slots;
-    NaN wherever nothing is stored."""
+    """Two cores of six rows: empty ones, of several blocks, of one page, of more blocks than slots; more rows than
+    tables; NaN wherever nothing is stored."""
     kernel.BLOCK_BYTES, kernel._cores = 1 << 15, lambda rows: 2
-    b, k, h, page, columns, ring_pages = 2, 6, 32, 8, 40, 3
+    b, k, h, page, columns, ring_pages = 2, 6, 32, 8, 88, 3
     rng = np.random.default_rng(0)
-    length = np.array([[0, 200, 3, 8, 0, 296], [17, 128, 0, 130, 1, 0]])
+    length = np.array([[0, 200, 3, 8, 0, 677], [17, 128, 0, 680, 1, 0]])
     ring_length = np.array([0, 13])
     stored = np.zeros((b, k, columns * page), bool)
     for row in np.ndindex(b, k):
