@@ -5,9 +5,16 @@ comes on top. `flags` go into LIBTPU_INIT_ARGS before libtpu is
 loaded.
 """
 
+import functools
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
+
+from pallas_kernels.bench.issued import Program
 
 
 def flags(folder: Path) -> str:
@@ -17,12 +24,11 @@ def flags(folder: Path) -> str:
 
 class Bundle(NamedTuple):
     """`mark`: LB begins a loop's body, PF what follows a condition; "" nothing. `depth`: in how many loops it is.
-    `products`: on the matrix units. `copies`: begun from HBM. `spills`: vector registers stored for want of more."""
+    `products`: on the matrix units. `spills`: vector registers stored for want of more."""
 
     mark: str
     depth: int
     products: int
-    copies: int
     spills: int
 
 
@@ -38,11 +44,22 @@ class Tile(NamedTuple):
 LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+([A-Z ]*):([ >]*)\{(.*)")
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True)
+class Kernel:
     """One program."""
 
     bundles: list[Bundle]
     """In the order in which they stand in the listing."""
+    listing: str
+    """All of it."""
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return Program(self.listing)
+
+    def issued(self, operands: Mapping[int, np.ndarray]) -> int:
+        """All that are issued, with these operands (`issued.py`)."""
+        return int(self._program.issued(operands).sum())
 
     def tiles(self) -> list[Tile]:
         """The arithmetic of each kind of tile."""
@@ -54,16 +71,6 @@ class Kernel(NamedTuple):
             runs[-1].append(bundle)
             last = bundle
         return [Tile(len(run), sum(x.spills for x in run)) for run in runs if any(x.products for x in run)]
-
-    def copying(self) -> float:
-        """The bundles that beginning a copy takes in the loop that begins most."""
-        bodies: list[list[Bundle]] = [[]]
-        for bundle in self.bundles:
-            if bundle.mark:
-                bodies.append([])
-            bodies[-1].append(bundle)
-        copies, bundles = max((sum(x.copies for x in body), -len(body)) for body in bodies)
-        return -bundles / copies
 
     def loop(self, depth: int, turns: int) -> int:
         """One turn of the loop at `depth`, the loops in it taken `turns` times each."""
@@ -80,7 +87,8 @@ def read(folder: Path, name: str) -> Kernel:
     paths = [x for x in folder.glob(f"*{name}*-final_bundles.txt") if "schedule" not in x.name]
     if len(paths) != 1:
         raise LookupError(f"{name}: {len(paths)} programs of that name were dumped, not one")
-    lines = [x for x in map(LINE.match, paths[0].read_text().splitlines()) if x]
+    listing = paths[0].read_text()
+    lines = [x for x in map(LINE.match, listing.splitlines()) if x]
     stem = paths[0].name.rsplit("-", 2)[0]
     (path,) = folder.glob(f"{stem}-*per-bundle-utilization.txt")
     _, header, _, _, *used = path.read_text().splitlines()
@@ -88,7 +96,8 @@ def read(folder: Path, name: str) -> Kernel:
     spills = [int(line.split()[spill]) for line in used if line.strip()]
     return Kernel(
         [
-            Bundle(x[1].strip(), x[2].count(">"), x[3].count("vmatmul"), x[3].count("dma.hbm_to_vmem"), n)
+            Bundle(x[1].strip(), x[2].count(">"), x[3].count("vmatmul"), n)
             for x, n in zip(lines, spills, strict=True)
-        ]
+        ],
+        listing,
     )

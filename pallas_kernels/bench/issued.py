@@ -1,8 +1,8 @@
 """Runs the scalar half of a TPU program as its compiler lists it, and counts the bundles that it issues.
 
 Where a program goes depends on numbers in scalar registers and scalar memory, and the listing says which registers
-those are: so loops, branches, copies that are started and awaited, and the beginning and end of every row are counted as
-often as they run, whatever the vectors hold. A bundle takes at least one cycle; waiting comes on top.
+those are: so loops, branches, copies that are started and awaited, and the beginning and end of every row are counted
+as often as they run, whatever the vectors hold. A bundle takes at least one cycle; waiting comes on top.
 
 Addresses are symbols: each operand and each allocation begins far from all others. Of what is copied only the way from
 an operand that is given into scalar memory is followed.

@@ -12,9 +12,11 @@ import jax
 STATIC = {
     "op": "op",
     "chip": "chip",
-    "bundles": "bundles",
+    "bundles": "bundles of its arithmetic",
+    "whole": "in all",
     "rival": "rival",
     "rival_bundles": "rival's",
+    "rival_whole": "in all",
     "temp_bytes": "temporaries (bytes)",
     "spills": "spills",
     "rival_spills": "rival's",

@@ -1,8 +1,9 @@
 """`python -m pallas_kernels.bench.static_tpu FOLDER CHIP [OP ...]`: bundles of the kernels' inner tiles, a row a line.
 
 In a process of its own, with `ahead.ENVIRONMENT` and `bundles.flags(FOLDER)` in its environment. Every op has a rival:
-splash attention's kernels on tiles of the same 512 × 512 logits; the cycles that 512 keys take from HBM; XLA's own
-program.
+splash attention's kernels at the block size at which they take the least bundles, a tile of them as 512 × 512 logits;
+the cycles that keys take from HBM; XLA's own program. "Whole" is all that is issued for the same, with waits, branches
+and copies, as the difference of two runs of the program.
 """
 
 import functools
@@ -10,14 +11,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
 
-from pallas_kernels.ahead import compile_for_tpu
+from pallas_kernels.ahead import compile_for_tpu, tpu_mesh
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench.bundles import Kernel, Tile, read
 from pallas_kernels.bench.cycles import estimated_cycles
@@ -26,13 +28,26 @@ from pallas_kernels.mlstm.tpu_chunk import CHUNK
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.running_topk import running_topk
 from pallas_kernels.vertical_slash import vertical_slash
+from pallas_kernels.vertical_slash.key_lists import FOREVER
+from pallas_kernels.vertical_slash.tpu_backward import blocks_of_gradient
+from pallas_kernels.vertical_slash.tpu_walk import Blocks, blocks_of
 
-S, H, N, HEADS = 4096, 128, 8, 2
+H, N, HEADS = 128, 32, 8
+T, S = 2048, 1 << 16
+"""Queries and keys: of so many that they stand in HBM, where nobody would look for them in vector memory."""
+SQUARE = 1 << 14
+"""Of both, for the gradient of keys."""
 WINDOW = 256
 TILE = 512
-"""Rows and keys of a tile of logits: `vertical_slash`'s four heads of 128 queries."""
+"""Rows and keys of a tile of logits, which others are measured in."""
+SPLASH = 512, 1024
+"""Its block sizes that are tried; of 2048 it takes no fewer by a hundredth."""
+DENSE, PARTIAL = 2, 1
+"""What splash attention calls a block without a mask, and one with."""
 PAGED_KEYS = 1024
-"""Keys of a block of `paged_decode`, whose arithmetic is one run of bundles."""
+"""Keys of a block of `paged_decode`."""
+SHORT = 300
+"""Entries of a short row."""
 BYTES_A_SECOND = {"v5e": 819e9, "v6e": 1640e9}
 CYCLES_A_SECOND = {"v5e": 1.5e9, "v6e": 1.75e9}
 TOPK = 8192
@@ -40,7 +55,18 @@ XLA_CHUNK = 512
 """Of `mlstm` in XLA: of 64 to 512 the one of least cycles."""
 
 Shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-Q, K = Shape((1, N, S, H)), Shape((1, HEADS, S, H))
+Q, K = Shape((1, N, T, H)), Shape((1, HEADS, S, H))
+
+
+class Counted(NamedTuple):
+    """What something takes."""
+
+    tile: Tile
+    """Its arithmetic."""
+    whole: float | None
+    """All that is issued for it; None: the same, or not counted."""
+    program: Any
+    """The compiled program."""
 
 
 class Compiler:
@@ -56,22 +82,31 @@ class Compiler:
         compiled = compile_for_tpu(self.chip, function, *args)
         return functools.partial(read, self.folder), compiled
 
-    def row(self, op: str, tile: Tile, rival: str, of_rival: Tile, compiled: Any) -> dict[str, Any]:
+    def row(self, op: str, rival: str, ours: Counted, theirs: Counted) -> dict[str, Any]:
         return {
             "op": op,
             "chip": self.chip,
-            "bundles": tile.bundles,
+            "bundles": ours.tile.bundles,
+            "whole": None if ours.whole is None else round(ours.whole),
             "rival": rival,
-            "rival_bundles": of_rival.bundles,
-            "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
-            "spills": tile.spills,
-            "rival_spills": of_rival.spills,
+            "rival_bundles": theirs.tile.bundles,
+            "rival_whole": None if theirs.whole is None else round(theirs.whole),
+            "temp_bytes": ours.program.memory_analysis().temp_size_in_bytes,
+            "spills": ours.tile.spills,
+            "rival_spills": theirs.tile.spills,
         }
 
 
-def from_memory(chip: str) -> Tile:
-    """The cycles in which 512 keys and their values come from HBM."""
-    return Tile(round(TILE * 2 * H * 2 / BYTES_A_SECOND[chip] * CYCLES_A_SECOND[chip]), 0)
+def from_memory(chip: str, keys: int = TILE) -> Counted:
+    """The cycles in which keys and their values come from HBM."""
+    return Counted(
+        Tile(round(keys * 2 * H * 2 / BYTES_A_SECOND[chip] * CYCLES_A_SECOND[chip]), 0), None, None
+    )
+
+
+def for_scalars(table: np.ndarray) -> dict[int, np.ndarray]:
+    """A kernel's first operand `[r 3 n]`, n at most 128, as it lies in tiles of memory."""
+    return {0: np.pad(table, ((0, 0), (0, 1), (0, 128 - table.shape[2])))}
 
 
 def attend(q, k, v, end):
@@ -85,57 +120,135 @@ def gradient(attention, *args, of=range(3)):
     return jax.grad(loss, tuple(of))(*args)
 
 
-def splash_attention(kind: Callable, q, k, v):
-    sizes = splash.BlockSizes(
-        **dict.fromkeys(("block_q", "block_q_dkv", "block_q_dq"), TILE),
-        **dict.fromkeys(("block_kv", "block_kv_dkv", "block_kv_dq"), TILE),
-        **dict.fromkeys(("block_kv_compute", "block_kv_dkv_compute"), TILE),
-    )
-    mask = splash_mask.MultiHeadMask([kind((S, S))] * N)
-    return splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)(q, k, v)
+def splash_attention(kind: Callable, size: int):
+    """With blocks of `size`, of one query head for each of `HEADS`."""
+    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    sizes = splash.BlockSizes(**dict.fromkeys((f"block_{name}" for name in names), size))
+    mask = splash_mask.MultiHeadMask([kind((SQUARE, SQUARE))] * HEADS)
+    return splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+
+
+def best_splash(compile: Compiler, mask: Callable, block: int) -> dict[str, Counted]:
+    """By kernel what 512 × 512 logits take at the block size at which that is least."""
+    found: dict[str, Counted] = {}
+    one = Shape((HEADS, SQUARE, H))
+    for size in SPLASH:
+
+        def attention(*x, size=size):
+            return (splash_attention(mask, size)(*x),)
+
+        try:
+            kernels, program = compile(functools.partial(gradient, attention), one, one, one)
+        except jax.errors.JaxRuntimeError:
+            continue  # its blocks are too large for vector memory
+        # a byte for each block: which to bring next, which may always be the first, and what it is
+        blocks = {0: np.zeros(SQUARE, np.int32), 1: np.full(SQUARE, block * 0x01010101, np.int32)}
+        for name in ("fwd", "dq", "dkv"):
+            kernel = kernels(f"splash_mha_{name}")
+            whole = kernel.issued(blocks) / (HEADS * (SQUARE // TILE) ** 2)
+            own = Counted(_share(max(kernel.tiles()), TILE**2 / size**2), whole, program)
+            found[name] = min(own, found.get(name, own), key=lambda x: x.whole)
+    return found
+
+
+def _share(tile: Tile, share: float) -> Tile:
+    return Tile(round(tile.bundles * share), round(tile.spills * share))
+
+
+def walked(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted]:
+    """Of a kernel that walks far tiles, what 512 × 512 logits take without and with a mask."""
+    n = T // blocks.queries
+
+    def issued(full: int, begun: int) -> int:
+        return kernel.issued(for_scalars(np.tile(np.array([[0], [full], [begun]], np.int32), (HEADS, 1, n))))
+
+    share = TILE**2 / (N // HEADS * blocks.queries * blocks.keys)
+    found = {}
+    for kind, pick, full in (("full", min, FOREVER), ("masked", max, 0)):
+        whole = (issued(full, 9) - issued(full, 1)) / (8 * HEADS * n)
+        found[kind] = Counted(_share(pick(kernel.tiles()), share), whole * share, program)
+    return found
+
+
+def gone_over(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted]:
+    """Of the kernel that goes over the queries of each tile of keys, the same."""
+    first = np.arange(SQUARE // blocks.keys // 2) * blocks.keys
+
+    def issued(ready: int, turns: int) -> int:
+        table = np.zeros((HEADS, 3, SQUARE // blocks.keys), np.int32)
+        table[:, 0], table[:, 1] = ready, FOREVER
+        table[:, 2, : len(first)] = first + turns * blocks.queries
+        return kernel.issued(for_scalars(table))
+
+    share = TILE**2 / (N // HEADS * blocks.queries * blocks.keys)
+    found = {}
+    for kind, pick, ready in (("full", min, 0), ("masked", max, FOREVER)):
+        whole = (issued(ready, 9) - issued(ready, 1)) / (8 * HEADS * len(first))
+        found[kind] = Counted(_share(pick(kernel.tiles()), share), whole * share, program)
+    return found
 
 
 def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
-    end = jax.ShapeDtypeStruct((1, HEADS, S), jnp.int32)
-    forward, program = compile(attend, Q, K, K, end)
-    ours = {"forward": (forward("vertical_slash"), program)}
+    group, square = N // HEADS, Shape((1, HEADS, SQUARE, H))
+    end, square_end = (jax.ShapeDtypeStruct((1, HEADS, x), jnp.int32) for x in (S, SQUARE))
+    kernels, program = compile(attend, Q, K, K, end)
+    ours = {"forward": walked(kernels("vertical_slash"), program, blocks_of(group, T, S, Q.dtype))}
     # with what a turn takes that fills a block, which only as many do as keys are kept
-    turn = Tile(forward("far_list").loop(depth=1, turns=1), 0)
+    turn = Tile(kernels("far_list").loop(depth=1, turns=1), 0)
     yield compile.row(
-        f"vertical_slash, far list, {TILE} keys", turn, "HBM", from_memory(compile.chip), program
+        f"vertical_slash, far list, {TILE} keys",
+        "HBM",
+        Counted(turn, None, program),
+        from_memory(compile.chip),
     )
-    backward, program = compile(functools.partial(gradient, attend), Q, K, K, end)
-    ours |= {kind: (backward(f"vertical_slash_{kind}"), program) for kind in ("dq", "dkv")}
-    one = Shape((N, S, H))
-    for tile, mask, pick in (("full", splash_mask.FullMask, min), ("masked", splash_mask.CausalMask, max)):
-        rival = functools.partial(splash_attention, mask)
-        kernels, _ = compile(
-            lambda *args, rival=rival: gradient(lambda *x: (rival(*x),), *args), one, one, one
-        )
-        for kind, (kernel, program) in ours.items():
-            name = "fwd" if kind == "forward" else kind
-            (of_splash,) = kernels(f"splash_mha_{name}").tiles()
-            op = f"vertical_slash {kind}, {tile} tile"
-            yield compile.row(op, pick(kernel.tiles()), "splash attention", of_splash, program)
+    kernels, program = compile(functools.partial(gradient, attend), Q, K, K, end)
+    with jax.set_mesh(tpu_mesh(compile.chip)):
+        blocks = blocks_of_gradient(group, T, S, Q.dtype)
+    ours["dq"] = walked(kernels("vertical_slash_dq"), program, blocks)
+    q = Shape((1, N, SQUARE, H))
+    kernels, program = compile(functools.partial(gradient, attend), q, square, square, square_end)
+    ours["dkv"] = gone_over(kernels("vertical_slash_dkv"), program, blocks)
+    for kind, mask, block in (
+        ("full", splash_mask.FullMask, DENSE),
+        ("masked", splash_mask.CausalMask, PARTIAL),
+    ):
+        rivals = best_splash(compile, mask, block)
+        for name, counted in ours.items():
+            rival = rivals["fwd" if name == "forward" else name]
+            yield compile.row(f"vertical_slash {name}, {kind} tile", "splash attention", counted[kind], rival)
 
 
 def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
-    """What 512 keys take: the arithmetic of half a block, and beginning the copies of their pages."""
-    keys, b, heads = 8192, 8, 8
+    """What 512 keys take in the middle of a long row, and a row of 300."""
+    b, heads = 8, 8
+    rows, keys = b * heads, 1 << 14
+
+    def lengths(length: int) -> dict[int, np.ndarray]:
+        return {0: np.zeros(128, np.int32), 1: np.where(np.arange(128) < rows, length, 0).astype(np.int32)}
+
     for group in (4, 8):
         for page in (16, 64, 128):
             kernels, program = compile(
                 functools.partial(paged_decode, implementation="tpu"),
                 Shape((b, heads * group, 1, H)),
-                Shape((b * heads * keys // page, page, 2 * H)),
+                Shape((rows * keys // page, page, 2 * H)),
                 jax.ShapeDtypeStruct((b, heads, keys // page), jnp.int32),
                 jax.ShapeDtypeStruct((b, heads), jnp.int32),
             )
             kernel = kernels("paged_decode")
-            bundles, spills = map(sum, zip(*kernel.tiles(), strict=True))
-            bundles = bundles * TILE / PAGED_KEYS + kernel.copying() * TILE / page
-            op = f"paged_decode, {TILE} keys, {group} query heads, page {page}"
-            yield compile.row(op, Tile(round(bundles), spills), "HBM", from_memory(compile.chip), program)
+            half, whole, short = (kernel.issued(lengths(x)) / rows for x in (keys // 2, keys, SHORT))
+            blocks = keys // 2 // TILE
+            # a full block's run of bundles, which starts the copies of another, comes first
+            spills = sum(tile.spills for tile in kernel.tiles())
+            run = Tile(round(kernel.tiles()[0].bundles * TILE / PAGED_KEYS), spills)
+            of = f"{group} query heads, page {page}"
+            for what, counted, memory in (
+                (f"{TILE} keys", Counted(run, (whole - half) / blocks, program), TILE),
+                (f"a row of {SHORT}", Counted(Tile(round(short), spills), short, program), SHORT),
+            ):
+                yield compile.row(
+                    f"paged_decode, {what}, {of}", "HBM", counted, from_memory(compile.chip, memory)
+                )
 
 
 def attention_mass_rows(compile: Compiler) -> Iterator[dict]:
@@ -155,7 +268,8 @@ def attention_mass_rows(compile: Compiler) -> Iterator[dict]:
     _, rival = compile(dense, one, one, jax.ShapeDtypeStruct((S,), jnp.float32))
     cycles = Tile(estimated_cycles(rival.as_text()) * TILE**2 // S**2, 0)
     for name, tile in zip(("full", "masked"), tiles, strict=True):
-        yield compile.row(f"attention_mass, {name} tile", tile, "XLA, dense", cycles, program)
+        ours = Counted(tile, None, program)
+        yield compile.row(f"attention_mass, {name} tile", "XLA, dense", ours, Counted(cycles, None, None))
 
 
 def running_topk_rows(compile: Compiler) -> Iterator[dict]:
@@ -169,7 +283,8 @@ def running_topk_rows(compile: Compiler) -> Iterator[dict]:
     bundles = kernels("running_topk").loop(depth=2, turns=TOPK.bit_length())
     _, rival = compile(functools.partial(op, "xla"), rank)
     cycles = estimated_cycles(rival.as_text()) // rank.size
-    yield compile.row(f"running_topk, a key of {TOPK}", Tile(bundles, 0), "XLA", Tile(cycles, 0), program)
+    ours, theirs = Counted(Tile(bundles, 0), None, program), Counted(Tile(cycles, 0), None, None)
+    yield compile.row(f"running_topk, a key of {TOPK}", "XLA", ours, theirs)
 
 
 def mlstm_rows(compile: Compiler) -> Iterator[dict]:
@@ -191,10 +306,10 @@ def mlstm_rows(compile: Compiler) -> Iterator[dict]:
         kernels = [kernels(f"mlstm_{x}") for x in ("forward", "backward")[:passes]]
         bundles = blocks * sum(x.loop(depth=1, turns=1) for x in kernels)
         spills = sum(x.spills for kernel in kernels for x in kernel.bundles)
-        ours = Tile(bundles + estimated_cycles(program.as_text()), spills)
-        of_rival = Tile(estimated_cycles(rival.as_text()), 0)
+        ours = Counted(Tile(bundles + estimated_cycles(program.as_text()), spills), None, program)
+        theirs = Counted(Tile(estimated_cycles(rival.as_text()), 0), None, None)
         name = f"mlstm {op}, {heads} heads of {s} tokens"
-        yield compile.row(name, ours, f"XLA, chunks of {XLA_CHUNK}", of_rival, program)
+        yield compile.row(name, f"XLA, chunks of {XLA_CHUNK}", ours, theirs)
 
 
 OPS = {

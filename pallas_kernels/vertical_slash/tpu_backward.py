@@ -7,6 +7,7 @@ product needs a transposed argument.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +20,7 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
 from pallas_kernels.vertical_slash.tpu_gather import seen
-from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Walk, blocks_of, dot, lane_sums, wide
+from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Blocks, Walk, blocks_of, dot, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
 
 
@@ -28,7 +29,7 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     b, n, t, _ = q.shape
     heads, s = k.shape[1:3]
     group = n // heads
-    blocks = blocks_of(group, t, s, k.dtype, 1024 if _wide_products() else 512)
+    blocks = blocks_of_gradient(group, t, s, k.dtype)
     more = -t % blocks.queries
 
     def by_row(x, fill=0.0):
@@ -53,10 +54,11 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     return dq, dk[:, :s].reshape(k.shape), dv[:, :s].reshape(v.shape), dgate
 
 
-def _wide_products() -> bool:
-    """Whether the matrix unit is 256 wide, as v6e's and v7x's: on v5e a tile of 1024 rows with a mask takes a fifth
-    more bundles a logit in `dkv`."""
-    return target().platform == "tpu" and pltpu.get_tpu_info().mxu_column_size > LANES
+def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
+    """Tiles of 1024 keys, whose loops are lighter; and of 1024 rows where the matrix unit is 256 wide, as v6e's and
+    v7x's. On v5e a tile of `dkv` with a mask takes a fifth more bundles a logit with 1024 rows than with 512."""
+    wide_products = target().platform == "tpu" and pltpu.get_tpu_info().mxu_column_size > LANES
+    return blocks_of(group, t, s, dtype, 1024 if wide_products else 512, most=1024)
 
 
 def _gradient_of_queries(walk, q, do, stats, interpret):

@@ -231,7 +231,6 @@ def test_bundles_are_read(tmp_path):
     )
     kernel = read(tmp_path, "kernel")
     assert kernel.tiles() == [Tile(2, 5)]
-    assert kernel.copying() == 1
     # bundles 1 to 5 and 8, and 6 and 7 ten times
     assert kernel.loop(depth=1, turns=10) == 6 + 20
 
