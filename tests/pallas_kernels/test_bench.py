@@ -13,10 +13,11 @@ import pytest
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import correctness, mlstm, rivals, static, torch_rivals
+from pallas_kernels.bench import correctness, issued, mlstm, rivals, static, torch_rivals
 from pallas_kernels.bench.attention_mass import dense as dense_mass
 from pallas_kernels.bench.bundles import Tile, read
 from pallas_kernels.bench.cycles import estimated_cycles
+from pallas_kernels.bench.issued import Program
 from pallas_kernels.bench.job import Job, Line, Task, rows
 from pallas_kernels.bench.setting import GPU
 from pallas_kernels.bench.timing import Candidate
@@ -235,6 +236,46 @@ def test_bundles_are_read(tmp_path):
     assert kernel.loop(depth=1, turns=10) == 6 + 20
 
 
+LISTING = """
+     0   :  { %s9_s0 = inlined_call_operand.vmem [shape: s32[8], index: 0, kind: input] /* operand 0 */ }
+   0x1   :  { %s8_s1 = sshll.u32 %s9_s0, 4 /* to granules */  ;;  %s7_s1 = int_to_ptr.vmem [resolvable:$true] %s8_s1 }
+   0x2   :  { %6 = dma.vmem_to_smem /*vmem=*/%s7_s1, /*size_in_granules=*/1, /*smem=*/[#allocation4], [#allocation9] }
+   0x3   :  { %s5_s2 = smov 0  ;;  %s11_s6 = smov 4294967295 }
+   0x4 LB: > { %s4_s3 = sld [smem:[#allocation4 + $0x2]]  ;;  %s1_s2 = sphi %s5_s2, %s3_s2 } /* Start region 7 */
+   0x5   : > { %s3_s2 = sadd.s32 1, %s1_s2  ;;  %s2_s5 = smov %s1_s2 }
+   0x6   : > { %p2_p1 = scmp.ge.s32.totalorder %s3_s2, %s4_s3  ;;  %p4_p2 = scmp.lt.s32.totalorder %s11_s6, 0 }
+   0x7   : > { %13 = sbr.rel (!%p2_p1) target = $region7 }
+   0x8   : > { %14 = sst [smem:[#allocation1_spill]] %s2_s5  ;;  %s4_s3 = smov (%p4_p2, %s4_s3), 7 }
+   0x9   :  {}
+   0xa   :  {}
+   0xb   :  { %15 = vst [vmem:[#allocation2]] %v1_v0 }
+   0xc   :  { %s16_s4 = sld [smem:[#allocation1_spill]] (%p2_p1) }
+   0xd   :  { %p17_p3 = scmp.ne.s32.totalorder %s16_s4, 4 }
+   0xe   :  { %18 = sbr.rel (%p17_p3) target = $region9 }
+   0xf   :  {}
+  0x10   :  {}
+  0x11   :  {}
+  0x12   :  {}
+  0x13   :  { %19 = vadd }
+  0x14 PF: { %20 = vadd } /* Start/End empty region 9 */
+"""
+"""A loop of as many turns as the operand's third word, and a bundle that is issued after five of them alone."""
+
+
+@pytest.mark.parametrize("turns", [1, 5, 6])
+def test_bundles_that_are_issued(turns):
+    counts = Program(LISTING).issued({0: np.array([9, 9, turns, 9, 9, 9, 9, 9])})
+    assert counts.tolist() == [1] * 4 + [turns] * 8 + [1] * 7 + [int(turns == 5), 1]
+
+
+def test_a_program_without_end_is_refused(monkeypatch):
+    monkeypatch.setattr(issued, "MOST", 1000)
+    with pytest.raises(LookupError, match="has not ended after 1000 bundles"):
+        Program(LISTING).issued({0: np.full(8, 10**6)})
+    with pytest.raises(LookupError, match="an operation that is not known: %s1_s1 = sinvented 3"):
+        Program("   0x1   :  { %s1_s1 = sinvented 3 }")
+
+
 PROGRAM = """HloModule jit_f
 
 %condition (x: s32[]) -> pred[] {
@@ -261,8 +302,12 @@ def test_cycles_count_loops():
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_decoding_waits_for_memory_alone():
+    """In a long row, all that is issued counted; at pages of 64 for half of the time."""
     found = static.tpu_rows("v6e", "paged_decode")
-    assert len(found) == 6
-    for row in found:
-        assert row["bundles"] < row["rival_bundles"]
-        assert (row["spills"], row["temp_bytes"]) == (0, 0)
+    long = [row for row in found if "512 keys" in row["op"]]
+    assert len(found) == 2 * len(long) == 12
+    for row in long:
+        assert row["bundles"] <= row["whole"] < row["rival_bundles"]
+        if "page 16" not in row["op"]:
+            assert row["whole"] < 0.5 * row["rival_bundles"]
+    assert all(row["temp_bytes"] == 0 for row in found)
