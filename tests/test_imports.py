@@ -45,7 +45,8 @@ POLICIES_MAY_IMPORT = {
     "kvjax.policies",
 }
 CACHE_MAY_IMPORT = POLICIES_MAY_IMPORT - {"kvjax.policies"} | {"kvjax.cache"}
-KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "pallas_kernels"}
+KERNELS_MAY_IMPORT = {"jax", "jaxtyping", "numpy", "pallas_kernels"}
+"""numpy comes with jax."""
 
 
 def sources(package: str) -> list[Path]:

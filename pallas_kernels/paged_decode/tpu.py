@@ -6,8 +6,8 @@ the arithmetic, over the ends of rows and past empty ones, and starts the copies
 come into scalar memory ahead of it. Only pages that hold entries are copied.
 
 Within a long row, a block that is full and the one that is fetched meanwhile, full too, are one run of instructions
-without branches, so that copies are started beside the arithmetic. Of other blocks only as many keys are computed with
-as a power of two of their pages holds, and values that are no entry's are zero: 0 · NaN is NaN.
+without branches, so that copies are started beside the arithmetic. Of other blocks a half or a quarter is computed with
+if that holds their entries, and values that are no entry's are zero: 0 · NaN is NaN.
 
 A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
 several pages' is turned until they stand below their logits.
@@ -45,7 +45,7 @@ LOGITS = 1 << 15
 GROUP = 8
 """Most copies started, or awaited, at once of a block that is not full."""
 SHARES = 1, 2, 4
-"""A block that is not full is computed with in the smallest of these parts, of it, that holds it."""
+"""A block that is not full is computed with whole, or the first half or quarter of it."""
 STEP_ROWS = 16
 """About how many rows share a grid step."""
 STEP_BYTES = 1 << 21
@@ -71,7 +71,7 @@ class _Sizes(NamedTuple):
     rows: int
 
 
-def _parts(count, size: int):
+def _ceil_div(count, size: int):
     """How many parts of `size` hold `count`, which is not negative: a shift where it can be one."""
     if size & (size - 1):
         return pl.cdiv(count, size)
@@ -90,14 +90,16 @@ def _kernel(*refs, sizes: _Sizes):
     buffers, tables, cursor, page_sems, table_sems, *of_bias = refs[9:]
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     step_rows, queries, width = q_ref.shape
+    # of whole vectors of logits, too
+    parts = sorted(block // x for x in SHARES if block % x == 0 and block // x * page % LANES == 0)
     step = pl.program_id(1)
     first_row = pl.program_id(0) * sizes.rows
     last_row = first_row + sizes.rows
 
     def pages_of(row):
         """Pages that hold entries: of the ring, and of both regions."""
-        ring = _parts(ring_ref[row], page)
-        return ring, ring + _parts(length_ref[row], page)
+        ring = _ceil_div(ring_ref[row], page)
+        return ring, ring + _ceil_div(length_ref[row], page)
 
     def next_row(row):
         """The first row from `row` on that has pages, or `last_row`."""
@@ -136,15 +138,15 @@ def _kernel(*refs, sizes: _Sizes):
         if page >= LANES:
             return jnp.concatenate([rows[slot, i] for i in range(part * rows.shape[1] // block)], 1)
         lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-        parts = []
+        lines = []
         for first in range(0, part, LANES // page):
-            part = jnp.zeros((1, LANES), jnp.float32)
+            line = jnp.zeros((1, LANES), jnp.float32)
             for p in range(LANES // page):
                 turn = (p * page - places[slot * block + first + p]) & (LANES - 1)
                 turned = pltpu.roll(rows[slot, first + p], turn, 1)
-                part = jnp.where(lane >= p * page, turned, part)
-            parts.append(part)
-        return jnp.concatenate(parts, 1)
+                line = jnp.where(lane >= p * page, turned, line)
+            lines.append(line)
+        return jnp.concatenate(lines, 1)
 
     def for_pages(count, act):
         """`act(first page, how many)` over the first `count` pages of a block: all at once, or a few at a time."""
@@ -235,7 +237,6 @@ def _kernel(*refs, sizes: _Sizes):
             `whole`."""
             m, l, o = state
             kv = buffers[slot, :part].reshape(part * page, buffers.shape[3])
-
             x = lax.dot_general(
                 q,
                 kv[:, :width],
@@ -253,8 +254,7 @@ def _kernel(*refs, sizes: _Sizes):
                 stored = (place < entries) & ((place < stored_first) | (place >= page))
                 x = jnp.where(stored, x, MASKED)
                 v = v.reshape(part, page, width)
-                there = [jnp.where(index * block + p < pages, v[p], 0) for p in range(part)]
-                v = jnp.concatenate(there)
+                v = jnp.concatenate([jnp.where(index * block + p < pages, v[p], 0) for p in range(part)])
             m_new = jnp.maximum(m, x.max(1, keepdims=True))
             p = jnp.exp2(x - m_new)
             kept = jnp.exp2(m - m_new)
@@ -268,7 +268,7 @@ def _kernel(*refs, sizes: _Sizes):
             )
             return m_new, l, o * kept + pv
 
-        blocks = _parts(pages, block)
+        blocks = _ceil_div(pages, block)
         # up to there the block that is fetched is neither the row's last nor another row's
         steady = blocks - SLOTS
 
@@ -301,17 +301,9 @@ def _kernel(*refs, sizes: _Sizes):
             cursor[TAKEN] += 1
             left = jnp.minimum(pages - index * block, block)
             for_pages(left, lambda _, count: arrived(slot, count))
-
             tail = entries - (pages - 1) * page
             pl.when((index == 0) & (stored_first < page))(lambda: blank(slot, 0, stored_first))
             pl.when((index == blocks - 1) & (tail < page))(lambda: blank(slot, left - 1, tail))
-            parts = sorted(
-                {
-                    max(1, LANES // page, block // x)
-                    for x in SHARES
-                    if block % x == 0 and page * block // x % LANES == 0
-                }
-            )
             which = sum((left > part).astype(jnp.int32) for part in parts[:-1])
             branches = [functools.partial(seen, slot, index, part=part) for part in parts]
             return index + 1, lax.switch(which, branches, state)
