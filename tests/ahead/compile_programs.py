@@ -1,6 +1,6 @@
-"""`python -m tests.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four H100s that
-are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and compaction at head_dim 128; of all also
-decoding that counts and compacts, all but training at 64, and training for fsdp 2 × sequence 2.
+"""`python -m tests.ahead.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four
+H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and compaction at head_dim 128; of all
+also decoding that counts and compacts, all but training at 64, and training for fsdp 2 × sequence 2.
 
 Prints a line of JSON for each: its name, its kernels, the bytes of its temporaries, and those of each copy of more than
 8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries.

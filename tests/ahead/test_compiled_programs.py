@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
-from tests.compile_programs import HEAD_DIMS, SPLIT, TRAINED
+from tests.ahead.compile_programs import HEAD_DIMS, SPLIT, TRAINED
 
 
 @pytest.fixture(scope="module", params=["tpu", "gpu"])
@@ -36,7 +36,7 @@ def which(request):
 
 @pytest.fixture(scope="module")
 def reports(platform, which):
-    command = [sys.executable, "-m", "tests.compile_programs", platform, which]
+    command = [sys.executable, "-m", "tests.ahead.compile_programs", platform, which]
     done = subprocess.run(
         command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False
     )
