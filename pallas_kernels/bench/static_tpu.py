@@ -253,10 +253,12 @@ def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
             # a full block's run of bundles, which starts the copies of another, comes first
             spills = sum(tile.spills for tile in kernel.tiles())
             run = Tile(round(kernel.tiles()[0].bundles * TILE / PAGED_KEYS), spills)
+            # of the other runs the smallest is for a quarter of a block; a short row fills less than half
+            part = Tile(sorted(kernel.tiles())[1].bundles, spills)
             of = f"{group} query heads, page {page}"
             for what, counted, memory in (
                 (f"{TILE} keys", Counted(run, (whole - half) / blocks, program), TILE),
-                (f"a row of {SHORT}", Counted(Tile(round(short), spills), short, program), SHORT),
+                (f"a row of {SHORT}", Counted(part, short, program), SHORT),
             ):
                 yield compile.row(
                     f"paged_decode, {what}, {of}", "HBM", counted, from_memory(compile.chip, memory)
