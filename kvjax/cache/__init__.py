@@ -1,10 +1,10 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. compaction: what an eviction leaves,
-moved to the front. planes: the methods' own numbers of entries. trail: what they remember of the last tokens. capacity:
-rows that keep their best. branches: sequences that share a context's pages. rollback: a cache as it was. stats: what a
-cache holds.
+resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. stripes: rows that all devices
+share. compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail:
+what they remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's
+pages. rollback: a cache as it was. stats: what a cache holds.
 """
 
 from kvjax.cache.branches import owned, selected
@@ -13,13 +13,15 @@ from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
-from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_pages, ring_priority
+from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
+    by_shard,
     device_bytes,
     halved_size,
     largest_shard,
+    most_pages,
     pages_for,
     parse_capacity,
     pool_size,
@@ -40,6 +42,7 @@ __all__ = [
     "Quota",
     "Stats",
     "Turnover",
+    "by_shard",
     "check",
     "device_bytes",
     "empty",
@@ -49,6 +52,8 @@ __all__ = [
     "in_order",
     "largest_shard",
     "leaving",
+    "most_pages",
+    "outgoing",
     "owned",
     "pages_for",
     "parse_capacity",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
-from kvjax.cache.pages import Cache, LayerCache, Pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes
 from kvjax.cache.ring import ring_pages
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size
 
@@ -44,6 +44,8 @@ class Layout:
     """Whether the user stated the capacity."""
     shared: bool = False
     """Whether the user stated the longest sequence."""
+    striped: bool = False
+    """Whether rows are split by pages, not by heads."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
@@ -54,8 +56,10 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
     shards, slots = axis_size(*SHARDS), layout.window - 1
-    behind = min(-(-max(layout.tokens - slots, 0) // page_size), pages)
-    columns = max(1, ring_pages(layout.window, page_size) + behind)
+    devices = axis_size(*HEADS) if layout.striped else 1
+    behind = min(-(-max(layout.tokens - slots, 0) // page_size), pages * devices)
+    ring, stripes = ring_pages(layout.window, page_size), None
+    columns = max(1, ring + (0 if layout.striped else behind))
     rows = P(None, BATCH, HEADS, None)
 
     def all_free():
@@ -63,6 +67,10 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
 
     free, count = jax.shard_map(all_free, in_specs=(), out_specs=(P(SHARDS), P(SHARDS)))()
     table = jnp.full((layers, batch, heads, columns), pages, jnp.int32, out_sharding=rows)
+    if layout.striped:
+        every = layers, batch, heads * devices
+        own = jnp.full((*every, -(-max(1, behind) // devices)), pages, jnp.int32, out_sharding=rows)
+        stripes = Stripes(own, jnp.zeros(every, jnp.int32, out_sharding=P(None, BATCH, HEADS)))
     pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
     bounds = None
     if layout.bounds is not None:
@@ -81,6 +89,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
         priority=jnp.full((layers, batch, heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         numbers=numbers,
         state=state,
+        stripes=stripes,
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
@@ -99,15 +108,20 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         index = jnp.arange(had + pages)
         new = had + index - count
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
-        table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
-        table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
+        layers = layers.with_tables(lambda table: jnp.where(table >= had, had + pages, table))
+        region = layers if layers.stripes is None else layers.stripes
+        more = columns if layers.stripes is None else -(-columns // axis_size(*HEADS))
+        after = ((0, 0), (0, 0), (0, 0), (0, more))
+        table = jnp.pad(region.page_table, after, constant_values=had + pages)
+        region = dataclasses.replace(region, page_table=table)
+        layers = region if layers.stripes is None else dataclasses.replace(layers, stripes=region)
         bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
         planes = {name: jnp.pad(x, ((0, pages), (0, 0))) for name, x in pages_.planes.items()}
         others = None if pages_.others is None else jnp.pad(pages_.others, (0, pages))
         new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, planes, others)
-        return new_pages, dataclasses.replace(layers, page_table=table)
+        return new_pages, layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(more, out_specs=specs)(cache.pages, cache.layers)
@@ -118,14 +132,18 @@ def trimmed(cache: Cache, pages: int) -> Cache:
     """A copy whose pool has `pages` pages a shard, which must be at least those in use."""
 
     def less(pages_, layers):
-        table, had = layers.page_table, pages_.pool.shape[0]
-        used = jnp.zeros(had, bool).at[table].set(True, mode="drop")
+        had = pages_.pool.shape[0]
+        used = jnp.zeros(had, bool)
+        for table in layers.tables:
+            used = used.at[table].set(True, mode="drop")
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
         source = jnp.zeros(pages, jnp.int32)
         source = source.at[jnp.where(used, place, pages)].set(jnp.arange(had, dtype=jnp.int32), mode="drop")
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
-        table = jnp.where(table < had, place.at[table].get(mode="clip"), pages)
+        layers = layers.with_tables(
+            lambda table: jnp.where(table < had, place.at[table].get(mode="clip"), pages)
+        )
         bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
@@ -134,7 +152,7 @@ def trimmed(cache: Cache, pages: int) -> Cache:
         if others is not None:
             others = jnp.where(jnp.arange(pages) < pages - count, others[source], 0)
         new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, planes, others)
-        return new_pages, dataclasses.replace(layers, page_table=table)
+        return new_pages, layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)

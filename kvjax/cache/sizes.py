@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from einops import rearrange
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kvjax.cache.ring import ring_pages
+from kvjax.cache.stripes import own_pages
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import HEADS, SHARDS, axis_size, batch_shards
 
@@ -83,6 +84,7 @@ def pages_for(
     kv_heads: int,
     page_size: int,
     page_bytes: int,
+    striped: bool = False,
 ) -> int:
     """Pages that one shard's pool has to have.
 
@@ -92,6 +94,7 @@ def pages_for(
         expected: of so many tokens the most entries at one time, ring included, by layer and kv head.
         tokens: of each sequence, prompt and new tokens.
         page_bytes: of a page with what stands beside its entries.
+        striped: rows are split by pages, not by heads.
     """
     parts, shards = axis_size(*HEADS), batch_shards()
     local_rows = layers * len(tokens) // shards * kv_heads // parts
@@ -104,8 +107,9 @@ def pages_for(
             # a mean says little of one row: each may have a page more, as long as there are tokens for it
             most = -(-max(count - window + 1, 0) // page_size)
             ring = ring_pages(min(count + 1, window), page_size)
-            pages = ring + np.minimum(np.ceil(held / page_size) + (held > 0), most)
-            return largest_shard(np.broadcast_to(pages, (layers, kv_heads)), parts)
+            pages = np.minimum(np.ceil(held / page_size) + (held > 0), most)
+            pages = np.broadcast_to(pages, (layers, kv_heads)).astype(np.int64)
+            return layers * kv_heads // parts * ring + largest_shard(pages, parts, striped)
 
         pages = {count: pages_of(count) for count in set(tokens)}
         return max(1, int(np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1).max()))
@@ -130,12 +134,26 @@ def pages_for(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the {least} that the "
             f"windows of {local_rows} (layer, sequence, kv head) rows take; {enough} holds every token"
         )
-    return min(pages, local_rows * (ring_pages(window, page_size) + -(-max(tokens) // page_size)))
+    return min(pages, most_pages(local_rows, max(tokens), window, page_size, parts, striped))
 
 
-def largest_shard(pages: Float[np.ndarray, "l k"], shards: int) -> int:
-    """The pages of the one of `shards` shards of the kv heads that has most."""
-    return int(rearrange(pages, "l (shards k) -> shards (l k)", shards=shards).sum(-1).max())
+def most_pages(rows: int, tokens: int, window: int, page_size: int, parts: int, striped: bool) -> int:
+    """Pages of a shard of so many rows' rings and global regions, if these had all of the tokens."""
+    pages = -(-tokens // page_size)
+    each = parts * -(-pages // parts) if striped else pages
+    return rows * (ring_pages(window, page_size) + each)
+
+
+def largest_shard(pages: Int[np.ndarray, "l k"], shards: int, striped: bool = False) -> int:
+    """Of rows of so many pages, those of the one of `shards` shards that has most."""
+    return int(by_shard(pages, shards, striped).max())
+
+
+def by_shard(pages: Int[np.ndarray, "*r k"], shards: int, striped: bool) -> Int[np.ndarray, " shards"]:
+    """Of rows of so many pages, those of each of `shards` shards of the kv heads."""
+    if striped:
+        return np.array([own_pages(pages, shard, shards).sum() for shard in range(shards)])
+    return rearrange(pages, "... (shards k) -> shards (... k)", shards=shards).sum(-1)
 
 
 def _stated_like(capacity: int | str, pages: int, page_size: int, page_bytes: int, rows: int) -> str:

@@ -130,7 +130,6 @@ def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Ca
         return cache
     plan = policy.plan
     if cache.shared:
-        columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
-        longest = columns * cache.page_size
+        longest = cache.columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
     return compact(model, eviction, cache, quota, entries=entries, over=plan.shares.over, ties=plan.ties)

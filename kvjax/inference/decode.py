@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Quota, ring_pages
+from kvjax.cache import Cache, Quota
 from kvjax.inference.compaction import compacted
 from kvjax.inference.forward import forward
 from kvjax.mesh import P
@@ -39,9 +39,8 @@ class Recurring:
         """The cache, compacted if one of the `running` sequences is due."""
         # once the pool ran out nothing is freed, or the debt would be paid before anybody sees it
         due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
-        columns = cache.layers.page_table.shape[-1] - ring_pages(cache.window, cache.page_size)
         sizes = {
-            "entries": max(columns * cache.page_size, self.observed),
+            "entries": max(cache.columns * cache.page_size, self.observed),
             "over": self.over,
             "ties": self.ties,
         }

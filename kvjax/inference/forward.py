@@ -14,9 +14,10 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
 from kvjax.inference.attention import cached_attention
+from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.record import Calls
 from kvjax.inference.remembering import remembered, traces
-from kvjax.inference.room import free_pages, more_pages, pool_pages, with_more_pages
+from kvjax.inference.room import with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.interfaces import Trail

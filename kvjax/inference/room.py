@@ -7,12 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.errors import UserError, whole_number
+from kvjax.inference.page_counts import (
+    by_own_heads,
+    copied_pages,
+    free_pages,
+    more_pages,
+    pool_pages,
+    rings_pages,
+)
 from kvjax.inference.quota import entry_bytes
+from kvjax.inference.split import from_the_start
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Trail
@@ -54,6 +62,7 @@ def layout_for(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     free: int | None = None,
+    striped: bool = False,
 ) -> Layout:
     """The shape of a cache, for the current mesh.
 
@@ -63,6 +72,7 @@ def layout_for(
         capacity: as in `kvjax.cache.pages_for`.
         max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
         free: bytes that a device has for its pool; None: not looked at.
+        striped: rows are split by pages, not by heads.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -84,20 +94,21 @@ def layout_for(
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
     page_bytes += 2 * head_dim * bounds.itemsize * (policy.selection is not None)
     entry_bytes = layers * kv_heads * page_bytes // page_size
-    ring = caches.ring_pages(policy.window, page_size)
-    rows = layers * batch // batch_shards() * kv_heads // axis_size(*HEADS)
+    parts = axis_size(*HEADS)
+    rows = layers * batch // batch_shards() * kv_heads // parts
 
     def shard_pages(each: Sequence[int]) -> int:
         """Of a pool for sequences of so many tokens."""
         pages = caches.pages_for(
             capacity, expected=lambda count: policy.expected_entries(count, entry_bytes), window=policy.window,
-            tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes,
+            tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes, striped=striped,
         )  # fmt: skip
         if capacity is not None:
             return pages
         if max_tokens is not None:
             beyond = max(max_tokens - policy.window + 1, 0)
-            return caches.shared_size(pages, rows * (ring + -(-beyond // page_size)))
+            most = caches.most_pages(rows, beyond, policy.window, page_size, parts, striped)
+            return caches.shared_size(pages, most)
         return caches.pool_size(pages, page_bytes)
 
     pages = shard_pages(each)
@@ -112,7 +123,7 @@ def layout_for(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=pages, dtype=dtype, stored=stored,
         bounds=None if policy.selection is None else bounds, planes=planes,
-        bounded=capacity is not None, shared=max_tokens is not None,
+        bounded=capacity is not None, shared=max_tokens is not None, striped=striped,
     )  # fmt: skip
 
 
@@ -180,6 +191,7 @@ def new_cache(
     page_size: int,
     capacity: int | str | None,
     max_tokens: int | None = None,
+    striped: bool = False,
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
@@ -198,6 +210,7 @@ def new_cache(
         page_size=page_size,
         capacity=capacity,
         max_tokens=max_tokens,
+        striped=striped,
     )
 
 
@@ -209,11 +222,12 @@ def begin(
     page_size: int,
     capacity: int | str | None,
     max_tokens: int | None,
+    split: str = "heads",
 ) -> tuple[Policy, Cache]:
     """An empty cache for prompts and `room` more tokens, and the policy with its window.
 
-    max_tokens: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget below what
-    always stays.
+    max_tokens, split: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget
+    below what always stays.
     """
     if policy.plan is not None:
         # at once, and not when a prompt or an answer has grown to it
@@ -232,7 +246,9 @@ def begin(
     policy = narrowed(
         policy, (max_tokens or longest) + (0 if policy.plan is None else policy.plan.read_behind)
     )
-    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
+    tokens = [row.size + room for row in rows]
+    striped = from_the_start(policy, split, tokens, model.config, model.embed.dtype)
+    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens, striped)
 
 
 def narrowed(policy: Policy, tokens: int) -> Policy:
@@ -244,52 +260,6 @@ def narrowed(policy: Policy, tokens: int) -> Policy:
 def within(policy: Policy, cache: Cache) -> Policy:
     """The policy with the window of the cache, which may be `narrowed`."""
     return changed(policy, window=cache.window)
-
-
-def pool_pages(cache: Cache) -> int:
-    """Pages of a shard."""
-    return cache.pages.pool.shape[0] // len(np.asarray(cache.pages.free_count))
-
-
-def _shard_sums(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray, "batch_shards head_shards"]:
-    """Sums of an `[l b k]` array over each shard's rows."""
-    shards = len(np.asarray(cache.pages.free_count))
-    layers, _, heads = rows.shape
-    parts = shards // batch_shards()
-    return rows.reshape(layers, batch_shards(), -1, parts, heads // parts).sum((0, 2, 4))
-
-
-def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
-    """The most pages of a shard that `tokens` more tokens of each sequence take, beside those in use, in rows of at
-    most `most` entries behind their rings."""
-    length, seen = np.asarray(cache.layers.length), np.asarray(cache.seen)[:, None]
-    leaving = np.maximum(seen + tokens - cache.window + 1, 0) - np.maximum(seen - cache.window + 1, 0)
-    longer = length + leaving
-    if most is not None:
-        longer = np.maximum(np.minimum(longer, most), length)
-    more = _ring_pages(cache, tokens) - _ring_pages(cache) + -(-longer // cache.page_size)
-    return int(_shard_sums(cache, more - -(-length // cache.page_size)).max())
-
-
-def _ring_pages(cache: Cache, tokens: int = 0) -> Int[np.ndarray, "l b k"]:
-    """Pages of each row's ring once its sequence has `tokens` more."""
-    seen = np.asarray(cache.seen)[:, None] + tokens
-    rings = caches.ring_pages(np.minimum(seen + 1, cache.window), cache.page_size)
-    return np.broadcast_to(rings, cache.layers.length.shape)
-
-
-def copied_pages(policy: Policy, cache: Cache) -> int:
-    """The most pages of a shard that branches of a context copy before they run."""
-    if cache.pages.others is None:
-        return 0
-    length, newest = np.asarray(cache.layers.length), policy.continuing.rewritten
-    read_only = 0 if newest is None else np.maximum(length - newest, 0) // cache.page_size
-    return int(_shard_sums(cache, -(-length // cache.page_size) - read_only + _ring_pages(cache)).max())
-
-
-def free_pages(cache: Cache) -> int:
-    """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
-    return int(np.asarray(cache.pages.free_count).min())
 
 
 def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come: int) -> Cache:
@@ -331,10 +301,10 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     expected = np.broadcast_to(
         policy.admission.admitted(tokens + cache.window) * caches.MARGIN, (layers, heads)
     )
-    each = np.ceil(np.minimum(expected, tokens) / cache.page_size) + 1
+    each = np.ceil(np.minimum(expected, tokens) / cache.page_size).astype(np.int64) + 1
     parts = len(np.asarray(cache.pages.free_count)) // batch_shards()
-    rings = int(_shard_sums(cache, _ring_pages(cache, tokens) - _ring_pages(cache)).max())
-    need = used + rings + batch // batch_shards() * caches.largest_shard(each, parts)
+    rings = int(by_own_heads(cache, rings_pages(cache, tokens) - rings_pages(cache)).max())
+    need = used + rings + batch // batch_shards() * caches.largest_shard(each, parts, cache.striped)
     need = min(need, used + more_pages(cache, tokens, policy.most_stored))
     if plan is None or not plan.moment.while_decoding:
         return need
@@ -342,7 +312,7 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     between = question + max(plan.moment.every, 1)
     share = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
     budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
-    planned = int(_shard_sums(cache, budget + _ring_pages(cache, tokens)).max())
+    planned = int(by_own_heads(cache, budget + rings_pages(cache, tokens)).max())
     if cache.pages.others is not None:
         # what a branch keeps it may have to copy, and its siblings hold the rest
         return used + planned
@@ -364,14 +334,13 @@ def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:
 def _columns(policy: Policy, cache: Cache, tokens: int) -> int:
     """Columns that the page table lacks for `tokens` more tokens; where it lacks any, of a number rounded up."""
     seen, longest = int(np.asarray(cache.seen).max()), int(np.asarray(cache.layers.length).max())
-    ring = caches.ring_pages(cache.window, cache.page_size)
-    have = cache.layers.page_table.shape[-1]
+    have = cache.columns
 
     def columns(tokens: int) -> int:
         most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
         if policy.most_stored is not None:
             most = min(most, max(policy.most_stored, longest))
-        return ring + -(-most // cache.page_size)
+        return -(-most // cache.page_size)
 
     if columns(tokens) <= have:
         return 0

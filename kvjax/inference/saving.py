@@ -31,6 +31,7 @@ from kvjax.files import locked, write_text
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
 from kvjax.inference.settled import settled
+from kvjax.inference.split import split_by_heads
 from kvjax.mesh import adopt, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -144,7 +145,7 @@ def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -
             f"{where}: the cache remembers more of its tokens than policy {policy.name} does: give the policy that it "
             "was made with"
         )
-    return settled(cache, policy.continuing), policy
+    return split_by_heads(settled(cache, policy.continuing)), policy
 
 
 def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:

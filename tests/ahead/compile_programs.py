@@ -93,12 +93,12 @@ def programs(mesh, config, which="all"):
 
     policy = jax.eval_shape(functools.partial(wgkv, config))
 
-    def empty(policy, tokens):
+    def empty(policy, tokens, striped=False):
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=policy.window, tokens=tokens, page_size=PAGE, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if policy.selection is None else DTYPE,
-            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()),
+            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()), striped=striped,
         )  # fmt: skip
         return jax.eval_shape(
             lambda policy: laid_out(policy, layout, config.num_heads // config.num_kv_heads), policy
@@ -113,6 +113,9 @@ def programs(mesh, config, which="all"):
     running = row(jnp.bool_, (BATCH_SIZE,), BATCH)
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
+
+    by_pages = model, policy, empty(policy.traced, 65536, striped=True), *arguments[3:]
+    yield "decode, split by pages", decode_block, by_pages, {"count": 8, "greedy": True}
 
     held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))

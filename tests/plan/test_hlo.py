@@ -66,6 +66,38 @@ def test_what_a_loop_exchanges_counts_as_often_as_it_runs(turns, known):
     }
 
 
+BEGUN_AND_ENDED = """\
+%start (a: f32[8]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %g = f32[32]{0} all-gather(%a), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %s = f32[32]{0} custom-call(%g), custom_call_target="AsyncCollectiveStart"
+}
+
+%beside (a: f32[8]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  ROOT %g = f32[32]{0} all-gather(%a), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%done (a: f32[8]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %g = f32[32]{0} all-gather(%a), channel_id=1, dimensions={0}, frontend_attributes={chain_id="0"}
+  ROOT %d = f32[32]{0} custom-call(%g), custom_call_target="AsyncCollectiveDone"
+}
+
+ENTRY %main (x: f32[8]) -> f32[32] {
+  %x = f32[8]{0} parameter(0)
+  %s = f32[32]{0} fusion(%x), kind=kCustom, calls=%start
+  %b = f32[32]{0} fusion(%x), kind=kOutput, calls=%beside
+  ROOT %d = f32[32]{0} fusion(%x), kind=kCustom, calls=%done
+}
+"""
+"""As libtpu writes one all-gather that goes on beside a product."""
+
+
+def test_an_exchange_beside_other_things_is_one():
+    assert dict(exchanged(BEGUN_AND_ENDED)) == {("all-gather", "count"): 1, ("all-gather", "bytes"): 128}
+
+
 def test_a_program_of_this_machine():
     """Six layers' weights, gathered one after another."""
     mesh = make_mesh(fsdp=4)

@@ -1,0 +1,85 @@
+"""How the devices that split the kv heads share a cache's rows: each has those of its own heads, or of all rows every
+so many pages (`kvjax.cache.stripes`).
+
+Split by pages no device waits for another's heads, for two collectives a layer. Rows then can only grow: what is still
+to be compacted, or does more with entries than attend to them, is split by heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Shaped
+
+from kvjax.cache import Cache
+from kvjax.cache.stripes import by_heads, striped
+from kvjax.errors import UserError, one_of
+from kvjax.inference.page_counts import pages_in_use, pool_pages
+from kvjax.inference.settled import settled
+from kvjax.mesh import HEADS, axis_size, batch_shards
+from kvjax.policies.policy import Policy
+
+SPLITS = "heads", "pages", "auto"
+"""auto: by pages if that is worth two collectives a layer (`WORTH`)."""
+WORTH = 8 * 2**20
+"""Bytes that the device with most reads in a layer beyond the mean, from which on it is: a v5e reads them in 10 µs,
+about what two small collectives take."""
+
+_striped = jax.jit(striped, static_argnums=1)
+_by_heads = jax.jit(by_heads, static_argnums=1)
+
+
+def check_split(policy: Policy, split: str) -> None:
+    """Raises UserError for a word that is none of `SPLITS`, and for a policy whose rows cannot be split by pages."""
+    one_of("cache", "split", split, SPLITS)
+    if split == "pages" and (why := policy.refuses_pages):
+        raise UserError(
+            f"policy {policy.name} {why}: its cache cannot be split by pages, say split='heads' or 'auto'"
+        )
+
+
+def from_the_start(policy: Policy, split: str, tokens: Sequence[int], config: Any, dtype: Any) -> bool:
+    """Whether the cache of sequences of so many tokens is split by pages before anything is read, by what the policy is
+    expected to keep: never if something will be compacted, and rows are to be whole for it."""
+    if policy.plan is not None or policy.refuses_pages or axis_size(*HEADS) == 1:
+        return False
+    if split != "auto":
+        return split == "pages"
+    rows = config.num_layers, config.num_kv_heads
+    width = 2 * config.head_dim * jnp.dtype(dtype).itemsize
+    expected = [policy.expected_entries(count, rows[0] * rows[1] * width) for count in tokens]
+    expected += [np.zeros(rows)] * (-len(expected) % batch_shards())
+    return excess(np.stack([np.broadcast_to(x, rows) for x in expected], 1), width) >= WORTH
+
+
+def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
+    """The cache (donated), split as it stays: its prompts were read, and compacted."""
+    if split == "heads" or cache.striped or policy.refuses_pages or axis_size(*HEADS) == 1:
+        return cache
+    entry_bytes = cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
+    if split == "auto" and excess(np.asarray(cache.layers.length), entry_bytes) < WORTH:
+        return cache
+    cache = settled(cache, policy.continuing)
+    need = pages_in_use(cache, striped=True)
+    if cache.bounded or cache.shared:
+        # of the size that was stated, if that takes them
+        return _striped(cache, pool_pages(cache)) if need <= pool_pages(cache) else cache
+    return _striped(cache, need)
+
+
+def split_by_heads(cache: Cache) -> Cache:
+    """A copy of a cache that is split by pages, for what needs rows as a whole; any other as it is."""
+    if not cache.striped:
+        return cache
+    need = pages_in_use(cache, striped=False)
+    return _by_heads(cache, max(need, pool_pages(cache)) if cache.shared else need)
+
+
+def excess(entries: Shaped[np.ndarray, "l b k"], entry_bytes: int) -> float:
+    """Bytes that the device whose heads have most reads in a layer beyond the mean of all, by the layers' mean."""
+    layers, _, heads = entries.shape
+    parts = axis_size(*HEADS)
+    each = entries.reshape(layers, batch_shards(), -1, parts, heads // parts).sum((2, 4)) * entry_bytes
+    return float((each.max(2) - each.mean(2)).max(1).mean())
