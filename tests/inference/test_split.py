@@ -182,24 +182,26 @@ def test_each_page_is_one_device_s():
     np.testing.assert_array_equal(of[1], want)
 
 
-def test_a_pool_grows_while_a_striped_cache_is_read_and_decoded():
-    """Prompts of which more is admitted than was expected, and an answer longer than the room that was made."""
+def test_a_striped_pool_grows_or_keeps_the_size_that_was_stated():
+    """An answer longer than the room that was made; a bound that is too small; one size for all lengths."""
+    few = [line[:20] for line in PROMPTS]
     with jax.set_mesh(make_mesh(tensor=4)):
         model = tiny_model()
         policy = policies(model)["wgkv"]
-        one = {"policy": policy, "page_size": PAGE, "eos": (), "max_new_tokens": 80, "block": 8}
-        sizes, answers = {}, {}
+        one = {"policy": policy, "eos": (), "max_new_tokens": 80, "block": 8}
+        made = {"policy": policy, "page_size": PAGE}
+        answers = []
         for split in ("heads", "pages"):
-            cache = sampling.prefill(
-                model, [line[:20] for line in PROMPTS], policy=policy, split=split, page_size=PAGE
-            )
+            cache = sampling.prefill(model, few, split=split, **made)
             out = sampling.sample(model, QUESTIONS, cache=cache, **one)
-            sizes[split], answers[split] = out.stats.pool_pages, out.tokens
-            stated = sampling.sample(model, PROMPTS, split=split, capacity=250, **one)
-            assert stated.stats.pages <= stated.stats.pool_pages
-            with pytest.raises(caches.CapacityError):
-                sampling.sample(model, PROMPTS, split=split, capacity=40, **one)
-    np.testing.assert_array_equal(np.stack(answers["heads"]), np.stack(answers["pages"]))
+            assert out.stats.pool_pages > caches.stats(cache).pool_pages
+            answers.append(out.tokens)
+        with pytest.raises(caches.CapacityError, match="give a capacity of"):
+            sampling.prefill(model, PROMPTS, split="pages", capacity=40, **made)
+        stated = sampling.prefill(model, few, split="pages", max_tokens=256, **made)
+        answers.append(sampling.sample(model, QUESTIONS, cache=stated, **one).tokens)
+    for other in answers[1:]:
+        np.testing.assert_array_equal(np.stack(other), np.stack(answers[0]))
 
 
 def test_what_is_split_by_pages_and_when():
