@@ -73,8 +73,9 @@ class GenerateConfig:
     was read with."""
     capacity: str | None = None
     """The cache's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%)."""
-    page_size: int = 16
-    """Tokens per page; with --cache those of what was saved."""
+    page_size: int | None = None
+    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection; with --cache those of what was
+    saved."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -224,7 +225,8 @@ def _check(config: GenerateConfig) -> None:
     from kvjax.models.loading import parameter_dtype
 
     for name, least in {"samples": 1, "max_new_tokens": 1, "page_size": 1, "seed": 0}.items():
-        whole_number("generate", f"--{name.replace('_', '-')}", getattr(config, name), least)
+        if (value := getattr(config, name)) is not None:
+            whole_number("generate", f"--{name.replace('_', '-')}", value, least)
     draw = Draw(config.temperature, config.top_k, config.top_p, config.min_p)
     check_samples(config.samples, draw.greedy)
     if config.cache is not None and config.save_cache is not None:

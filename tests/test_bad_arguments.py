@@ -161,7 +161,7 @@ BAD_CALLS = [
     ("sample", "page_size", ("16", 0)),
     ("sample", "chunk", ("a",)),
     ("prefill", "max_new_tokens", ("a", None, -5, 2.5)),
-    ("prefill", "page_size", (2.5, "16", None, 0)),
+    ("prefill", "page_size", (2.5, "16", 0)),
     ("prefill", "capacity", (NAN, [5], True, 0, "x", "5", "aGiB")),
     ("prefill", "chunk", (2.5, None, 0)),
     ("prefill", "policy", ("snapkv", 5)),

@@ -11,7 +11,7 @@ from kvjax.cache.branches import owned, selected
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
-from kvjax.cache.pages import PAGE_SIZE, Cache, LayerCache, Pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
 from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_pages, ring_priority
 from kvjax.cache.sizes import (
@@ -33,7 +33,6 @@ from kvjax.cache.stats import Stats, check, stats
 __all__ = [
     "CAPACITY_PLANES",
     "MARGIN",
-    "PAGE_SIZE",
     "Cache",
     "CapacityError",
     "LayerCache",
@@ -44,6 +43,7 @@ __all__ = [
     "Turnover",
     "by_shard",
     "check",
+    "default_page_size",
     "device_bytes",
     "empty",
     "ends",

@@ -120,8 +120,8 @@ class EvaluateConfig:
     capacity: str | None = None
     """The pool's size: entries per kv head (4096), bytes (2GiB) or a share of device memory (30%). By default it holds
     the full cache, so that all budgets run one program."""
-    page_size: int = 16
-    """Tokens per page."""
+    page_size: int | None = None
+    """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     dtype: str | None = None
@@ -159,7 +159,7 @@ class EvaluateConfig:
             raise UserError(f"--top-k must be at least 0, got {self.top_k}")
         if not 0 <= self.seed <= LARGEST_INT:
             raise UserError(f"--seed must be from 0 to {LARGEST_INT}, got {self.seed}")
-        if self.page_size > min(self.context):
+        if self.page_size is not None and self.page_size > min(self.context):
             raise UserError(
                 f"--page-size must be at most the shortest --context, {min(self.context)}, got {self.page_size}"
             )

@@ -49,7 +49,7 @@ class Manner:
     """Tokens that the cache's tables are made for, if more than a context with its longest question takes."""
     capacity: int | str | None = None
     """As in `prefill`."""
-    page_size: int = caches.PAGE_SIZE
+    page_size: int | None = None
     """As in `prefill`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
     """Times what is run."""

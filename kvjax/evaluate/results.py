@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvjax.cache import default_page_size
 from kvjax.errors import UserError
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
 from kvjax.evaluate.measuring import Drawn, Measurement
@@ -172,6 +173,7 @@ class Results:
     def __init__(self, config: EvaluateConfig):
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
         self._settings = {name: getattr(config, name) for name in MEASURED_WITH}
+        self._settings["page_size"] = _page_size(config)
         contests = all(task in CONTESTS for task in config.tasks)
         self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
         self._settings |= {name: _read_from(getattr(config, name)) for name in READ} | {
@@ -265,6 +267,14 @@ def _cell(line: str, at: str) -> Cell:
         raise UserError(f"{at} has no field `{missing[0]}`")
     drawn = values.get("drawn")
     return Cell(**{name: values[name] for name in needed}, drawn=None if drawn is None else Drawn(**drawn))
+
+
+def _page_size(config: EvaluateConfig) -> int | str:
+    """Tokens per page on the current mesh; in words where policies with a selection have others."""
+    if config.page_size is not None:
+        return config.page_size
+    usual, selected = (default_page_size(selects=selects) for selects in (False, True))
+    return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 
 def _read_from(path: Path | None) -> list[str | None] | None:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.cache import PAGE_SIZE, Cache
+from kvjax.cache import Cache
 from kvjax.errors import one_of
 from kvjax.inference.checks import check_continues, check_in_front, token_rows
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
@@ -43,7 +43,7 @@ def captured_layers(
     with use_mesh(model):
         policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         if cache is None:
-            cache = new_cache(model, policy, [row[:1] for row in rows], 0, PAGE_SIZE, None)
+            cache = new_cache(model, policy, [row[:1] for row in rows], 0, None, None)
         else:
             check_in_front("captured_layers", cache)
             check_continues(cache, model, policy, rows)

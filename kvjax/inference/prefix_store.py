@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import PAGE_SIZE, Cache
+from kvjax.cache import Cache
 from kvjax.cache.saved import DESCRIPTION, FORMAT
 from kvjax.errors import Doubt, UserError, byte_size, named_arguments, one_of, shown
 from kvjax.exported.fingerprint import contents
 from kvjax.files import locked, partial_folder, remove_left
 from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
+from kvjax.inference.room import page_size_of
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.saving import STORED, load_cache, save_cache, saved_bytes
 from kvjax.mesh import use_mesh
@@ -74,7 +75,7 @@ class PrefixStore:
         *,
         tokenizer: Any = None,
         policy: Policy | None = None,
-        page_size: int = PAGE_SIZE,
+        page_size: int | None = None,
         chunk: int = CHUNK,
     ) -> Cache:
         """The cache of these contexts: from the store, or as `kvjax.prefill` makes it, which is then stored. Arguments
@@ -84,6 +85,8 @@ class PrefixStore:
         rows = token_rows(model, tokens_of(tokens, tokenizer, "beginning"))
         if jax.process_count() > 1:
             raise UserError("PrefixStore: a store is used by one process, this run has several")
+        with use_mesh(model):
+            page_size = page_size_of(policy, page_size)
         entry = self.folder / _key(model, policy, rows, page_size, chunk, self.entries)
         try:
             cache = load_cache(entry, model, policy)

@@ -58,7 +58,7 @@ def layout_for(
     head_dim: int,
     tokens: int | Sequence[int],
     dtype: Any,
-    page_size: int = caches.PAGE_SIZE,
+    page_size: int | None = None,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     free: int | None = None,
@@ -69,6 +69,7 @@ def layout_for(
     Args:
         batch: sequences, a multiple of the mesh's batch shards.
         tokens: at most, of each sequence or of all.
+        page_size: as in `kvjax.inference.sampling.prefill`.
         capacity: as in `kvjax.cache.pages_for`.
         max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
         free: bytes that a device has for its pool; None: not looked at.
@@ -78,7 +79,7 @@ def layout_for(
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
         CapacityError: a capacity below what the windows take.
     """
-    page_size = whole_number("cache", "page_size", page_size)
+    page_size = page_size_of(policy, page_size)
     most = policy.most_stored
     each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
     table = caches.table_tokens(max(each)) if max_tokens is None else max_tokens
@@ -125,6 +126,13 @@ def layout_for(
         bounds=None if policy.selection is None else bounds, planes=planes,
         bounded=capacity is not None, shared=max_tokens is not None, striped=striped,
     )  # fmt: skip
+
+
+def page_size_of(policy: Policy, stated: int | None) -> int:
+    """Tokens per page of a policy's cache on the current mesh: what is stated, else the default."""
+    if stated is None:
+        return caches.default_page_size(selects=policy.selection is not None)
+    return whole_number("cache", "page_size", stated)
 
 
 def stored_as(dtype: Any) -> tuple[np.dtype, np.dtype]:
@@ -188,7 +196,7 @@ def new_cache(
     policy: Policy,
     rows: Sequence[np.ndarray],
     room: int,
-    page_size: int,
+    page_size: int | None,
     capacity: int | str | None,
     max_tokens: int | None = None,
     striped: bool = False,
@@ -219,7 +227,7 @@ def begin(
     policy: Policy,
     rows: list[np.ndarray],
     room: int,
-    page_size: int,
+    page_size: int | None,
     capacity: int | str | None,
     max_tokens: int | None,
     split: str = "heads",

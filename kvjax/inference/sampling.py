@@ -173,7 +173,7 @@ def prefill(
     max_new_tokens: int = 0,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
-    page_size: int = caches.PAGE_SIZE,
+    page_size: int | None = None,
     split: str = "heads",
     chunk: int = CHUNK,
     observers: Prompts | None = None,
@@ -195,7 +195,8 @@ def prefill(
         max_tokens: the longest prompt with its answer that is to share compiled programs: pool and tables are made for
             it and keep their size, so that every shorter context and question runs the programs of the first. None:
             pools follow each prompt, and programs are shared by those of about one length.
-        page_size: tokens per page.
+        page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
+            policy with a selection, which chooses among pages.
         split: what each of the devices that split the kv heads has of the cache: "heads", the rows of its own heads;
             "pages", as many pages as any other of every row, whatever the heads keep, for two collectives a layer;
             "auto", by pages where that is worth them. A cache that goes on being compacted, or that has a capacity or a
@@ -217,10 +218,8 @@ def prefill(
     check_arguments("prefill", model, policy, calls, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
-    page_size, chunk = (
-        whole_number("prefill", "page_size", page_size),
-        whole_number("prefill", "chunk", chunk),
-    )
+    page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
+    chunk = whole_number("prefill", "chunk", chunk)
     tokens = tokens_of(tokens, tokenizer, "beginning")
     observers = None if observers is None else tokens_of(observers, tokenizer, "end")
     with use_mesh(model):
@@ -278,7 +277,7 @@ def stream(
     share: Any = False,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
-    page_size: int = caches.PAGE_SIZE,
+    page_size: int | None = None,
     split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,
@@ -295,7 +294,8 @@ def stream(
     check_arguments("sample", model, policy, calls, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
-    page_size, chunk = whole_number("sample", "page_size", page_size), whole_number("sample", "chunk", chunk)
+    page_size = None if page_size is None else whole_number("sample", "page_size", page_size)
+    chunk = whole_number("sample", "chunk", chunk)
     block = whole_number("sample", "block", block)
     samples = whole_number("sample", "samples", samples)
     if not isinstance(logprobs, list | None):
@@ -439,7 +439,7 @@ def sample(
     share: Any = False,
     capacity: int | str | None = None,
     max_tokens: int | None = None,
-    page_size: int = caches.PAGE_SIZE,
+    page_size: int | None = None,
     split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from kvjax import cache as caches
 from kvjax.errors import named_arguments, whole_number
 from kvjax.inference.forward import SIZES
 from kvjax.inference.sampling import BLOCK, CHUNK, OTHERS, prefill, sample
@@ -23,7 +22,7 @@ def warm_up(
     max_tokens: int,
     batch: int = 1,
     chunk: int = CHUNK,
-    page_size: int = caches.PAGE_SIZE,
+    page_size: int | None = None,
     split: str = "heads",
     block: int = BLOCK,
 ) -> None:

@@ -77,8 +77,8 @@ class ServeConfig:
     """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default what config.json says of the weights."""
-    page_size: int = 16
-    """Tokens per page."""
+    page_size: int | None = None
+    """Tokens per page; by default 64 on TPUs and 16 elsewhere and with a selection, as in kvjax.prefill."""
     split: Literal["heads", "pages"] = "heads"
     """What each of the devices that split the kv heads has of the cache, as of kvjax.prefill: the rows of its own
     heads, or as many pages of every row as any other."""
@@ -89,7 +89,8 @@ class ServeConfig:
     def check(self) -> None:
         """Refuse numbers that mean nothing. Raises UserError."""
         for name in ("context", "batch", "new", "chunk", "page_size"):
-            whole_number("plan", f"--{name.replace('_', '-')}", getattr(self, name), most=MOST)
+            if (value := getattr(self, name)) is not None:
+                whole_number("plan", f"--{name.replace('_', '-')}", value, most=MOST)
         if self.policy == "wgkv":
             if self.entries is not None:
                 raise UserError(

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache import PAGE_SIZE
 from kvjax.exported.orbax import abstract
 from kvjax.inference.forward import bucket
 from kvjax.inference.reread import Spans, one_pass
@@ -34,7 +33,7 @@ def targets(which: str, config: ModelConfig, dtype: str, mesh: Mesh, length: int
     policy = narrowed(Policy(eviction=method, budget=Ratio(1.0)), tokens)
     layout = layout_for(
         policy, batch=rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-        tokens=tokens, dtype=model.embed.dtype, page_size=PAGE_SIZE,
+        tokens=tokens, dtype=model.embed.dtype,
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache import PAGE_SIZE, Cache
+from kvjax.cache import Cache
 from kvjax.cache.compaction import addresses
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reread import reread
@@ -39,7 +39,7 @@ def reconstruction(
     rows = [context.row for context in contexts]
     with use_mesh(model):
         policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
-        policy, cache = begin(model, policy, rows, 0, PAGE_SIZE, None, None)
+        policy, cache = begin(model, policy, rows, 0, None, None, None)
         longest, start = max(row.size for row in rows), 0
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]

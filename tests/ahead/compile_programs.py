@@ -1,6 +1,7 @@
 """`python -m tests.ahead.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four
-H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and compaction at head_dim 128; of all
-also decoding that counts and compacts, all but training at 64, and training for fsdp 2 × sequence 2.
+H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode (also with rows split by pages), branches and
+compaction at head_dim 128; of all also decoding that counts and compacts, all but training at 64, and training for
+fsdp 2 × sequence 2.
 
 Prints a line of JSON for each: its name, its kernels, the bytes of its temporaries, and those of each copy of more than
 8 MiB. One device's pool is 2 GiB, more than any vector memory: what XLA copies into that is in no count of temporaries.
@@ -25,7 +26,7 @@ from kvjax.cache import Layout, Quota
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
-from kvjax.inference.room import laid_out, owned
+from kvjax.inference.room import laid_out, owned, page_size_of
 from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig
@@ -45,7 +46,7 @@ TRAINED = 128
 """The head_dim that training is compiled at, which takes as long as all else, and decoding with compactions."""
 SPLIT = "training, tokens split"
 """The same with devices that split tokens where the others split heads."""
-BATCH_SIZE, PAGE = 8, 16
+BATCH_SIZE = 8
 WAITING = 1024
 """Tokens whose hidden states wait for their scores: so many that a device's, 16 MiB, would be seen if they were
 copied."""
@@ -82,7 +83,6 @@ def fast_kvzip(config, model):
 
 def programs(mesh, config, which="all"):
     """Each as its name and what to lower: `(jitted, arguments, options)`."""
-    pages = POOL // (PAGE * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
     model = jax.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     row = functools.partial(shape, mesh)
     if config.head_dim == TRAINED:
@@ -94,9 +94,11 @@ def programs(mesh, config, which="all"):
     policy = jax.eval_shape(functools.partial(wgkv, config))
 
     def empty(policy, tokens, striped=False):
+        page = page_size_of(policy, None)
+        pages = POOL // (page * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            window=policy.window, tokens=tokens, page_size=PAGE, pages=pages, dtype=DTYPE, stored=DTYPE,
+            window=policy.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if policy.selection is None else DTYPE,
             planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()), striped=striped,
         )  # fmt: skip

@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.room import new_cache
-from kvjax.mesh import make_mesh
+from kvjax.inference.room import new_cache, page_size_of
+from kvjax.mesh import AXES, make_mesh
 from kvjax.policies import make_policy
 from tests.inference.counting import START, admitted, counting
 from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
@@ -18,6 +19,16 @@ from tests.tiny_models import tiny_gates, tiny_model
 @pytest.fixture(scope="module")
 def model():
     return unnormed()
+
+
+@pytest.mark.parametrize(("platform", "tokens"), [("tpu", 64), ("gpu", 16), ("cpu", 16)])
+def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens):
+    device = AbstractDevice(device_kind="a chip", num_cores=None, platform=platform)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, abstract_device=device)
+    full, quest = make_policy("full"), make_policy("quest", tokens=64)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert [page_size_of(policy, None) for policy in (full, quest)] == [tokens, 16]
+        assert [page_size_of(policy, 8) for policy in (full, quest)] == [8, 8]
 
 
 @pytest.mark.thorough

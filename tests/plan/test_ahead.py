@@ -4,18 +4,28 @@ import dataclasses
 import importlib.util
 import io
 import json
+import math
 import subprocess
 
+import jax
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.mesh import make_mesh
 from kvjax.models.config import config_json
 from kvjax.models.json_file import write_json
 from kvjax.plan import ahead
 from kvjax.plan.ahead import Job, compiled
+from kvjax.plan.serving import TABLES, ServeConfig, Serving
 
 libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 JOB = Job("decode", "v5e:2x2", ("--topology", "v5e:2x2"), "4", 64, batch=8)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """As many devices as a job's."""
+    return make_mesh(fsdp=4)
 
 
 @pytest.mark.thorough
@@ -54,6 +64,28 @@ def test_what_a_kernel_refuses_is_said(shape, tmp_path):
     ) as wrong:
         compiled(Job("prefill", "v5e:1x1", arguments, "1", 64, batch=4))
     assert "internal frames" not in str(wrong.value)
+
+
+@libtpu
+def test_pages_are_those_of_the_chips(folder, mesh, shape):
+    """64 tokens on a TPU, as many as a page was published with for what selects pages, and what is stated."""
+
+    def tables(*options):
+        arguments = "--topology", "v5e:2x2", "--model", str(folder), *options
+        return compiled(dataclasses.replace(JOB, arguments=arguments, length=1024, limit=1)).parts[TABLES]
+
+    def of(page_size, selection=None):
+        told = ServeConfig("", context=1024, batch=8, page_size=page_size, selection=selection)
+        with jax.set_mesh(mesh):
+            tables = dict(Serving(told, shape, "bfloat16", mesh).decode().parts)[TABLES]
+        leaves = jax.tree.leaves(tables)
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+    selects = "quest:tokens=64"
+    assert of(16) != of(64)
+    assert tables() == of(64)
+    assert tables("--page-size", "16") == of(16) == of(None)
+    assert tables("--selection", selects) == of(16, selects)
 
 
 def test_an_exception_s_message_is_the_answer(monkeypatch, capsys):
