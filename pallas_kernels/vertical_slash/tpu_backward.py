@@ -1,8 +1,7 @@
 """The gradient of `vertical_slash` on a TPU: FlashAttention's recomputation (Dao et al., 2022), two kernels.
 
 Probabilities are made again from the log-sum-exp. `dq` walks like the forward pass. `dk`, `dv` and the gate's gradient
-take a tile of keys each, as they stand: the queries that see a key are contiguous, and with logits as [keys queries] no
-product needs a transposed argument.
+take a tile of keys each, as they stand: the queries that see a key are contiguous.
 """
 
 import dataclasses
