@@ -70,7 +70,9 @@ class Sum(NamedTuple):
     then what the unit holds, all of it, and what passes through is h rows."""
 
     ref: Any
+    """Float32 in vector memory."""
     turned: bool
+    """Whether it is `[h n]`."""
 
     @classmethod
     def scratch(cls, n: int, h: int) -> Any:
