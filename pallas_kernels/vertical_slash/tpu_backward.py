@@ -1,14 +1,14 @@
 """The gradient of `vertical_slash` on a TPU: FlashAttention's recomputation (Dao et al., 2022), two kernels.
 
 Probabilities are made again from the log-sum-exp. `dq` walks like the forward pass. `dk`, `dv` and the gate's gradient
-take a tile of keys each, as they stand: the queries that see a key are contiguous, and with logits as [keys queries] no
-product needs a transposed argument.
+take a tile of keys each, as they stand: the queries that see a key are contiguous.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -57,8 +57,38 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
 def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
     """Tiles of 1024 keys, whose loops are lighter; and of 1024 rows where the matrix unit is 256 wide, as v6e's and
     v7x's. On v5e a tile of `dkv` with a mask takes a fifth more bundles a logit with 1024 rows than with 512."""
-    wide_products = target().platform == "tpu" and pltpu.get_tpu_info().mxu_column_size > LANES
-    return blocks_of(group, t, s, dtype, 1024 if wide_products else 512, most=1024)
+    return blocks_of(group, t, s, dtype, 1024 if unit_width() > LANES else 512, most=1024)
+
+
+def unit_width() -> int:
+    """Columns of the matrix unit: 256 on v6e and v7x, 128 on others."""
+    return pltpu.get_tpu_info().mxu_column_size if target().platform == "tpu" else LANES
+
+
+class Sum(NamedTuple):
+    """A sum of products `[n h]`. Where the matrix unit is wider than h it is kept as `[h n]`: the tile of logits is
+    then what the unit holds, all of it, and what passes through is h rows."""
+
+    ref: Any
+    """Float32 in vector memory."""
+    turned: bool
+    """Whether it is `[h n]`."""
+
+    @classmethod
+    def scratch(cls, n: int, h: int) -> Any:
+        return pltpu.VMEM((h, n) if h < unit_width() else (n, h), jnp.float32)
+
+    @classmethod
+    def of(cls, ref: Any, h: int) -> "Sum":
+        ref[...] = jnp.zeros_like(ref)
+        return cls(ref, h < unit_width())
+
+    def add(self, x: jax.Array, y: jax.Array) -> None:
+        """x·y."""
+        self.ref[...] += dot(y.T, x, (1, 1)) if self.turned else dot(x, y)
+
+    def value(self) -> jax.Array:
+        return self.ref[...].T if self.turned else self.ref[...]
 
 
 def _gradient_of_queries(walk, q, do, stats, interpret):
@@ -75,7 +105,7 @@ def _gradient_of_queries(walk, q, do, stats, interpret):
         scratch_shapes=[
             pltpu.VMEM((group * bq, LANES), jnp.float32),
             pltpu.VMEM((group * bq, LANES), jnp.float32),
-            pltpu.VMEM((group * bq, h), jnp.float32),
+            Sum.scratch(group * bq, h),
             *walk.scratch(),
         ],
         compiler_params=pltpu.CompilerParams(
@@ -94,17 +124,17 @@ def _queries_kernel(walk, *refs):
     for g in range(group):
         for at, ref in enumerate((lse_ref, delta_ref)):
             ref[g * bq : (g + 1) * bq] = jnp.broadcast_to(stats_ref[g, at : at + 1], (LANES, bq)).T
-    acc_ref[...] = jnp.zeros_like(acc_ref)
+    sums = Sum.of(acc_ref, h)
 
     def tile(k, v, mask):
         q, do = (ref[...].reshape(group * bq, h) for ref in (q_ref, do_ref))
         x = mask(dot(q, k, (1, 1)) * (LOG2E / h**0.5))
         p = jnp.exp2(x - wide(lse_ref[...], x.shape[1]))
         dx = p * (dot(do, v, (1, 1)) - wide(delta_ref[...], x.shape[1]))
-        acc_ref[...] += dot(dx.astype(k.dtype), k)
+        sums.add(dx.astype(k.dtype), k)
 
     walk.run(operands, scratch, tile)
-    dq_ref[...] = (acc_ref[...] * h**-0.5).reshape(group, bq, h).astype(dq_ref.dtype)
+    dq_ref[...] = (sums.value() * h**-0.5).reshape(group, bq, h).astype(dq_ref.dtype)
 
 
 def _gradient_of_keys(walk, q, do, stats, interpret):
@@ -147,8 +177,8 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
             column,
             column,
             only_gated(float_column),
-            pltpu.VMEM((bk, h), jnp.float32),
-            pltpu.VMEM((bk, h), jnp.float32),
+            Sum.scratch(bk, h),
+            Sum.scratch(bk, h),
             only_gated(float_column),
             pltpu.VMEM((2, group, bq, h), q.dtype),
             pltpu.VMEM((2, group, bq, h), do.dtype),
@@ -178,7 +208,7 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         return jnp.broadcast_to(line, (LANES, bk)).T
 
     begins_ref[...], stop_ref[...] = turn(marks_ref[0:1]), turn(marks_ref[1:2])
-    dk_acc[...], dv_acc[...] = jnp.zeros_like(dk_acc), jnp.zeros_like(dv_acc)
+    dk, dv = Sum.of(dk_acc, h), Sum.of(dv_acc, h)
     if walk.gated:
         gate_column[...] = turn(gate_ref[...])
         dgate_acc[...] = jnp.zeros_like(dgate_acc)
@@ -209,8 +239,8 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
             x = jnp.where((index >= begins) & (index < wide(stop_ref[...], rows)), x, MASKED)
         p = jnp.exp2(x - lse)
         dx = p * (dot(v_ref[...], do, (1, 1)) - delta)
-        dv_acc[...] += dot(p.astype(do.dtype), do)
-        dk_acc[...] += dot(dx.astype(q.dtype), q)
+        dv.add(p.astype(do.dtype), do)
+        dk.add(dx.astype(q.dtype), q)
         if walk.gated:
             dgate_acc[...] += lane_sums(beyond(dx))
 
@@ -236,8 +266,8 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         copies(first, 0, lambda copy: copy.start())
 
     lax.fori_loop(first, last, step, None)
-    dk_ref[...] = (dk_acc[...] * h**-0.5).astype(dk_ref.dtype)
-    dv_ref[...] = dv_acc[...].astype(dv_ref.dtype)
+    dk_ref[...] = (dk.value() * h**-0.5).astype(dk_ref.dtype)
+    dv_ref[...] = dv.value().astype(dv_ref.dtype)
     if walk.gated:
         sums = jnp.sum(dgate_acc[...], axis=1, keepdims=True)
         dgate_ref[...] = jnp.broadcast_to(sums, (bk, LANES)).T[:1]

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import blocks
 from pallas_kernels.ahead import lower_for_cuda
-from pallas_kernels.vertical_slash import SAVED, ends, vertical_slash
+from pallas_kernels.vertical_slash import SAVED, ends, tpu_backward, vertical_slash
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 from pallas_kernels.vertical_slash.vjp import Passes
 from tests.pallas_kernels.closeness import assert_attention_close, assert_gradients_close
@@ -381,6 +381,16 @@ def test_on_a_mesh(implementation, monkeypatch):
     )
     expected = jax.jit(jax.grad(lambda *x: jnp.sum(loss("reference", *x)), (0, 1, 2, 3)))(*arguments)
     assert_gradients_close(jax.device_get(grads), expected)
+
+
+def test_gradient_on_a_matrix_unit_no_wider_than_a_head(monkeypatch):
+    """Elsewhere heads are narrower, and the sums turned."""
+    arguments = tensors(SHAPES["chunk"], 1)
+    b, n, _, t, _, h = SHAPES["chunk"]
+    weight = jnp.ones((b, n, t, h)), jnp.ones((b, n, t))
+    monkeypatch.setattr(tpu_backward, "unit_width", lambda: h)
+    expected = gradients("reference", 7, arguments, weight)
+    assert_gradients_close(gradients("tpu", 7, arguments, weight), expected)
 
 
 def test_rows_taken_together_as_on_accelerators(monkeypatch):
