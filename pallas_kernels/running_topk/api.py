@@ -86,12 +86,18 @@ def running_topk(
     tau = call(rank, k, competes, window, t)
     # A gather or scatter of single numbers takes a TPU 11 cycles or more for each, sorting less than one.
     seen = _seen_by_sorting if call in (counts, tpu) else _seen_by_counting
-    end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, s - t + seen(rank, tau))
-    return tau, jnp.where(competes & (end < s), end, FOREVER)
+    return tau, _end(seen(rank, tau), competes, window, t)
+
+
+def _end(seen, competes, window, t):
+    """The queries that see a key are the first ones: `seen` says how many."""
+    s = seen.shape[2]
+    end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, s - t + seen)
+    return jnp.where(competes & (end < s), end, FOREVER)
 
 
 def _seen_by_counting(rank, tau):
-    """How many queries see each key. They are the first ones: how many is counted from above."""
+    """How many queries see each key: those of a threshold at or above its rank."""
     b, heads, s = rank.shape
     row = jnp.ogrid[:b, :heads, :1][:2]
     count = jnp.zeros_like(rank, shape=(b, heads, s + 2)).at[(*row, tau + 1)].add(1)
@@ -100,7 +106,7 @@ def _seen_by_counting(rank, tau):
 
 
 def _seen_by_sorting(rank, tau):
-    """The same: keys and queries in one order, the keys then back in their own."""
+    """The same: keys and thresholds in one order, the keys then back in their own."""
     s, t = rank.shape[2], tau.shape[2]
     order = jnp.concatenate([2 * rank, 2 * tau + 1], 2)
     key = jnp.broadcast_to(jnp.minimum(jnp.arange(s + t, dtype=jnp.int32), s), order.shape)
