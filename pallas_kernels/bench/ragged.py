@@ -18,8 +18,8 @@ import numpy as np
 PACKAGE = "tpu_inference"
 NAME = "RPAd"
 """Of its kernel, as programs have it."""
-BLOCKS = 1024, 4096
-"""Keys of its blocks that are tried: of 1024, 2048 and 4096 the best for short rows and for long ones."""
+BLOCKS = {"apart": (1024, 4096), "together": (1024, 2048)}
+"""Keys of its blocks that are tried: of 1024, 2048 and 4096 the best on v6e for short rows, and for long ones."""
 MIXED = 128
 """Of the kernel for prompts, which the same call compiles and nobody counts."""
 GENERATION = {"v5e": 5, "v6e": 6}

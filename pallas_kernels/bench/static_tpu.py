@@ -51,6 +51,8 @@ PAGED_KEYS = 1024
 """Keys of a block of `paged_decode`."""
 SHORT = 300
 """Entries of a short row."""
+BATCH, LONG = 8, 1 << 14
+"""Of `paged_decode`, and entries of a long row."""
 RIVAL_GROUP = 4
 """Query heads of a kv head where vLLM's kernel is beside ours."""
 BYTES_A_SECOND = {"v5e": 819e9, "v6e": 1640e9}
@@ -236,29 +238,30 @@ def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
             yield compile.row(f"vertical_slash {name}, {kind} tile", "splash attention", counted[kind], rival)
 
 
+def in_all(issued: Callable[[int], int]) -> tuple[float, float]:
+    """What is issued of decoding for 512 keys in the middle of a long row, and for a row of 300."""
+    half, whole, short = (issued(x) / (BATCH * HEADS) for x in (LONG // 2, LONG, SHORT))
+    return (whole - half) / (LONG // 2 // TILE), short
+
+
 def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
     """What 512 keys take in the middle of a long row, and a row of 300."""
-    b, heads = 8, 8
-    rows, keys = b * heads, 1 << 14
+    rows = BATCH * HEADS
 
     def lengths(length: int) -> dict[int, np.ndarray]:
         return {0: np.zeros(128, np.int32), 1: np.where(np.arange(128) < rows, length, 0).astype(np.int32)}
-
-    def wholes(issued: Callable[[int], int], rows: int) -> tuple[float, float]:
-        half, whole, short = (issued(x) / rows for x in (keys // 2, keys, SHORT))
-        return (whole - half) / (keys // 2 // TILE), short
 
     for group in (4, 8):
         for page in (16, 64, 128):
             kernels, program = compile(
                 functools.partial(paged_decode, implementation="tpu"),
-                Shape((b, heads * group, 1, H)),
-                Shape((rows * keys // page, page, 2 * H)),
-                jax.ShapeDtypeStruct((b, heads, keys // page), jnp.int32),
-                jax.ShapeDtypeStruct((b, heads), jnp.int32),
+                Shape((BATCH, HEADS * group, 1, H)),
+                Shape((rows * LONG // page, page, 2 * H)),
+                jax.ShapeDtypeStruct((BATCH, HEADS, LONG // page), jnp.int32),
+                jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32),
             )
             kernel = kernels("paged_decode")
-            middle, short = wholes(lambda x, kernel=kernel: kernel.issued(lengths(x)), rows)
+            middle, short = in_all(lambda x, kernel=kernel: kernel.issued(lengths(x)))
             # a full block's run of bundles, which starts the copies of another, comes first
             spills = sum(tile.spills for tile in kernel.tiles())
             run = Tile(round(kernel.tiles()[0].bundles * TILE / PAGED_KEYS), spills)
@@ -267,40 +270,26 @@ def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
             ours = Counted(run, middle, program), Counted(part, short, program)
             rivals = {"HBM": tuple(from_memory(compile.chip, x) for x in (TILE, SHORT))}
             if group == RIVAL_GROUP and ragged.installed():
-                for name, own in (("apart", 1), ("together", heads)):
-                    counted = vllm(
-                        compile, rows // own, own, page, keys, functools.partial(wholes, rows=rows)
-                    )
-                    rivals[f"vLLM, heads {name}"] = counted
-            of = f"{group} query heads, page {page}"
+                for name, heads in (("apart", 1), ("together", HEADS)):
+                    rivals[f"vLLM, heads {name}"] = vllm(compile, heads, page, ragged.BLOCKS[name])
+            names = tuple(f"paged_decode, {x}" for x in (f"{TILE} keys", f"a row of {SHORT}"))
             for rival, theirs in rivals.items():
-                for what, mine, other in zip(
-                    (f"{TILE} keys", f"a row of {SHORT}"), ours, theirs, strict=True
-                ):
-                    yield compile.row(f"paged_decode, {what}, {of}", rival, mine, other)
+                for name, mine, other in zip(names, ours, theirs, strict=True):
+                    yield compile.row(f"{name}, {group} query heads, page {page}", rival, mine, other)
 
 
-def vllm(
-    compile: Compiler, sequences: int, heads: int, page: int, keys: int, wholes: Callable
-) -> tuple[Counted, ...]:
-    """The same of vLLM's kernel, each at its best block size."""
+def vllm(compile: Compiler, heads: int, page: int, blocks: tuple[int, ...]) -> tuple[Counted, ...]:
+    """The same of vLLM's kernel, `heads` of a sequence together, each at the best of the block sizes."""
+    sequences, pages = BATCH * HEADS // heads, LONG // page
     found = []
-    for block in ragged.BLOCKS:
-        call, args = ragged.decoding(compile.chip, sequences, heads, RIVAL_GROUP, H, page, keys, block)
+    for block in blocks:
+        call, args = ragged.decoding(compile.chip, sequences, heads, RIVAL_GROUP, H, page, LONG, block)
         kernels, program = compile(call, *args)
         kernel = kernels(ragged.NAME)
-        (tile,) = kernel.tiles()
-        # of the tile's keys for all heads
-        share = 1 / heads
-        middle, short = wholes(
-            lambda x, kernel=kernel: kernel.issued(ragged.operands(sequences, keys // page, x))
-        )
-        found.append(
-            (
-                Counted(_share(tile, share * TILE / block), middle, program),
-                Counted(_share(tile, share), short, program),
-            )
-        )
+        (tile,) = kernel.tiles()  # a block of all heads
+        middle, short = in_all(lambda x, kernel=kernel: kernel.issued(ragged.operands(sequences, pages, x)))
+        long = Counted(_share(tile, TILE / block / heads), middle, program)
+        found.append((long, Counted(_share(tile, 1 / heads), short, program)))
     return tuple(min(x, key=lambda counted: counted.whole or math.inf) for x in zip(*found, strict=True))
 
 

@@ -19,12 +19,11 @@ FASTEST = {"cpu": "xla", "tpu": "counts", "gpu": "xla"}
 """The default of each backend.
 
 CPU, measured on two cores, eight rows of 8192 and of 32768 keys, k an eighteenth: xla 13 and 58 ms, counts 31 and 286.
-TPU, not run but compiled for v5e, a row of 8192 keys, k = 444, in random order: counts 0.2 million cycles by XLA's
-estimate; xla as many, but that takes its 26 gathers and scatters of single numbers for vector work; the Fenwick tree 18
-bundles a key and about 220 for each of some 1700 keys that matter, 0.5 million. At 131072 keys and k = 1980 the tree
-would win, 6 million against 13.
+TPU, not run but compiled for v5e, eight rows, all that is issued: counts 10 bundles a key at 8192 keys, 17 at 131072
+and 36 at a million; the Fenwick tree 18 a key and about 220 for each that matters when it comes, in random order and
+with k an eighteenth and a 66th 64 and 46 a key; xla has 26 gathers and scatters of single numbers at 8192, 11 each.
 GPU, measured on an H100, eight rows of 8192, 32768 and 131072 keys, k an eighteenth: xla 0.17, 0.24 and 0.78 ms, counts
-0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
+as it was, without sorts, 0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
 """
 
 FOREVER = jnp.iinfo(jnp.int32).max
