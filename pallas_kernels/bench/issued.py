@@ -127,6 +127,8 @@ class Program:
         ends = [x.start() for x in starts[1:]] + [len(listing)]
         bodies = [listing[x.end() : end] for x, end in zip(starts, ends, strict=True)]
         self._labels = {label: at for at, body in enumerate(bodies) for label in LABEL.findall(body)}
+        # Regions without bundles of their own at the very end have no label: what comes there is the exit.
+        self._exit = len(bodies) - 1 if bodies and "exit bundle" in bodies[-1] else None
         self._bundles = [[x for x in map(self._statement, _texts(body)) if x] for body in bodies]
 
     def issued(self, operands: Mapping[int, np.ndarray]) -> np.ndarray:
@@ -172,7 +174,11 @@ class Program:
         target = _register(name or "")
         given = [x.strip() for x in rest.split(",")] if rest else []
         if op == "sbr.rel":
-            return Statement("branch", when, self._labels[rest.rpartition("$region")[2]], _nothing)
+            label = rest.rpartition("$region")[2]
+            to = self._labels.get(label, self._exit)
+            if to is None:
+                raise LookupError(f"a branch to what is not in the listing: {text}")
+            return Statement("branch", when, to, _nothing)
         if op == "sst":
             place, value = rest.removeprefix("[smem:[").split("]] ")
             return Statement("store", when, None, _all(_sum(place), _value(value)))

@@ -10,17 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
-from pallas_kernels.bench import bundles
+from pallas_kernels.bench import bundles, ragged
 
 CHIPS = ("v5e", "v6e")
 
 
 def rows() -> tuple[list[dict], list[str]]:
-    """The rows, and a line for each kind of chip that was left out."""
+    """The rows, and a line for whatever was left out."""
     found, left_out = [], []
     if find_spec("libtpu"):
         for chip in CHIPS:
             found += tpu_rows(chip)
+        if not ragged.installed():
+            left_out.append("vLLM's decoding on a TPU: left out, tpu-inference is not installed")
     else:
         left_out.append("TPU: left out, compiling for one needs libtpu, which is not installed")
     try:

@@ -22,8 +22,10 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from pallas_kernels.ahead import compile_for_tpu, tpu_mesh
 from pallas_kernels.attention_mass import attention_mass
+from pallas_kernels.bench import ragged
 from pallas_kernels.bench.bundles import Kernel, Tile, read
-from pallas_kernels.bench.cycles import estimated_cycles
+from pallas_kernels.bench.cycles import estimated_cycles, issued_cycles
+from pallas_kernels.bench.running_topk import SHARE
 from pallas_kernels.mlstm import mlstm, tpu
 from pallas_kernels.mlstm.tpu_chunk import CHUNK
 from pallas_kernels.paged_decode import paged_decode
@@ -49,9 +51,15 @@ PAGED_KEYS = 1024
 """Keys of a block of `paged_decode`."""
 SHORT = 300
 """Entries of a short row."""
+BATCH, LONG = 8, 1 << 14
+"""Of `paged_decode`, and entries of a long row."""
+RIVAL_GROUP = 4
+"""Query heads of a kv head where vLLM's kernel is beside ours."""
 BYTES_A_SECOND = {"v5e": 819e9, "v6e": 1640e9}
 CYCLES_A_SECOND = {"v5e": 1.5e9, "v6e": 1.75e9}
 TOPK = 8192
+COUNTED = 1 << 13, 1 << 17, 1 << 20
+"""Keys of a row of `running_topk`."""
 XLA_CHUNK = 512
 """Of `mlstm` in XLA: of 64 to 512 the one of least cycles."""
 
@@ -230,10 +238,15 @@ def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
             yield compile.row(f"vertical_slash {name}, {kind} tile", "splash attention", counted[kind], rival)
 
 
+def in_all(issued: Callable[[int], int]) -> tuple[float, float]:
+    """What is issued of decoding for 512 keys in the middle of a long row, and for a row of 300."""
+    half, whole, short = (issued(x) / (BATCH * HEADS) for x in (LONG // 2, LONG, SHORT))
+    return (whole - half) / (LONG // 2 // TILE), short
+
+
 def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
     """What 512 keys take in the middle of a long row, and a row of 300."""
-    b, heads = 8, 8
-    rows, keys = b * heads, 1 << 14
+    rows = BATCH * HEADS
 
     def lengths(length: int) -> dict[int, np.ndarray]:
         return {0: np.zeros(128, np.int32), 1: np.where(np.arange(128) < rows, length, 0).astype(np.int32)}
@@ -242,27 +255,42 @@ def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
         for page in (16, 64, 128):
             kernels, program = compile(
                 functools.partial(paged_decode, implementation="tpu"),
-                Shape((b, heads * group, 1, H)),
-                Shape((rows * keys // page, page, 2 * H)),
-                jax.ShapeDtypeStruct((b, heads, keys // page), jnp.int32),
-                jax.ShapeDtypeStruct((b, heads), jnp.int32),
+                Shape((BATCH, HEADS * group, 1, H)),
+                Shape((rows * LONG // page, page, 2 * H)),
+                jax.ShapeDtypeStruct((BATCH, HEADS, LONG // page), jnp.int32),
+                jax.ShapeDtypeStruct((BATCH, HEADS), jnp.int32),
             )
             kernel = kernels("paged_decode")
-            half, whole, short = (kernel.issued(lengths(x)) / rows for x in (keys // 2, keys, SHORT))
-            blocks = keys // 2 // TILE
+            middle, short = in_all(lambda x, kernel=kernel: kernel.issued(lengths(x)))
             # a full block's run of bundles, which starts the copies of another, comes first
             spills = sum(tile.spills for tile in kernel.tiles())
             run = Tile(round(kernel.tiles()[0].bundles * TILE / PAGED_KEYS), spills)
             # of the other runs the smallest is for a quarter of a block; a short row fills less than half
             part = Tile(sorted(kernel.tiles())[1].bundles, spills)
-            of = f"{group} query heads, page {page}"
-            for what, counted, memory in (
-                (f"{TILE} keys", Counted(run, (whole - half) / blocks, program), TILE),
-                (f"a row of {SHORT}", Counted(part, short, program), SHORT),
-            ):
-                yield compile.row(
-                    f"paged_decode, {what}, {of}", "HBM", counted, from_memory(compile.chip, memory)
-                )
+            ours = Counted(run, middle, program), Counted(part, short, program)
+            rivals = {"HBM": tuple(from_memory(compile.chip, x) for x in (TILE, SHORT))}
+            if group == RIVAL_GROUP and ragged.installed():
+                for name, heads in (("apart", 1), ("together", HEADS)):
+                    rivals[f"vLLM, heads {name}"] = vllm(compile, heads, page, ragged.BLOCKS[name])
+            names = tuple(f"paged_decode, {x}" for x in (f"{TILE} keys", f"a row of {SHORT}"))
+            for rival, theirs in rivals.items():
+                for name, mine, other in zip(names, ours, theirs, strict=True):
+                    yield compile.row(f"{name}, {group} query heads, page {page}", rival, mine, other)
+
+
+def vllm(compile: Compiler, heads: int, page: int, blocks: tuple[int, ...]) -> tuple[Counted, ...]:
+    """The same of vLLM's kernel, `heads` of a sequence together, each at the best of the block sizes."""
+    sequences, pages = BATCH * HEADS // heads, LONG // page
+    found = []
+    for block in blocks:
+        call, args = ragged.decoding(compile.chip, sequences, heads, RIVAL_GROUP, H, page, LONG, block)
+        kernels, program = compile(call, *args)
+        kernel = kernels(ragged.NAME)
+        (tile,) = kernel.tiles()  # a block of all heads
+        middle, short = in_all(lambda x, kernel=kernel: kernel.issued(ragged.operands(sequences, pages, x)))
+        long = Counted(_share(tile, TILE / block / heads), middle, program)
+        found.append((long, Counted(_share(tile, 1 / heads), short, program)))
+    return tuple(min(x, key=lambda counted: counted.whole or math.inf) for x in zip(*found, strict=True))
 
 
 def attention_mass_rows(compile: Compiler) -> Iterator[dict]:
@@ -288,18 +316,37 @@ def attention_mass_rows(compile: Compiler) -> Iterator[dict]:
 
 
 def running_topk_rows(compile: Compiler) -> Iterator[dict]:
-    """A key that enters the tree, which passes every level twice; XLA's form treats all keys alike."""
+    """What a key takes: one that enters the tree, which passes every level twice; of counts all are treated alike."""
 
-    def op(implementation, rank):
-        return running_topk(rank, k=TOPK // 4, window=WINDOW, implementation=implementation)
+    def op(implementation, k, rank):
+        return running_topk(rank, k=k, window=WINDOW, implementation=implementation)
 
     rank = jax.ShapeDtypeStruct((1, HEADS, TOPK), jnp.int32)
-    kernels, program = compile(functools.partial(op, "tpu"), rank)
+    kernels, program = compile(functools.partial(op, "tpu", TOPK // 4), rank)
     bundles = kernels("running_topk").loop(depth=2, turns=TOPK.bit_length())
-    _, rival = compile(functools.partial(op, "xla"), rank)
+    _, rival = compile(functools.partial(op, "xla", TOPK // 4), rank)
     cycles = estimated_cycles(rival.as_text()) // rank.size
     ours, theirs = Counted(Tile(bundles, 0), None, program), Counted(Tile(cycles, 0), None, None)
     yield compile.row(f"running_topk, a key of {TOPK}", "XLA", ours, theirs)
+
+    end = jax.ShapeDtypeStruct((1, HEADS, S), jnp.int32)
+    kernels, program = compile(attend, Q, K, K, end)
+    blocks = blocks_of(N // HEADS, T, S, Q.dtype)
+    tile = walked(kernels("vertical_slash"), program, blocks)["full"].whole
+    assert tile is not None
+    for s in COUNTED:
+        rank = jax.ShapeDtypeStruct((1, HEADS, s), jnp.int32)
+        _, program = compile(functools.partial(op, "counts", s // 4), rank)
+        issued = Tile(round(issued_cycles(program.as_text(), compile.folder) / rank.size), 0)
+        # every query head's logits, half of which are seen
+        may = Tile(round(tile * N / HEADS * s / 2 / TILE**2 / SHARE), 0)
+        rival = f"1/{SHARE} of dense attention"
+        yield compile.row(
+            f"running_topk in counts, a key of {s}",
+            rival,
+            Counted(issued, None, program),
+            Counted(may, None, None),
+        )
 
 
 def mlstm_rows(compile: Compiler) -> Iterator[dict]:

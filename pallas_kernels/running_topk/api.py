@@ -19,12 +19,11 @@ FASTEST = {"cpu": "xla", "tpu": "counts", "gpu": "xla"}
 """The default of each backend.
 
 CPU, measured on two cores, eight rows of 8192 and of 32768 keys, k an eighteenth: xla 13 and 58 ms, counts 31 and 286.
-TPU, not run but compiled for v5e, a row of 8192 keys, k = 444, in random order: counts 0.2 million cycles by XLA's
-estimate; xla as many, but that takes its 26 gathers and scatters of single numbers for vector work; the Fenwick tree 18
-bundles a key and about 220 for each of some 1700 keys that matter, 0.5 million. At 131072 keys and k = 1980 the tree
-would win, 6 million against 13.
+TPU, not run but compiled for v5e, eight rows, all that is issued: counts 10 bundles a key at 8192 keys, 17 at 131072
+and 48 at a million; the Fenwick tree 18 a key and about 220 for each that matters when it comes, in random order and
+with k an eighteenth and a 66th 64 and 46 a key; xla has 26 gathers and scatters of single numbers at 8192, 11 each.
 GPU, measured on an H100, eight rows of 8192, 32768 and 131072 keys, k an eighteenth: xla 0.17, 0.24 and 0.78 ms, counts
-0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
+as it was, without sorts, 0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
 """
 
 FOREVER = jnp.iinfo(jnp.int32).max
@@ -84,19 +83,35 @@ def running_topk(
         competes = jnp.ones_like(rank, bool)
     rank, k, competes = alike(rank, k, competes)
     tau = call(rank, k, competes, window, t)
-    return tau, _end(rank, tau, competes, window)
+    # A gather or scatter of single numbers takes a TPU 11 cycles or more for each, sorting less than one.
+    seen = _seen_by_sorting if call in (counts, tpu) else _seen_by_counting
+    return tau, _end(seen(rank, tau), competes, window, t)
 
 
-def _end(rank, tau, competes, window):
-    """The queries that still see a rank are the first ones: how many is counted from above."""
+def _end(seen, competes, window, t):
+    """The queries that see a key are the first ones: `seen` says how many."""
+    s = seen.shape[2]
+    end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, s - t + seen)
+    return jnp.where(competes & (end < s), end, FOREVER)
+
+
+def _seen_by_counting(rank, tau):
+    """How many queries see each key: those of a threshold at or above its rank."""
     b, heads, s = rank.shape
-    t = tau.shape[2]
     row = jnp.ogrid[:b, :heads, :1][:2]
     count = jnp.zeros_like(rank, shape=(b, heads, s + 2)).at[(*row, tau + 1)].add(1)
     seen = jax.lax.cumsum(count, 2, reverse=True)
-    first_out = s - t + seen.at[(*row, rank + 1)].get(mode="promise_in_bounds")
-    end = jnp.maximum(jnp.arange(s, dtype=jnp.int32) + window, first_out)
-    return jnp.where(competes & (end < s), end, FOREVER)
+    return seen.at[(*row, rank + 1)].get(mode="promise_in_bounds")
+
+
+def _seen_by_sorting(rank, tau):
+    """The same: keys and thresholds in one order, the keys then back in their own."""
+    s, t = rank.shape[2], tau.shape[2]
+    order = jnp.concatenate([2 * rank, 2 * tau + 1], 2)
+    key = jnp.broadcast_to(jnp.minimum(jnp.arange(s + t, dtype=jnp.int32), s), order.shape)
+    order, key = jax.lax.sort((order, key), num_keys=1, is_stable=False)
+    seen = t - jnp.cumsum(order & 1, 2, dtype=jnp.int32)
+    return jax.lax.sort((key, seen), num_keys=1, is_stable=False)[1][..., :s]
 
 
 def _check(rank, k, window, queries, competes):

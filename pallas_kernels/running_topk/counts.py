@@ -1,17 +1,18 @@
-"""`running_topk` in XLA by counting in two levels of about sqrt(s) counts: no step waits for the one before.
+"""`running_topk` in XLA by counting in two levels of about sqrt(s) counts: no step waits for a single key.
 
-The ranks are cut into buckets. A query counts the keys it has in each bucket: those of the blocks of queries before its
-own were counted for all of the block, those of its own block are added by a product with a triangle of ones. The first
-bucket in which the count reaches k holds the threshold, and there the keys are counted one by one, in order of rank.
+The ranks are cut into buckets. A query counts the keys it has in each bucket: those of the chunks of queries before its
+own are carried, those of the blocks before its own and of its own block are added, the latter by a product with a
+triangle of ones. The first bucket in which the count reaches k holds the threshold, and there the keys are counted one
+by one, in order of rank.
 """
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.blocks import divisor, logits_at_once
+from pallas_kernels.blocks import logits_at_once
 
-BLOCK = 32
-"""Queries whose keys are counted by one product."""
+BLOCK = 128
+"""Queries whose keys are counted by one product: a TPU's lanes, and no more than 256, which bfloat16 still counts."""
 COUNTS = 1 << 18
 """About how many counts of a row there are at once, and at least."""
 
@@ -24,49 +25,54 @@ def widths(s: int) -> tuple[int, int]:
 
 def counts(rank, k, competes, window, t):
     b, heads, s = rank.shape
+    rows = b * heads
     buckets, width = widths(s)
     # Query i adds the key that leaves the window there; the first one also has those that left before.
     none = buckets * width
     entry = jnp.where(competes, rank, none).reshape(-1, s)
     entry = jnp.pad(entry, ((0, 0), (window, 0)), constant_values=none)
     before, entry = entry[:, : s - t], entry[:, s - t : s]
-    place = jnp.where(competes, jnp.arange(s), s).reshape(-1, s)
-    row = jnp.arange(b * heads)[:, None]
     # By rank, the index at which the key competes.
-    start = jnp.full_like(rank, s, shape=(b * heads, none)).at[row, rank.reshape(-1, s)].set(place + window)
+    start = jnp.where(competes, jnp.arange(s, dtype=jnp.int32) + window, s).reshape(-1, s)
+    start = lax.sort((rank.reshape(-1, s), start), num_keys=1, is_stable=False)[1]
+    start = jnp.pad(start, ((0, 0), (0, none - s)), constant_values=s)
 
-    blocks = -(-t // BLOCK)
-    at_once = max(COUNTS, logits_at_once() // (b * heads))
-    some = divisor(blocks, at_once // (BLOCK * buckets))
-    entry = jnp.pad(entry, ((0, 0), (0, blocks * BLOCK - t)), constant_values=none)
-    entry = entry.reshape(-1, blocks, BLOCK)
+    at_once = max(COUNTS, logits_at_once() // rows)
+    chunks = -(-t // (BLOCK * max(1, at_once // (BLOCK * buckets))))
+    blocks = -(-t // (BLOCK * chunks))
+    entry = jnp.pad(entry, ((0, 0), (0, chunks * blocks * BLOCK - t)), constant_values=none)
+    entry = entry.reshape(rows, chunks, blocks, BLOCK)
     triangle = jnp.tri(BLOCK, dtype=jnp.float32)
     ascending = jnp.triu(jnp.ones((width, width), jnp.float32))
     bucket = jnp.arange(buckets)
 
     def one(args):
         entry, before, start, k = args
-        added = (entry[..., None] // width <= bucket).sum(1, dtype=jnp.int32)
-        base = jnp.cumsum(added, 0) - added + (before[:, None] // width <= bucket).sum(0, dtype=jnp.int32)
+        start = start.reshape(buckets, width)
 
-        def chunk(first):
-            own = lax.dynamic_slice_in_dim(entry, first, some)
+        def chunk(held, args):
+            own, first = args
+            # of every block and bucket at most BLOCK, so products are exact
+            added = (own[..., None] // width <= bucket).sum(1, dtype=jnp.float32)
+            upto = jnp.einsum("nm,mb->nb", jnp.tri(blocks), added).astype(jnp.int32) + held
             # [query of the block, block, bucket]
-            held = (own.T[..., None] // width <= bucket).astype(jnp.float32)
-            count = jnp.einsum("qc,cmb->qmb", triangle, held).astype(jnp.int32)
-            count += lax.dynamic_slice_in_dim(base, first, some)
+            own = (own.T[..., None] // width <= bucket).astype(jnp.float32)
+            count = jnp.einsum("qc,cmb->qmb", triangle, own).astype(jnp.int32)
+            count += upto - added.astype(jnp.int32)
             short = count < k
             here = short.sum(-1, dtype=jnp.int32)
             left = k - jnp.max(jnp.where(short, count, 0), -1)
-            index = s - t + (first + jnp.arange(some)) * BLOCK + jnp.arange(BLOCK)[:, None]
-            eligible = start.reshape(buckets, width).at[here].get(mode="clip") <= index[..., None]
+            index = first + jnp.arange(blocks) * BLOCK + jnp.arange(BLOCK)[:, None]
+            eligible = start.at[here].get(mode="clip") <= index[..., None]
             order = jnp.einsum("qmv,vw->qmw", eligible.astype(jnp.float32), ascending)
             offset = (order < left[..., None]).sum(-1, dtype=jnp.int32)
             tau = jnp.where(here < buckets, here * width + offset, s)
-            return jnp.where(k > 0, tau, -1).T
+            return upto[-1], jnp.where(k > 0, tau, -1).T
 
-        return lax.map(chunk, jnp.arange(0, blocks, some)).reshape(-1)[:t]
+        held = (before[:, None] // width <= bucket).sum(0, dtype=jnp.int32)
+        first = s - t + jnp.arange(chunks) * blocks * BLOCK
+        return lax.scan(chunk, held, (entry, first))[1].reshape(-1)[:t]
 
-    together = max(1, min(b * heads, logits_at_once() // (some * BLOCK * buckets)))
+    together = max(1, min(rows, logits_at_once() // (blocks * BLOCK * buckets)))
     tau = lax.map(one, (entry, before, start, k.reshape(-1)), batch_size=together)
     return tau.reshape(b, heads, t)

@@ -13,10 +13,10 @@ import pytest
 
 from pallas_kernels.attention_mass import attention_mass
 from pallas_kernels.bench import __main__ as bench
-from pallas_kernels.bench import correctness, issued, mlstm, rivals, static, torch_rivals
+from pallas_kernels.bench import correctness, issued, mlstm, ragged, rivals, static, torch_rivals
 from pallas_kernels.bench.attention_mass import dense as dense_mass
 from pallas_kernels.bench.bundles import Tile, read
-from pallas_kernels.bench.cycles import estimated_cycles
+from pallas_kernels.bench.cycles import estimated_cycles, issued_cycles
 from pallas_kernels.bench.issued import Program
 from pallas_kernels.bench.job import Job, Line, Task, rows
 from pallas_kernels.bench.setting import GPU
@@ -268,6 +268,14 @@ def test_bundles_that_are_issued(turns):
     assert counts.tolist() == [1] * 4 + [turns] * 8 + [1] * 7 + [int(turns == 5), 1]
 
 
+def test_a_branch_behind_the_last_label_goes_to_the_exit():
+    text = "   0x0   :  { %1 = sbr.rel target = $region5 }\n" + 6 * "   0x1   :  {}\n" + "   0x8 PF:  {} "
+    counts = Program(f"{text}/* exit bundle: %f = f32[] */").issued({})
+    assert counts.tolist() == [1] * 5 + [0, 0, 1]
+    with pytest.raises(LookupError, match="a branch to what is not in the listing: "):
+        Program(text)
+
+
 def test_a_program_without_end_is_refused(monkeypatch):
     monkeypatch.setattr(issued, "MOST", 1000)
     with pytest.raises(LookupError, match="has not ended after 1000 bundles"):
@@ -299,11 +307,23 @@ def test_cycles_count_loops():
     assert estimated_cycles(PROGRAM) == 507
 
 
+def test_cycles_by_what_is_issued(tmp_path):
+    """A listing is better than an estimate, unless numbers in vectors decide where it goes."""
+    for name in ("fusion.1", "scatter"):
+        (tmp_path / f"17-{name}-03-final_bundles.txt").write_text(LISTING)
+        (tmp_path / f"17-{name}-02-schedule-analysis_final_bundles.txt").write_text("")
+    unknown = "   0x1   :  { %s1_s1 = spop.drf %3 }"
+    (tmp_path / "17-fusion.2-03-final_bundles.txt").write_text(unknown)
+    # with one turn, five times in the loop and once for the scatter
+    assert issued_cycles(PROGRAM, tmp_path) == 5 * 20 + 20 + 7
+
+
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_decoding_waits_for_memory_alone():
     """In a long row, all that is issued counted; at pages of 64 for half of the time."""
     found = static.tpu_rows("v6e", "paged_decode")
+    found = [row for row in found if row["rival"] == "HBM"]
     long = [row for row in found if "512 keys" in row["op"]]
     assert len(found) == 2 * len(long) == 12
     for row in long:
@@ -311,3 +331,27 @@ def test_decoding_waits_for_memory_alone():
         if "page 16" not in row["op"]:
             assert row["whole"] < 0.5 * row["rival_bundles"]
     assert all(row["temp_bytes"] == 0 for row in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not ragged.installed(), reason="tpu-inference is not installed")
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_decoding_stands_beside_vllm_s():
+    """Whose kernel takes more for heads apart, and by itself as much as its tiles and what is around them."""
+    found = [row for row in static.tpu_rows("v6e", "paged_decode") if "vLLM" in row["rival"]]
+    assert len(found) == 2 * 2 * 3
+    for row in found:
+        assert row["rival_bundles"] < row["rival_whole"]
+        if "apart" in row["rival"]:
+            assert row["whole"] < row["rival_whole"]
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_running_topk_is_a_twentieth_of_a_long_row_s_attention():
+    """Sorts and gathers counted; and memory is linear."""
+    found = {row["op"]: row for row in static.tpu_rows("v5e", "running_topk")}
+    for s in (1 << 17, 1 << 20):
+        row = found[f"running_topk in counts, a key of {s}"]
+        assert row["bundles"] < row["rival_bundles"]
+        assert row["temp_bytes"] < 32 * 8 * s

@@ -130,6 +130,17 @@ def test_rows_taken_together_as_on_accelerators(monkeypatch, implementation):
         check(f"{rows} rows", SHAPES["square"], 0)
 
 
+@pytest.mark.parametrize("shape", ["square", "chunk", "window longer than all"])
+def test_counts_are_carried_from_chunk_to_chunk(monkeypatch, shape):
+    """Of one block each; in the last one not all are queries."""
+    module = importlib.import_module("pallas_kernels.running_topk.counts")
+    monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setattr(module, "COUNTS", 1)
+    monkeypatch.setitem(IMPLEMENTATIONS, "counts of 16", IMPLEMENTATIONS["counts"])
+    for seed in range(4):
+        check("counts of 16", SHAPES[shape], seed)
+
+
 @pytest.mark.parametrize("implementation", TPUS)
 def test_k_is_a_number_an_array_or_one_for_each_row(implementation):
     rank, _ = permutations(SHAPES["square"], 0)
@@ -176,6 +187,21 @@ def test_memory_stays_far_below_all_pairs(implementation):
     memory = jax.jit(call).lower(rank).compile().memory_analysis()
     assert memory is not None
     assert memory.temp_size_in_bytes < 8 << 20
+
+
+@pytest.mark.parametrize("implementation", ["xla", "counts"])
+def test_memory_grows_as_keys_do(implementation):
+    """Of 8 rows at a million keys some tens of bytes for each, about as many as at 128K."""
+
+    def temporaries(s):
+        call = functools.partial(running_topk, k=s // 4, window=256, implementation=implementation)
+        memory = jax.jit(call).lower(jax.ShapeDtypeStruct((1, 8, s), jnp.int32)).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    million = temporaries(1 << 20)
+    assert million < 8 * 40 << 20
+    assert million < 9 * temporaries(1 << 17)
 
 
 @pytest.mark.parametrize("s", [1000, 1 << 17])
