@@ -33,9 +33,9 @@ def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
         return _walked(q, walk(band, far, row), dtype, out, interpret)
 
     if end is None:
-        o, lse = _walked(q, walk(*key_lists.in_place(k, v, None, log_gate, window)), dtype, None, interpret)
+        o, lse = _walked(q, walk(*key_lists.in_place(k, v, None, log_gate, window)), dtype, (), interpret)
     else:
-        o, lse = in_parts(part, k, (output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)))
+        o, lse = in_parts(part, k, *_outputs(q, dtype))
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
@@ -45,25 +45,24 @@ def attend(q, band, far, dtype, *, interpret=None):
     b, n, t, h = q.shape
     q = q.reshape(far.k.shape[0], -1, t, h)
     blocks = blocks_of(q.shape[1], t, far.k.shape[1], q.dtype)
-    o, lse = _walked(q, Walk(far, band, blocks, pl.cdiv(t, blocks.queries), 0, 1), dtype, None, interpret)
+    o, lse = _walked(q, Walk(far, band, blocks, pl.cdiv(t, blocks.queries), 0, 1), dtype, (), interpret)
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
 def _walked(q, walk, dtype, out, interpret):
-    """o and lse of the queries `[r g t h]` of the walk's rows, filled into those `out` if there are."""
+    """o and lse of the queries `[r g t h]` of the walk's rows, filled in where there is an `out`."""
     _, group, _, h = q.shape
     bq = walk.blocks.queries
     arrays, specs = walk.operands()
     block = pl.BlockSpec((None, group, bq, h), lambda r, i, row: (row[0] + r, 0, i, 0))
     rows = group * bq
-    filled = list(out or ())
-    aliases = {len(arrays) + 1 + x: x for x in range(len(filled))}
+    aliases = {len(arrays) + 1 + x: x for x in range(len(out))}
     return pl.pallas_call(
         functools.partial(_kernel, walk),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(walk.rows, walk.n),
-            in_specs=[*specs, block, *[pl.BlockSpec(memory_space=pl.ANY)] * len(filled)],
+            in_specs=[*specs, block, *[pl.BlockSpec(memory_space=pl.ANY)] * len(out)],
             out_specs=[block, pl.BlockSpec((None, group, bq), lambda r, i, row: (row[0] + r, 0, i))],
             scratch_shapes=[
                 pltpu.VMEM((rows, LANES), jnp.float32),
@@ -72,7 +71,7 @@ def _walked(q, walk, dtype, out, interpret):
                 *walk.scratch(),
             ],
         ),
-        out_shape=[output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)],
+        out_shape=_outputs(q, dtype),
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
@@ -81,7 +80,11 @@ def _walked(q, walk, dtype, out, interpret):
         ),
         name="vertical_slash",
         interpret=tpu_interpret(interpret),
-    )(*arrays, q, *filled)
+    )(*arrays, q, *out)
+
+
+def _outputs(q, dtype):
+    return [output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)]
 
 
 def _kernel(walk, *refs):

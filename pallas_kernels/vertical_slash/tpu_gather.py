@@ -36,19 +36,21 @@ SMALL = 64 << 20
 """Bytes of lists that are made at once whatever the keys take."""
 
 
-def in_parts(part: Callable[[Any, int, Any], Any], k: jax.Array, like: tuple[jax.Array, ...]) -> Any:
-    """`part(row, rows, out)` for all of the rows of `k`, some at a time: it fills in those of `out`, arrays as `like`.
-    Where all go at once, `out` is None.
-
-    At once go a quarter, or what is small, or a row for each of the chip's cores.
-    """
+def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Of the rows of `k`: a quarter, or what is small, or one for each of the chip's cores."""
     r = k.shape[0]
     cores = pltpu.get_tpu_info().num_cores if target().platform == "tpu" else 1
-    rows = divisor(r, max(r // 4, SMALL // (2 * k[0].nbytes), cores))
+    return divisor(r, max(r // 4, SMALL * r // (2 * k.size * k.dtype.itemsize), cores))
+
+
+def in_parts(part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.ShapeDtypeStruct) -> Any:
+    """`part(row, rows, out)` for all of the rows of `k`, some at a time: it fills in those of `out`, arrays as `like`.
+    Where all go at once, `out` is empty."""
+    r, rows = k.shape[0], rows_at_once(k)
     if rows == r:
-        return part(0, r, None)
-    out = alike(*(lax.empty(x.shape, x.dtype) for x in like), k)[:-1]
-    return lax.fori_loop(0, r // rows, lambda i, out: part(i * rows, rows, out), out)
+        return part(0, r, ())
+    out, _ = alike([lax.empty(x.shape, x.dtype) for x in like], k)
+    return lax.fori_loop(0, r // rows, lambda i, out: list(part(i * rows, rows, out)), out)
 
 
 def lists(k, v, end, log_gate, row, rows, window, *, block, interpret=None) -> tuple[Keys, Keys]:
@@ -97,6 +99,8 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
     def lines(place, count):
         return pl.BlockSpec((None, count, block), lambda *at: (place(*at)[0], 0, place(*at)[1]))
 
+    # in vector memory, where XLA may put it, it would be read by vector instructions beside the attention's
+    listed = pltpu.HBM.from_type(jax.typeof(keys.k).update(shape=(r, s + block, h)))
     k, v, found = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -111,8 +115,8 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
             ],
         ),
         out_shape=[
-            output((r, s + block, h), keys.k.dtype, keys.k),
-            output((r, s + block, h), keys.v.dtype, keys.k),
+            listed,
+            listed,
             output((r, len(marks), s + block), jnp.int32, keys.k),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
