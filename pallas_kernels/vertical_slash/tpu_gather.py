@@ -43,7 +43,9 @@ def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
     return divisor(r, max(r // 4, SMALL * r // (2 * k.size * k.dtype.itemsize), cores))
 
 
-def in_parts(part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.ShapeDtypeStruct) -> Any:
+def in_parts(
+    part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.Array | jax.ShapeDtypeStruct
+) -> Any:
     """`part(row, rows, out)` for all of the rows of `k`, some at a time: it fills in those of `out`, arrays as `like`.
     Where all go at once, `out` is empty."""
     r, rows = k.shape[0], rows_at_once(k)
@@ -57,24 +59,20 @@ def lists(k, v, end, log_gate, row, rows, window, *, block, interpret=None) -> t
     """Band and far list of `rows` rows from `row` on; of the far list only what some query sees."""
     end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
     band, far = both(k, v, end, log_gate, window)
-    return band, seen(far, band.start >= end, block=block, row=row, interpret=interpret)
+    return band, seen(far, block=block, row=row, interpret=interpret)
 
 
-def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=None) -> Keys:
+def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     """The entries that some query sees, then such that nobody does. Nothing is written after the `block` of entries in
     which the last seen one stands; walks in tiles of `block` read nothing there.
 
-    Keys and values are those of all rows, of which `row` is the first of the list. `hidden` `[r s]` bool: where even
-    NaN may stand.
+    Keys and values are those of all rows, of which `row` is the first of the list.
     """
     if keys.k.shape[1] < block:
         keys = padded(keys, block)
     keys, h = marked(keys, block), keys.k.shape[2]
     r, s = keys.start.shape
     n, chunks = s // block, block // LANES
-    # beyond the keys, too
-    hidden = jnp.pad(hidden, ((0, 0), (0, s - hidden.shape[1])), constant_values=True)
-    hidden = hidden.reshape(-1, block).any(1).astype(jnp.int32)
     chosen = (keys.start < keys.stop).reshape(r, -1, LANES)
     rank = jnp.where(chosen, jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1, -LANES)
     # of each row how many are before each chunk, and in all; flat, since scalar memory pads every row: it has room for
@@ -87,7 +85,7 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
     def source(r, j, *_):
         return r, jnp.minimum(j, n - 1)
 
-    def all_rows(r, j, before, hidden, row):
+    def all_rows(r, j, before, row):
         return row[0] + r, jnp.minimum(j, n - 1)
 
     def place(r, j, before, *_):
@@ -104,7 +102,7 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
     k, v, found = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=2,
             grid=(r, n + 1),
             in_specs=[rows(all_rows), rows(all_rows), lines(source, len(marks)), lines(source, 1)],
             out_specs=[rows(place), rows(place), lines(place, len(marks))],
@@ -124,7 +122,6 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
         interpret=tpu_interpret(interpret),
     )(
         before.reshape(-1),
-        hidden,
         jnp.full(1, row, jnp.int32),
         keys.k,
         keys.v,
@@ -138,7 +135,7 @@ def seen(keys: Keys, hidden: jax.Array, *, block: int, row: Any = 0, interpret=N
 
 
 def _kernel(
-    before, hidden, _, k_ref, v_ref, marks_ref, rank_ref, k_out, v_out, marks_out, k_staged, v_staged, marks_staged
+    before, _, k_ref, v_ref, marks_ref, rank_ref, k_out, v_out, marks_out, k_staged, v_staged, marks_staged
 ):
     row, j = pl.program_id(0), pl.program_id(1)
     n = pl.num_programs(1) - 1
@@ -156,18 +153,16 @@ def _kernel(
         for staged in (k_staged, v_staged, marks_staged):
             staged[...] = jnp.zeros_like(staged)
 
-    def stage(clean):
-        """`clean`: with zeros for what is not chosen."""
+    @pl.when(j < n)
+    def _():
         for c in range(chunks):
             chunk = slice(c * LANES, (c + 1) * LANES)
             at, rank = filled(j * chunks + c) - first, rank_ref[:, chunk]
             begin, moved = _places(at, rank, ROWS)
-            if clean:
-                chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
+            # of what is not chosen nothing is read: it may be padding, where even NaN may stand, or beyond the keys
+            chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
             for x, staged in ((k_ref, k_staged), (v_ref, v_staged)):
-                held = x[chunk]
-                if clean:
-                    held = jnp.where(chosen, held.astype(jnp.float32), 0).astype(x.dtype)
+                held = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
                 rows = dot(moved.astype(x.dtype), held).astype(x.dtype)
                 staged[pl.ds(begin, ROWS)] += rows[:ROWS]
                 staged[pl.ds(begin + ROWS, LANES)] = rows[ROWS:]
@@ -179,9 +174,6 @@ def _kernel(
             marks_staged[:, pl.ds(begin, LANES)] += marks[:, :LANES]
             marks_staged[:, pl.ds(begin + LANES, LANES)] = marks[:, LANES:]
 
-    cleaned = hidden[row * n + jnp.minimum(j, n - 1)] > 0
-    pl.when((j < n) & cleaned)(lambda: stage(True))
-    pl.when((j < n) & ~cleaned)(lambda: stage(False))
     full = filled(jnp.minimum(j + 1, n) * chunks) - first >= block
 
     @pl.when(full | (j == n))
