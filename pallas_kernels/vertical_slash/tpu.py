@@ -1,5 +1,6 @@
 """`vertical_slash` forward on a TPU. See `tpu_walk.py` for what is walked and `tpu_backward.py` for the gradient."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -20,22 +21,20 @@ def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "tpu", q, k=k, v=v)
     b, n, t, h = q.shape
     s = k.shape[2]
-    k, v, end, log_gate = key_lists.by_row(k, v, end, log_gate)
-    group = b * n // k.shape[0]
-    blocks = blocks_of(group, t, s, q.dtype)
-    q = q.reshape(-1, group, t, h)
-
-    def walk(band, far, row=0):
-        return Walk(far, band, blocks, pl.cdiv(t, blocks.queries), s - t, window, row)
+    keys = key_lists.by_row(k, v, end, log_gate)
+    q = q.reshape(len(keys[0]), -1, t, h)
+    blocks = blocks_of(q.shape[1], t, s, q.dtype)
+    band, far = key_lists.in_place(*keys, window=window)
+    walk = Walk(far, band, blocks, pl.cdiv(t, blocks.queries), s - t, window)
 
     def part(row, rows, out):
-        band, far = lists(k, v, end, log_gate, row, rows, window, block=blocks.keys, interpret=interpret)
-        return _walked(q, walk(band, far, row), dtype, out, interpret)
+        band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
+        return _walked(q, dataclasses.replace(walk, far=far, band=band, row=row), dtype, out, interpret)
 
     if end is None:
-        o, lse = _walked(q, walk(*key_lists.in_place(k, v, None, log_gate, window)), dtype, (), interpret)
+        o, lse = _walked(q, walk, dtype, (), interpret)
     else:
-        o, lse = in_parts(part, k, *_outputs(q, dtype))
+        o, lse = in_parts(part, keys[0], *_outputs(q, dtype))
     return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 

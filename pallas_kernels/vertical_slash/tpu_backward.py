@@ -43,12 +43,12 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     q_rows, do_rows = by_row(q), by_row(do)
     stats = jnp.stack([by_row(lse, jnp.inf), by_row(delta)], 2)
     keys = key_lists.by_row(k, v, end, log_gate)
-    band, far = key_lists.in_place(*keys, window)
+    band, far = key_lists.in_place(*keys, window=window)
     arguments = q_rows, do_rows, stats
     walk = Walk(far, band, blocks, q_rows.shape[2] // blocks.queries, s - t, window)
 
     def part(row, rows, out):
-        band, far = lists(*keys, row, rows, window, block=blocks.keys, interpret=interpret)
+        band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
         some = dataclasses.replace(walk, far=far, band=band, row=row)
         return _gradient_of_queries(some, *arguments, out, interpret)
 

@@ -55,7 +55,7 @@ def in_parts(
     return lax.fori_loop(0, r // rows, lambda i, out: list(part(i * rows, rows, out)), out)
 
 
-def lists(k, v, end, log_gate, row, rows, window, *, block, interpret=None) -> tuple[Keys, Keys]:
+def lists(k, v, end, log_gate, *, row, rows, window, block, interpret=None) -> tuple[Keys, Keys]:
     """Band and far list of `rows` rows from `row` on; of the far list only what some query sees."""
     end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
     band, far = both(k, v, end, log_gate, window)

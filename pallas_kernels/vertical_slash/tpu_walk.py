@@ -122,8 +122,8 @@ class Walk:
     def _hidden(self, band: Keys) -> jax.Array:
         """Whether in the tiles of the band of each block there may be keys that nobody sees `[r i]`."""
         bq, bk = self.blocks
-        hidden = marked(band, bk)
-        hidden = (hidden.start >= hidden.stop).reshape(self.rows, -1, bk).any(2)[:, None]
+        hidden = jnp.pad(band.start >= band.stop, ((0, 0), (0, -band.start.shape[1] % bk)))
+        hidden = hidden.reshape(self.rows, -1, bk).any(2)[:, None]
         tile = bk * jnp.arange(hidden.shape[2])
         query = (self.first + bq * jnp.arange(self.n))[:, None]
         # the last tile may be moved back, or end behind the queries, by less than its size
