@@ -37,10 +37,13 @@ SMALL = 64 << 20
 
 
 def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Of the rows of `k`: a quarter, or what is small, or one for each of the chip's cores."""
+    """Of the rows of `k`: a quarter, or what is small, of which each of the chip's cores has as many."""
     r = k.shape[0]
     cores = pltpu.get_tpu_info().num_cores if target().platform == "tpu" else 1
-    return divisor(r, max(r // 4, SMALL * r // (2 * k.size * k.dtype.itemsize), cores))
+    if r % cores:
+        return r
+    most = max(r // 4, SMALL * r // (2 * k.size * k.dtype.itemsize))
+    return cores * divisor(r // cores, max(1, most // cores))
 
 
 def in_parts(
