@@ -86,9 +86,10 @@ BUGS = {
 
 def interpreted(kernel, interpret) -> float:
     """The worst error where every copy is made: a band whose last tile is its own, padding in it, far tiles with a
-    mask, without, and skipped since they ended, four rows, two at a time, and three blocks of queries. Of the seen keys
-    the first fill blocks exactly, later ones go on in the next block."""
-    n, k, t, s, h, window = 16, 4, 300, 1500, 32, 300
+    mask, without, and skipped since they ended, four rows, two at a time, and two blocks of queries, whole ones, as
+    that interpreter writes no others into an array that is given. Of the seen keys the first fill blocks exactly, later
+    ones go on in the next block."""
+    n, k, t, s, h, window = 16, 4, 512, 1500, 32, 300
     rng = np.random.default_rng(0)
     q, key, value = (
         jnp.asarray(rng.normal(size=x), jnp.float32) for x in ((1, n, t, h), (1, k, s, h), (1, k, s, h))
