@@ -93,7 +93,12 @@ def by_row(*arrays: Shaped[Array, "b k ..."] | None) -> Any:
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
 
 
-def shown_by_row(k, v, end, log_gate):
+def shown_by_row(
+    k: Shaped[Array, "b k s h"],
+    v: Shaped[Array, "b k s h"],
+    end: Int[Array, "b k s"] | None,
+    log_gate: Float[Array, "b k s"] | None,
+) -> Any:
     """The same for kernels whose products take keys as they stand: with zeros where no query ever looks."""
     if end is not None:
         k, v = shown(k, end), shown(v, end)

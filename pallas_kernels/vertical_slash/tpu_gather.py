@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.blocks import divisor
 from pallas_kernels.choose import target
@@ -58,7 +59,18 @@ def in_parts(
     return lax.fori_loop(0, r // rows, lambda i, out: list(part(i * rows, rows, out)), out)
 
 
-def lists(k, v, end, log_gate, *, row, rows, window, block, interpret=None) -> tuple[Keys, Keys]:
+def lists(
+    k: Shaped[Array, "r s h"],
+    v: Shaped[Array, "r s h"],
+    end: Int[Array, "r s"],
+    log_gate: Float[Array, "r s"] | None,
+    *,
+    row: Any,
+    rows: int,
+    window: int,
+    block: int,
+    interpret: Any = None,
+) -> tuple[Keys, Keys]:
     """Band and far list of `rows` rows from `row` on; of the far list only what some query sees."""
     end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
     band, far = both(k, v, end, log_gate, window)

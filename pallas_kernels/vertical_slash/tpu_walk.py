@@ -183,7 +183,7 @@ class Walk:
             """`act` on each copy that brings the `j`-th tile of block `i`."""
 
             def bring(sources, *at):
-                for x, buffer in zip(sources, buffers, strict=False):
+                for x, buffer in zip(sources, buffers[:2], strict=True):
                     act(pltpu.make_async_copy(x.at[at], buffer.at[slot], semaphores.at[slot]))
 
             def each(keys, first_row, begin):
