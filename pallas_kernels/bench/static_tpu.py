@@ -33,6 +33,7 @@ from pallas_kernels.running_topk import running_topk
 from pallas_kernels.vertical_slash import vertical_slash
 from pallas_kernels.vertical_slash.key_lists import FOREVER
 from pallas_kernels.vertical_slash.tpu_backward import blocks_of_gradient
+from pallas_kernels.vertical_slash.tpu_gather import rows_at_once
 from pallas_kernels.vertical_slash.tpu_walk import Blocks, blocks_of
 
 H, N, HEADS = 128, 32, 8
@@ -113,9 +114,9 @@ def from_memory(chip: str, keys: int = TILE) -> Counted:
     )
 
 
-def for_scalars(table: np.ndarray) -> dict[int, np.ndarray]:
-    """A kernel's first operand `[r 3 n]`, n at most 128, as it lies in tiles of memory."""
-    return {0: np.pad(table, ((0, 0), (0, 1), (0, 128 - table.shape[2])))}
+def for_scalars(table: np.ndarray) -> np.ndarray:
+    """A kernel's operand `[r m n]`, m at most 4 and n at most 128, as it lies in tiles of memory."""
+    return np.pad(table, ((0, 0), (0, 4 - table.shape[1]), (0, 128 - table.shape[2])))
 
 
 def attend(q, k, v, end):
@@ -175,17 +176,24 @@ def _share(tile: Tile, share: float) -> Tile:
     return Tile(round(tile.bundles * share), round(tile.spills * share))
 
 
-def walked(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted]:
-    """Of a kernel that walks far tiles, what 512 × 512 logits take without and with a mask."""
+def rows_of(chip: str) -> int:
+    """How many kv heads a kernel walks at a time."""
+    with jax.set_mesh(tpu_mesh(chip)):
+        return rows_at_once(jax.ShapeDtypeStruct((HEADS, S, H), K.dtype))
+
+
+def walked(kernel: Kernel, program: Any, blocks: Blocks, rows: int) -> dict[str, Counted]:
+    """Of a kernel that walks far tiles of as many rows, what 512 × 512 logits take without and with a mask."""
     n = T // blocks.queries
 
     def issued(full: int, begun: int) -> int:
-        return kernel.issued(for_scalars(np.tile(np.array([[0], [full], [begun]], np.int32), (HEADS, 1, n))))
+        table = np.tile(np.array([[0], [full], [begun], [0]], np.int32), (rows, 1, n))
+        return kernel.issued({0: np.zeros(128, np.int32), 1: for_scalars(table)})
 
     share = TILE**2 / (N // HEADS * blocks.queries * blocks.keys)
     found = {}
     for kind, pick, full in (("full", min, FOREVER), ("masked", max, 0)):
-        whole = (issued(full, 9) - issued(full, 1)) / (8 * HEADS * n)
+        whole = (issued(full, 9) - issued(full, 1)) / (8 * rows * n)
         found[kind] = Counted(_share(pick(kernel.tiles()), share), whole * share, program)
     return found
 
@@ -198,7 +206,7 @@ def gone_over(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted
         table = np.zeros((HEADS, 3, SQUARE // blocks.keys), np.int32)
         table[:, 0], table[:, 1] = ready, FOREVER
         table[:, 2, : len(first)] = first + turns * blocks.queries
-        return kernel.issued(for_scalars(table))
+        return kernel.issued({0: for_scalars(table)})
 
     share = TILE**2 / (N // HEADS * blocks.queries * blocks.keys)
     found = {}
@@ -211,8 +219,9 @@ def gone_over(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted
 def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
     group, square = N // HEADS, Shape((1, HEADS, SQUARE, H))
     end, square_end = (jax.ShapeDtypeStruct((1, HEADS, x), jnp.int32) for x in (S, SQUARE))
+    rows = rows_of(compile.chip)
     kernels, program = compile(attend, Q, K, K, end)
-    ours = {"forward": walked(kernels("vertical_slash"), program, blocks_of(group, T, S, Q.dtype))}
+    ours = {"forward": walked(kernels("vertical_slash"), program, blocks_of(group, T, S, Q.dtype), rows)}
     # with what a turn takes that fills a block, which only as many do as keys are kept
     turn = Tile(kernels("far_list").loop(depth=1, turns=1), 0)
     yield compile.row(
@@ -224,7 +233,7 @@ def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
     kernels, program = compile(functools.partial(gradient, attend), Q, K, K, end)
     with jax.set_mesh(tpu_mesh(compile.chip)):
         blocks = blocks_of_gradient(group, T, S, Q.dtype)
-    ours["dq"] = walked(kernels("vertical_slash_dq"), program, blocks)
+    ours["dq"] = walked(kernels("vertical_slash_dq"), program, blocks, rows)
     q = Shape((1, N, SQUARE, H))
     kernels, program = compile(functools.partial(gradient, attend), q, square, square, square_end)
     ours["dkv"] = gone_over(kernels("vertical_slash_dkv"), program, blocks)
@@ -332,7 +341,7 @@ def running_topk_rows(compile: Compiler) -> Iterator[dict]:
     end = jax.ShapeDtypeStruct((1, HEADS, S), jnp.int32)
     kernels, program = compile(attend, Q, K, K, end)
     blocks = blocks_of(N // HEADS, T, S, Q.dtype)
-    tile = walked(kernels("vertical_slash"), program, blocks)["full"].whole
+    tile = walked(kernels("vertical_slash"), program, blocks, rows_of(compile.chip))["full"].whole
     assert tile is not None
     for s in COUNTED:
         rank = jax.ShapeDtypeStruct((1, HEADS, s), jnp.int32)

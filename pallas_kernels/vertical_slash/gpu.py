@@ -16,7 +16,7 @@ from pallas_kernels.vertical_slash.gpu_walk import FORWARD, LN2, LOG2E, Walk, bl
 
 def gpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "gpu", q, k=k, v=v)
-    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.shown_by_row(k, v, end, log_gate), window=window)
     return attend(q, band, far, dtype, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
 
 

@@ -33,7 +33,7 @@ def gpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     # an infinite log-sum-exp makes p = 0: of queries that saw nothing
     lse = jnp.where(jnp.isneginf(lse), jnp.inf, lse) * LOG2E
     queries = [x.reshape(b * n, *x.shape[2:]) for x in (q, do, lse, delta)]
-    keys = key_lists.by_row(k, v, end, log_gate)
+    keys = key_lists.shown_by_row(k, v, end, log_gate)
     band, far = key_lists.gathered(*keys, window=window)
     walk = Walk(far, band, blocks_of(BACKWARD, t, h, k.dtype), s - t, window)
     dq = _gradient_of_queries(walk, queries, n // heads, interpret)

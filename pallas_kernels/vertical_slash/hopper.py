@@ -102,7 +102,7 @@ def takes(q: jax.Array, dtype: Any) -> bool:
 
 def hopper(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     # rounded to bfloat16 in shared memory, where there is no room for more
-    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window)
+    band, far = key_lists.gathered(*key_lists.shown_by_row(k, v, end, log_gate), window=window)
     o, lse = attend(q, band, far, first=k.shape[2] - q.shape[2], window=window, interpret=interpret)
     return o.astype(dtype), lse
 

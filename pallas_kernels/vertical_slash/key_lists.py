@@ -6,7 +6,6 @@ window. The far list holds, for the queries beyond, only the keys that some of t
 then a prefix of it, and work and memory traffic are what is visible.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,8 @@ FOREVER = jnp.iinfo(jnp.int32).max
 
 class Keys(NamedTuple):
     """A list of keys of each (sequence, kv head) row `r`. Query `I` sees an entry iff `start <= I < stop`; along a row
-    `start` does not fall. A gate is finite."""
+    `start` does not fall. A gate is finite. `k` and `v` may be those of more rows, or without the padding that the
+    others have."""
 
     k: Shaped[Array, "r c h"]
     """After RoPE."""
@@ -75,19 +75,34 @@ def spans(keys: Keys, size: int, first: Int[Array, " i"], last: Int[Array, " i"]
 
 def padded(keys: Keys, multiple: int) -> Keys:
     """With entries that nobody sees up to a multiple of a tile's size."""
-    more = -keys.start.shape[1] % multiple
-    if not more:
-        return keys
-    row = (0, 0), (0, more)
-    k, v = (jnp.pad(x, (*row, (0, 0))) for x in (keys.k, keys.v))
+    more = -keys.k.shape[1] % multiple
+    k, v = (jnp.pad(x, ((0, 0), (0, more), (0, 0))) for x in (keys.k, keys.v))
+    return marked(keys._replace(k=k, v=v), multiple)
+
+
+def marked(keys: Keys, multiple: int) -> Keys:
+    """The same of all but keys and values, which are not copied."""
+    row = (0, 0), (0, -keys.start.shape[1] % multiple)
     start = jnp.pad(keys.start, row, constant_values=FOREVER)
-    gate = keys.log_gate
-    return Keys(k, v, start, jnp.pad(keys.stop, row), None if gate is None else jnp.pad(gate, row))
+    gate = None if keys.log_gate is None else jnp.pad(keys.log_gate, row)
+    return keys._replace(start=start, stop=jnp.pad(keys.stop, row), log_gate=gate)
 
 
 def by_row(*arrays: Shaped[Array, "b k ..."] | None) -> Any:
     """An op's arguments as `[r …]`."""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arrays)
+
+
+def shown_by_row(
+    k: Shaped[Array, "b k s h"],
+    v: Shaped[Array, "b k s h"],
+    end: Int[Array, "b k s"] | None,
+    log_gate: Float[Array, "b k s"] | None,
+) -> Any:
+    """The same for kernels whose products take keys as they stand: with zeros where no query ever looks."""
+    if end is not None:
+        k, v = shown(k, end), shown(v, end)
+    return by_row(k, v, end, log_gate)
 
 
 def seen(keys: Keys) -> Keys:
@@ -106,7 +121,7 @@ def in_place(
     window: int,
 ) -> tuple[Keys | None, Keys]:
     """Band and far list, both of all keys; no band if nothing is different beyond the window."""
-    band, far = _band_and_far(k, v, end, log_gate, window)
+    band, far = both(k, v, end, log_gate, window)
     return (None, far._replace(start=band.start)) if log_gate is None else (band, far)
 
 
@@ -116,21 +131,25 @@ def gathered(
     end: Int[Array, "r s"] | None,
     log_gate: Float[Array, "r s"] | None,
     window: int,
-    gather: Callable[[Keys], Keys] = seen,
 ) -> tuple[Keys | None, Keys]:
-    """The same, with only those keys in the far list that some query beyond the window sees, taken out by
-    `gather`."""
+    """The same, with only those keys in the far list that some query beyond the window sees."""
     if end is None:
         return in_place(k, v, end, log_gate, window)
-    band, far = _band_and_far(k, v, end, log_gate, window)
-    return band, gather(far)
+    band, far = both(k, v, end, log_gate, window)
+    return band, seen(far)
 
 
-def _band_and_far(k, v, end, log_gate, window):
-    index = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), k.shape[:2])
+def both(
+    k: Shaped[Array, "r s h"],
+    v: Shaped[Array, "r s h"],
+    end: Int[Array, "x s"] | None,
+    log_gate: Float[Array, "x s"] | None,
+    window: int,
+) -> tuple[Keys, Keys]:
+    """Band and far list of all keys, of the rows that `end` has."""
+    shape = k.shape[:2] if end is None else end.shape
+    index = jnp.broadcast_to(jnp.arange(k.shape[1], dtype=jnp.int32), shape)
     stop = jnp.full_like(index, FOREVER) if end is None else end
-    if end is not None:
-        k, v = shown(k, end), shown(v, end)
     gate = None if log_gate is None else jnp.maximum(log_gate, MASKED)
     band = Keys(k, v, index, jnp.minimum(stop, index + window), None)
     return band, Keys(k, v, index + window, stop, gate)

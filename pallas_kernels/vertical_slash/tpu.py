@@ -1,5 +1,6 @@
 """`vertical_slash` forward on a TPU. See `tpu_walk.py` for what is walked and `tpu_backward.py` for the gradient."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -11,44 +12,66 @@ from pallas_kernels.softmax import MASKED
 from pallas_kernels.supported import require_attention
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.tpu_gather import seen
+from pallas_kernels.vertical_slash.tpu_gather import in_parts, lists
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LN2, LOG2E, Walk, blocks_of, dot, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
 
 
 def tpu(q, k, v, end, log_gate, window, dtype, *, interpret=None):
     require_attention("vertical_slash", "tpu", q, k=k, v=v)
-    t, s = q.shape[2], k.shape[2]
-    blocks = blocks_of(q.shape[1] // k.shape[1], t, s, q.dtype)
-    gather = functools.partial(seen, block=blocks.keys, interpret=interpret)
-    band, far = key_lists.gathered(*key_lists.by_row(k, v, end, log_gate), window=window, gather=gather)
-    return attend(q, band, far, dtype, blocks=blocks, first=s - t, window=window, interpret=interpret)
+    b, n, t, h = q.shape
+    s = k.shape[2]
+    keys = key_lists.by_row(k, v, end, log_gate)
+    q = q.reshape(len(keys[0]), -1, t, h)
+    blocks = blocks_of(q.shape[1], t, s, q.dtype)
+    band, far = key_lists.in_place(*keys, window=window)
+    walk = Walk(far, band, blocks, pl.cdiv(t, blocks.queries), s - t, window)
+
+    def part(row, rows, out):
+        band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
+        return _walked(q, dataclasses.replace(walk, far=far, band=band, row=row), dtype, out, interpret)
+
+    if end is None:
+        o, lse = _walked(q, walk, dtype, (), interpret)
+    else:
+        o, lse = in_parts(part, keys[0], *_outputs(q, dtype))
+    return o.reshape(b, n, t, h), lse.reshape(b, n, t)
 
 
-def attend(q, band, far, dtype, *, blocks=None, first=0, window=1, interpret=None):
-    """Queries `[b n t h]`, of which the first has index `first`, over lists of keys -> o `[b n t h]` of `dtype`, lse
+def attend(q, band, far, dtype, *, interpret=None):
+    """Queries `[b n t h]`, of which the first has index 0, over lists of keys -> o `[b n t h]` of `dtype`, lse
     `[b n t]`."""
     b, n, t, h = q.shape
-    r = far.k.shape[0]
-    group = b * n // r
-    blocks = blocks or blocks_of(group, t, far.k.shape[1], q.dtype)
-    q = q.reshape(r, group, t, h)
-    walk = Walk(far, band, blocks, pl.cdiv(t, blocks.queries), first, window)
+    q = q.reshape(far.k.shape[0], -1, t, h)
+    blocks = blocks_of(q.shape[1], t, far.k.shape[1], q.dtype)
+    o, lse = _walked(q, Walk(far, band, blocks, pl.cdiv(t, blocks.queries), 0, 1), dtype, (), interpret)
+    return o.reshape(b, n, t, h), lse.reshape(b, n, t)
+
+
+def _walked(q, walk, dtype, out, interpret):
+    """o and lse of the queries `[r g t h]` of the walk's rows, filled in where there is an `out`."""
+    _, group, _, h = q.shape
+    bq = walk.blocks.queries
     arrays, specs = walk.operands()
-    block = pl.BlockSpec((None, group, blocks.queries, h), lambda r, i: (r, 0, i, 0))
-    rows = group * blocks.queries
-    o, lse = pl.pallas_call(
+    block = pl.BlockSpec((None, group, bq, h), lambda r, i, row: (row[0] + r, 0, i, 0))
+    rows = group * bq
+    aliases = {len(arrays) + 1 + x: x for x in range(len(out))}
+    return pl.pallas_call(
         functools.partial(_kernel, walk),
-        grid=(r, walk.n),
-        in_specs=[*specs, block],
-        out_specs=[block, pl.BlockSpec((None, group, blocks.queries), lambda r, i: (r, 0, i))],
-        out_shape=[output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)],
-        scratch_shapes=[
-            pltpu.VMEM((rows, LANES), jnp.float32),
-            pltpu.VMEM((rows, LANES), jnp.float32),
-            pltpu.VMEM((rows, h), jnp.float32),
-            *walk.scratch(),
-        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(walk.rows, walk.n),
+            in_specs=[*specs, block, *[pl.BlockSpec(memory_space=pl.ANY)] * len(out)],
+            out_specs=[block, pl.BlockSpec((None, group, bq), lambda r, i, row: (row[0] + r, 0, i))],
+            scratch_shapes=[
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.VMEM((rows, h), jnp.float32),
+                *walk.scratch(),
+            ],
+        ),
+        out_shape=_outputs(q, dtype),
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             disable_bounds_checks=True,
@@ -56,12 +79,15 @@ def attend(q, band, far, dtype, *, blocks=None, first=0, window=1, interpret=Non
         ),
         name="vertical_slash",
         interpret=tpu_interpret(interpret),
-    )(*arrays, q)
-    return o.reshape(b, n, t, h), lse.reshape(b, n, t)
+    )(*arrays, q, *out)
+
+
+def _outputs(q, dtype):
+    return [output(q.shape, dtype, q), output(q.shape[:3], jnp.float32, q)]
 
 
 def _kernel(walk, *refs):
-    operands, (q_ref, o_ref, lse_ref, m_ref, l_ref, acc_ref), scratch = walk.split(refs)
+    operands, (q_ref, *_, o_ref, lse_ref, m_ref, l_ref, acc_ref), scratch = walk.split(refs)
     group, bq, h = q_ref.shape
     scale = LOG2E / h**0.5
     m_ref[...] = jnp.full_like(m_ref, MASKED)

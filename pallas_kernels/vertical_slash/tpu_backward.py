@@ -19,7 +19,7 @@ from pallas_kernels.interpret import tpu_interpret
 from pallas_kernels.softmax import MASKED
 from pallas_kernels.varying import output
 from pallas_kernels.vertical_slash import key_lists
-from pallas_kernels.vertical_slash.tpu_gather import seen
+from pallas_kernels.vertical_slash.tpu_gather import in_parts, lists
 from pallas_kernels.vertical_slash.tpu_walk import LANES, LOG2E, Blocks, Walk, blocks_of, dot, lane_sums, wide
 from pallas_kernels.vmem import vmem_limit
 
@@ -43,15 +43,23 @@ def tpu_backward(q, k, v, end, log_gate, window, o, lse, do, dlse, *, interpret=
     q_rows, do_rows = by_row(q), by_row(do)
     stats = jnp.stack([by_row(lse, jnp.inf), by_row(delta)], 2)
     keys = key_lists.by_row(k, v, end, log_gate)
-    gather = functools.partial(seen, block=blocks.keys, interpret=interpret)
-    band, far = key_lists.gathered(*keys, window=window, gather=gather)
+    band, far = key_lists.in_place(*keys, window=window)
+    arguments = q_rows, do_rows, stats
     walk = Walk(far, band, blocks, q_rows.shape[2] // blocks.queries, s - t, window)
-    arguments = q_rows, do_rows, stats, interpret
-    dq = _gradient_of_queries(walk, *arguments)[:, :, :t].reshape(q.shape)
-    walk = dataclasses.replace(walk, far=key_lists.in_place(*keys, window=window)[1])
-    dk, dv, dgate = _gradient_of_keys(walk, *arguments)
-    dgate = None if dgate is None else dgate[:, :s].reshape(b, heads, s)
-    return dq, dk[:, :s].reshape(k.shape), dv[:, :s].reshape(v.shape), dgate
+
+    def part(row, rows, out):
+        band, far = lists(*keys, row=row, rows=rows, window=window, block=blocks.keys, interpret=interpret)
+        some = dataclasses.replace(walk, far=far, band=band, row=row)
+        return _gradient_of_queries(some, *arguments, out, interpret)
+
+    if end is None:
+        (dq,) = _gradient_of_queries(walk, *arguments, (), interpret)
+    else:
+        (dq,) = in_parts(part, keys[0], q_rows)
+    dq = dq[:, :, :t].reshape(q.shape)
+    dk, dv, dgate = _gradient_of_keys(walk, *arguments, interpret)
+    dgate = None if dgate is None else dgate.reshape(b, heads, s)
+    return dq, dk.reshape(k.shape), dv.reshape(v.shape), dgate
 
 
 def blocks_of_gradient(group: int, t: int, s: int, dtype: Any) -> Blocks:
@@ -91,23 +99,28 @@ class Sum(NamedTuple):
         return self.ref[...].T if self.turned else self.ref[...]
 
 
-def _gradient_of_queries(walk, q, do, stats, interpret):
-    r, group, _, h = q.shape
+def _gradient_of_queries(walk, q, do, stats, out, interpret):
+    _, group, _, h = q.shape
     bq = walk.blocks.queries
     arrays, specs = walk.operands()
-    block = pl.BlockSpec((None, group, bq, h), lambda r, i: (r, 0, i, 0))
+    block = pl.BlockSpec((None, group, bq, h), lambda r, i, row: (row[0] + r, 0, i, 0))
+    of_stats = pl.BlockSpec((None, group, 2, bq), lambda r, i, row: (row[0] + r, 0, 0, i))
     return pl.pallas_call(
         functools.partial(_queries_kernel, walk),
-        grid=(r, walk.n),
-        in_specs=[*specs, block, block, pl.BlockSpec((None, group, 2, bq), lambda r, i: (r, 0, 0, i))],
-        out_specs=block,
-        out_shape=output(q.shape, q.dtype, q),
-        scratch_shapes=[
-            pltpu.VMEM((group * bq, LANES), jnp.float32),
-            pltpu.VMEM((group * bq, LANES), jnp.float32),
-            Sum.scratch(group * bq, h),
-            *walk.scratch(),
-        ],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(walk.rows, walk.n),
+            in_specs=[*specs, block, block, of_stats, *[pl.BlockSpec(memory_space=pl.ANY)] * len(out)],
+            out_specs=[block],
+            scratch_shapes=[
+                pltpu.VMEM((group * bq, LANES), jnp.float32),
+                pltpu.VMEM((group * bq, LANES), jnp.float32),
+                Sum.scratch(group * bq, h),
+                *walk.scratch(),
+            ],
+        ),
+        out_shape=[output(q.shape, q.dtype, q)],
+        input_output_aliases={len(arrays) + 3 + x: x for x in range(len(out))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"),
             disable_bounds_checks=True,
@@ -115,11 +128,11 @@ def _gradient_of_queries(walk, q, do, stats, interpret):
         ),
         name="vertical_slash_dq",
         interpret=tpu_interpret(interpret),
-    )(*arrays, q, do, stats)
+    )(*arrays, q, do, stats, *out)
 
 
 def _queries_kernel(walk, *refs):
-    operands, (q_ref, do_ref, stats_ref, dq_ref, lse_ref, delta_ref, acc_ref), scratch = walk.split(refs)
+    operands, (q_ref, do_ref, stats_ref, *_, dq_ref, lse_ref, delta_ref, acc_ref), scratch = walk.split(refs)
     group, bq, h = q_ref.shape
     for g in range(group):
         for at, ref in enumerate((lse_ref, delta_ref)):
@@ -140,12 +153,12 @@ def _queries_kernel(walk, *refs):
 def _gradient_of_keys(walk, q, do, stats, interpret):
     r, group, _, h = q.shape
     bq, bk = walk.blocks
-    keys = key_lists.padded(walk.far, bk)
+    keys = key_lists.marked(walk.far, bk)
     # the far list's start is the key's place, or the first place beyond the window
     begins = keys.start - (walk.window if walk.gated else 0)
     gate = None if keys.log_gate is None else (keys.log_gate * LOG2E)[:, None]
     tables = jnp.stack(key_lists.tiles(keys, bk), 1)
-    rows, n_keys = group * bq, keys.k.shape[1]
+    rows, (_, s) = group * bq, walk.far.start.shape
     stats = stats.reshape(r, group, 2, walk.n, bq).transpose(0, 3, 2, 1, 4).reshape(r, walk.n, 2, rows)
 
     def only_gated(x):
@@ -158,7 +171,7 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
     float_column = pltpu.VMEM((bk, LANES), jnp.float32)
     dk, dv, dgate = pl.pallas_call(
         functools.partial(_keys_kernel, walk),
-        grid=(r, n_keys // bk),
+        grid=(r, pl.cdiv(s, bk)),
         in_specs=[
             pl.BlockSpec((None, *tables.shape[1:]), lambda r, j: (r, 0, 0), memory_space=pltpu.SMEM),
             of_keys,
@@ -171,7 +184,7 @@ def _gradient_of_keys(walk, q, do, stats, interpret):
         out_shape=[
             output(keys.k.shape, keys.k.dtype, q),
             output(keys.v.shape, keys.v.dtype, q),
-            only_gated(output((r, 1, n_keys), jnp.float32, q)),
+            only_gated(output((r, 1, s), jnp.float32, q)),
         ],
         scratch_shapes=[
             column,
@@ -266,8 +279,11 @@ def _keys_kernel(walk, tables, k_ref, v_ref, marks_ref, gate_ref, q_hbm, do_hbm,
         copies(first, 0, lambda copy: copy.start())
 
     lax.fori_loop(first, last, step, None)
-    dk_ref[...] = (dk.value() * h**-0.5).astype(dk_ref.dtype)
+    # of keys that nobody sees, where even NaN may stand, p is 0, but not dx
+    shown = wide(begins_ref[...], h) < wide(stop_ref[...], h)
+    dk_ref[...] = jnp.where(shown, dk.value() * h**-0.5, 0).astype(dk_ref.dtype)
     dv_ref[...] = dv.value().astype(dv_ref.dtype)
     if walk.gated:
         sums = jnp.sum(dgate_acc[...], axis=1, keepdims=True)
-        dgate_ref[...] = jnp.broadcast_to(sums, (bk, LANES)).T[:1]
+        sums = jnp.broadcast_to(sums, (bk, LANES)).T[:1]
+        dgate_ref[...] = jnp.where(marks_ref[0:1] < marks_ref[1:2], sums, 0)

@@ -3,20 +3,29 @@
 XLA's gather moves one row at a time. Here all keys are read in order, and a product with a matrix of zeros and ones,
 which is exact, puts the seen ones of each 128 after those before them, into a buffer of two blocks. From there whole
 blocks go to memory, and last what is left.
+
+A list is as long as all keys, whatever is seen of them. So that this does not take as much memory as they do, it is
+made and walked a few rows at a time.
 """
 
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.blocks import divisor
+from pallas_kernels.choose import target
 from pallas_kernels.interpret import tpu_interpret
-from pallas_kernels.varying import output
-from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, padded
-from pallas_kernels.vertical_slash.tpu_walk import LANES, dot
+from pallas_kernels.varying import alike, output
+from pallas_kernels.vertical_slash.key_lists import FOREVER, Keys, both, marked, padded
+from pallas_kernels.vertical_slash.tpu_walk import LANES, dot, wide
 
 ROWS = 16
 """Rows of a tile of memory in bfloat16, in float32 two."""
@@ -24,11 +33,60 @@ BYTES = range(0, 32, 8)
 """A mark as the shifts of its four bytes: each is exact in bfloat16."""
 
 
-def seen(keys: Keys, *, block: int, interpret=None) -> Keys:
+SMALL = 64 << 20
+"""Bytes of lists that are made at once whatever the keys take."""
+
+
+def rows_at_once(k: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Of the rows of `k`: a quarter, or what is small, of which each of the chip's cores has as many."""
+    r = k.shape[0]
+    cores = pltpu.get_tpu_info().num_cores if target().platform == "tpu" else 1
+    if r % cores:
+        return r
+    most = max(r // 4, SMALL * r // (2 * k.size * k.dtype.itemsize))
+    return cores * divisor(r // cores, max(1, most // cores))
+
+
+def in_parts(
+    part: Callable[[Any, int, Any], Any], k: jax.Array, *like: jax.Array | jax.ShapeDtypeStruct
+) -> Any:
+    """`part(row, rows, out)` for all of the rows of `k`, some at a time: it fills in those of `out`, arrays as `like`.
+    Where all go at once, `out` is empty."""
+    r, rows = k.shape[0], rows_at_once(k)
+    if rows == r:
+        return part(0, r, ())
+    out, _ = alike([lax.empty(x.shape, x.dtype) for x in like], k)
+    return lax.fori_loop(0, r // rows, lambda i, out: list(part(i * rows, rows, out)), out)
+
+
+def lists(
+    k: Shaped[Array, "r s h"],
+    v: Shaped[Array, "r s h"],
+    end: Int[Array, "r s"],
+    log_gate: Float[Array, "r s"] | None,
+    *,
+    row: Any,
+    rows: int,
+    window: int,
+    block: int,
+    interpret: Any = None,
+) -> tuple[Keys, Keys]:
+    """Band and far list of `rows` rows from `row` on; of the far list only what some query sees."""
+    end, log_gate = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, row, rows), (end, log_gate))
+    band, far = both(k, v, end, log_gate, window)
+    return band, seen(far, block=block, row=row, interpret=interpret)
+
+
+def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     """The entries that some query sees, then such that nobody does. Nothing is written after the `block` of entries in
-    which the last seen one stands; walks in tiles of `block` read nothing there."""
-    keys = padded(keys, block)
-    r, s, h = keys.k.shape
+    which the last seen one stands; walks in tiles of `block` read nothing there.
+
+    Keys and values are those of all rows, of which `row` is the first of the list.
+    """
+    if keys.k.shape[1] < block:
+        keys = padded(keys, block)
+    keys, h = marked(keys, block), keys.k.shape[2]
+    r, s = keys.start.shape
     n, chunks = s // block, block // LANES
     chosen = (keys.start < keys.stop).reshape(r, -1, LANES)
     rank = jnp.where(chosen, jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1, -LANES)
@@ -39,10 +97,13 @@ def seen(keys: Keys, *, block: int, interpret=None) -> Keys:
     if keys.log_gate is not None:
         marks.append(lax.bitcast_convert_type(keys.log_gate, jnp.int32))
 
-    def source(r, j, before):
+    def source(r, j, *_):
         return r, jnp.minimum(j, n - 1)
 
-    def target(r, j, before):
+    def all_rows(r, j, before, row):
+        return row[0] + r, jnp.minimum(j, n - 1)
+
+    def place(r, j, before, *_):
         return r, before[r * (n * chunks + 1) + j * chunks] // block
 
     def rows(place):
@@ -51,13 +112,15 @@ def seen(keys: Keys, *, block: int, interpret=None) -> Keys:
     def lines(place, count):
         return pl.BlockSpec((None, count, block), lambda *at: (place(*at)[0], 0, place(*at)[1]))
 
+    # in vector memory, where XLA may put it, it would be read by vector instructions beside the attention's
+    listed = pltpu.HBM.from_type(jax.typeof(keys.k).update(shape=(r, s + block, h)))
     k, v, found = pl.pallas_call(
         _kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=1,
+            num_scalar_prefetch=2,
             grid=(r, n + 1),
-            in_specs=[rows(source), rows(source), lines(source, len(marks)), lines(source, 1)],
-            out_specs=[rows(target), rows(target), lines(target, len(marks))],
+            in_specs=[rows(all_rows), rows(all_rows), lines(source, len(marks)), lines(source, 1)],
+            out_specs=[rows(place), rows(place), lines(place, len(marks))],
             scratch_shapes=[
                 pltpu.VMEM((2 * block + ROWS, h), keys.k.dtype),
                 pltpu.VMEM((2 * block + ROWS, h), keys.v.dtype),
@@ -65,14 +128,21 @@ def seen(keys: Keys, *, block: int, interpret=None) -> Keys:
             ],
         ),
         out_shape=[
-            output((r, s + block, h), keys.k.dtype, keys.k),
-            output((r, s + block, h), keys.v.dtype, keys.k),
+            listed,
+            listed,
             output((r, len(marks), s + block), jnp.int32, keys.k),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="far_list",
         interpret=tpu_interpret(interpret),
-    )(before.reshape(-1), keys.k, keys.v, jnp.stack(marks, 1), rank.reshape(r, 1, s))
+    )(
+        before.reshape(-1),
+        jnp.full(1, row, jnp.int32),
+        keys.k,
+        keys.v,
+        jnp.stack(marks, 1),
+        rank.reshape(r, 1, s),
+    )
     written = jnp.arange(s + block) < before[:, -1:]
     start, stop, *gate = (jnp.where(written, found[:, at], 0) for at in range(len(marks)))
     gate = lax.bitcast_convert_type(gate[0], jnp.float32) if gate else None
@@ -80,7 +150,7 @@ def seen(keys: Keys, *, block: int, interpret=None) -> Keys:
 
 
 def _kernel(
-    before, k_ref, v_ref, marks_ref, rank_ref, k_out, v_out, marks_out, k_staged, v_staged, marks_staged
+    before, _, k_ref, v_ref, marks_ref, rank_ref, k_out, v_out, marks_out, k_staged, v_staged, marks_staged
 ):
     row, j = pl.program_id(0), pl.program_id(1)
     n = pl.num_programs(1) - 1
@@ -104,8 +174,11 @@ def _kernel(
             chunk = slice(c * LANES, (c + 1) * LANES)
             at, rank = filled(j * chunks + c) - first, rank_ref[:, chunk]
             begin, moved = _places(at, rank, ROWS)
+            # of what is not chosen nothing is read: it may be padding, where even NaN may stand, or beyond the keys
+            chosen = wide(jnp.broadcast_to(rank, (LANES, LANES)).T, k_ref.shape[1]) >= 0
             for x, staged in ((k_ref, k_staged), (v_ref, v_staged)):
-                rows = dot(moved.astype(x.dtype), x[chunk]).astype(x.dtype)
+                held = jnp.where(chosen, x[chunk].astype(jnp.float32), 0).astype(x.dtype)
+                rows = dot(moved.astype(x.dtype), held).astype(x.dtype)
                 staged[pl.ds(begin, ROWS)] += rows[:ROWS]
                 staged[pl.ds(begin + ROWS, LANES)] = rows[ROWS:]
             begin, moved = _places(at, rank, LANES)

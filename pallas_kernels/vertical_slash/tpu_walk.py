@@ -3,6 +3,10 @@
 A grid step `(r, i)` is block `i` of the queries of one (sequence, kv head), the group's query heads in one tile. It
 walks the band from the first key of its window, then the far list's prefix. Tiles of keys are brought by
 double-buffered copies; the last step of a block already fetches the next block's first tile.
+
+Keys and values that stand as the caller gave them are read there, however many. Copies begin and end on whole lanes'
+keys, so the last tile is moved back to end with them; where the keys do not, it has a copy of its own. Of a block
+within whose band there is padding, the tiles' padding is zeroed as they come, since NaN times 0 is NaN.
 """
 
 import math
@@ -17,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.softmax import MASKED
-from pallas_kernels.vertical_slash.key_lists import Keys, padded, spans
+from pallas_kernels.vertical_slash.key_lists import Keys, marked, padded, spans
 
 LANES = 128
 LOG2E, LN2 = math.log2(math.e), math.log(2)
@@ -59,7 +63,8 @@ def lane_sums(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True)
 class Walk:
-    """The walk over `band` (or None) and `far` by `n` blocks of queries, the first of which has index `first`."""
+    """The walk over `band` (or None) and `far` by `n` blocks of queries, the first of which has index `first`. Rows are
+    those of the lists from the prefetched `row` on, of which the band's keys and values may have more."""
 
     far: Keys
     band: Keys | None
@@ -70,29 +75,60 @@ class Walk:
     window: int
     """Last tokens that the band has."""
 
+    row: Any = 0
+    """Of the queries, and of the band's keys and values, the one that is the lists' first."""
+
     @property
     def gated(self) -> bool:
         return self.far.log_gate is not None
 
-    def operands(self) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-        """What the kernel takes before its own arguments, and where each lies."""
-        bq, bk = self.blocks
-        far = padded(self.far, bk)
-        first = self.first + bq * jnp.arange(self.n)
-        table = jnp.stack(spans(far, bk, first, first + bq - 1), 1)
-        arrays = [table, *self._entries(far)]
-        specs = [pl.BlockSpec((None, *table.shape[1:]), lambda r, i: (r, 0, 0), memory_space=pltpu.SMEM)]
-        if self.band is not None:
-            arrays += self._entries(padded(self.band, bk))
-        return arrays, specs + [pl.BlockSpec(memory_space=pl.ANY)] * (len(arrays) - 1)
+    @property
+    def rows(self) -> int:
+        return self.far.start.shape[0]
 
-    def _entries(self, keys: Keys) -> list[jax.Array]:
-        """Keys, values, and the marks of each entry: start, stop and, where there are gates, the gate's bits."""
-        marks = [keys.start, keys.stop]
+    def operands(self) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+        """What the kernel takes before its own arguments, and where each lies; the first is prefetched."""
+        bq, bk = self.blocks
+        first = self.first + bq * jnp.arange(self.n)
+        table = [*spans(marked(self.far, bk), bk, first, first + bq - 1)]
+        arrays = self._entries(self.far, 0)
+        if self.band is not None:
+            table.append(self._hidden(self.band))
+            arrays += self._entries(self.band, self.row)
+        table = jnp.stack(table, 1)
+        specs = [pl.BlockSpec((None, *table.shape[1:]), lambda r, i, row: (r, 0, 0), memory_space=pltpu.SMEM)]
+        row = jnp.full(1, self.row, jnp.int32)
+        return [row, table, *arrays], specs + [pl.BlockSpec(memory_space=pl.ANY)] * len(arrays)
+
+    def _entries(self, keys: Keys, row: Any) -> list[jax.Array]:
+        """Keys, values, and the marks of each entry: start, stop and, where there are gates, the gate's bits. Then a
+        last tile of keys and of values, if those do not end on a lane's boundary. `row` is the first that is walked."""
+        bk = self.blocks.keys
+        if keys.k.shape[1] < bk:
+            keys = padded(keys, bk)
+        k, v, start, stop, gate = marked(keys, LANES)
+        marks = [start, stop]
         if self.gated:
-            gate = jnp.zeros_like(keys.start, jnp.float32) if keys.log_gate is None else keys.log_gate * LOG2E
+            gate = jnp.zeros_like(start, jnp.float32) if gate is None else gate * LOG2E
             marks.append(lax.bitcast_convert_type(gate, jnp.int32))
-        return [keys.k, keys.v, jnp.stack(marks, 1)]
+        (r, length), s = start.shape, k.shape[1]
+        tail = []
+        if s < length:
+            corner, size = (row, length - bk, 0), (r, s + bk - length)
+            tail = [lax.dynamic_slice(x, corner, (*size, x.shape[2])) for x in (k, v)]
+            tail = [jnp.pad(x, ((0, 0), (0, length - s), (0, 0))) for x in tail]
+        return [k, v, jnp.stack(marks, 1), *tail]
+
+    def _hidden(self, band: Keys) -> jax.Array:
+        """Whether in the tiles of the band of each block there may be keys that nobody sees `[r i]`."""
+        bq, bk = self.blocks
+        hidden = jnp.pad(band.start >= band.stop, ((0, 0), (0, -band.start.shape[1] % bk)))
+        hidden = hidden.reshape(self.rows, -1, bk).any(2)[:, None]
+        tile = bk * jnp.arange(hidden.shape[2])
+        query = (self.first + bq * jnp.arange(self.n))[:, None]
+        # the last tile may be moved back, or end behind the queries, by less than its size
+        near = (tile + 2 * bk > query - self.window) & (tile < query + bq + bk)
+        return jnp.any(hidden & near, 2).astype(jnp.int32)
 
     def scratch(self) -> list[Any]:
         """What the kernel takes after its own scratch."""
@@ -107,14 +143,21 @@ class Walk:
 
     def split(self, refs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
         """A kernel's refs as operands, its own, scratch."""
-        n = 4 if self.band is None else 7
+        n = 2 + sum(self._refs())
         return refs[:n], refs[n:-5], refs[-5:]
+
+    def _refs(self) -> list[int]:
+        """How many refs there are for each list."""
+        lists = [x for x in (self.far, self.band) if x is not None]
+        cut = [x.k.shape[1] > self.blocks.keys and x.k.shape[1] % LANES for x in lists]
+        return [5 if x else 3 for x in cut]
 
     def run(self, operands: Any, scratch: Any, tile: Callable[..., None]) -> None:
         """`tile(k, v, mask)` for each tile in turn; `mask(x)` gives the logits x their gates and MASKED."""
         bq, bk = self.blocks
-        table, *entries = operands
-        far, band = entries[:3], entries[3:]
+        row_ref, table, *entries = operands
+        of_far = self._refs()[0]
+        far, band = entries[:of_far], entries[of_far:]
         *buffers, slot_ref, semaphores = scratch
         row, block = pl.program_id(0), pl.program_id(1)
 
@@ -126,32 +169,45 @@ class Walk:
             return jnp.maximum(query(i) - self.window + 1, 0) // LANES * LANES
 
         def band_tiles(i):
-            return pl.cdiv(jnp.minimum(query(i + 1), band[0].shape[1]) - band_start(i), bk) if band else 0
+            return pl.cdiv(jnp.minimum(query(i + 1), band[2].shape[2]) - band_start(i), bk) if band else 0
 
-        def band_place(i, j):
-            """Where band tile `j` should begin, and where it does: the last is moved back to lie within the keys."""
-            begin = band_start(i) + j * bk
-            return begin, pl.multiple_of(jnp.minimum(begin, band[0].shape[1] - bk), LANES)
+        def far_start(i, j):
+            """Of the `j`-th tile of block `i`."""
+            return (table[0, i] + j - band_tiles(i)) * bk
+
+        def place(keys, begin):
+            """Where a tile begins that should at `begin`: the last is moved back to end with the keys."""
+            return pl.multiple_of(jnp.minimum(begin, keys[2].shape[2] - bk), LANES)
 
         def copies(i, j, slot, act):
             """`act` on each copy that brings the `j`-th tile of block `i`."""
 
-            def each(source, start):
+            def bring(sources, *at):
+                for x, buffer in zip(sources, buffers[:2], strict=True):
+                    act(pltpu.make_async_copy(x.at[at], buffer.at[slot], semaphores.at[slot]))
+
+            def each(keys, first_row, begin):
+                k, v, marks, *tail = keys
+                start = place(keys, begin)
                 at = pl.ds(start, bk)
-                places = (row, at), (row, at), (row, slice(None), at)
-                for x, buffer, place in zip(source, buffers, places, strict=True):
-                    act(pltpu.make_async_copy(x.at[place], buffer.at[slot], semaphores.at[slot]))
+                act(pltpu.make_async_copy(marks.at[row, :, at], buffers[2].at[slot], semaphores.at[slot]))
+                if not tail:
+                    bring((k, v), first_row + row, at)
+                    return
+                last = start == marks.shape[2] - bk
+                pl.when(last)(lambda: bring(tail, row, slice(None)))
+                pl.when(~last)(lambda: bring((k, v), first_row + row, at))
 
             n_band = band_tiles(i)
             if band:
 
                 @pl.when(j < n_band)
                 def _():
-                    each(band, band_place(i, j)[1])
+                    each(band, row_ref[0], band_start(i) + j * bk)
 
             @pl.when(j >= n_band)
             def _():
-                each(far, pl.multiple_of((table[0, i] + j - n_band) * bk, bk))
+                each(far, 0, far_start(i, j))
 
         def visit(slot, masked, duplicates=0):
             """The tile in `slot`, of which the first `duplicates` entries were seen before."""
@@ -170,6 +226,15 @@ class Walk:
 
             tile(k, v, mask)
 
+        def clean(slot):
+            """Zeros for the keys and values in `slot` that nobody sees."""
+            marks = buffers[2][slot]
+            shown = (marks[0:1] < marks[1:2]).astype(jnp.float32)
+            shown = jnp.broadcast_to(shown, (LANES, bk)).T
+            for x in buffers[:2]:
+                held = x[slot].astype(jnp.float32)
+                x[slot] = jnp.where(wide(shown, x.shape[2]) > 0, held, 0).astype(x.dtype)
+
         n_band = band_tiles(block)
         past, full, begun = (table[at, block] for at in range(3))
         n = n_band + begun - past
@@ -187,8 +252,9 @@ class Walk:
 
                 @pl.when(j < n_band)
                 def _():
-                    begin, start = band_place(block, j)
-                    visit(slot, True, begin - start)
+                    begin = band_start(block) + j * bk
+                    pl.when(table[3, block] > 0)(lambda: clean(slot))
+                    visit(slot, True, begin - place(band, begin))
 
             no_mask = past + j - n_band < full
 
@@ -198,7 +264,8 @@ class Walk:
 
             @pl.when((j >= n_band) & ~no_mask)
             def _():
-                visit(slot, True)
+                begin = far_start(block, j)
+                visit(slot, True, begin - place(far, begin) if far[2].shape[2] % bk else 0)
 
             return 1 - slot
 

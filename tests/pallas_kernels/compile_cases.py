@@ -3,7 +3,7 @@ here.
 
 Prints a line of JSON for each: its name, the bytes of its temporaries, and the largest copy in the program.
 An op's cases are `COMPILE` in `cases/OP.py`: name -> (function, arguments, arguments to donate). WHICH is `all` of
-them, or the `bounded`, whose sizes are: the shapes that people use.
+them, or the `bounded`, whose sizes are: the shapes that people use; or the name of one of `LONG`.
 """
 
 import functools
@@ -31,8 +31,9 @@ def copies(program: str) -> list[int]:
 def main(op: str, chip: str, which: str) -> None:
     cases = importlib.import_module(f"tests.pallas_kernels.cases.{op}")
     compile_ = compile_for_cuda if chip == "H100" else functools.partial(compile_for_tpu, chip)
-    for name in cases.COMPILE if which == "all" else cases.MOST_TEMPORARIES:
-        function, args, donate = cases.COMPILE[name]
+    chosen = {"all": list(cases.COMPILE), "bounded": list(cases.MOST_TEMPORARIES)}
+    for name in chosen.get(which, [which]):
+        function, args, donate = (cases.COMPILE if which in chosen else cases.LONG)[name]
         compiled = compile_(function, *args, donate=donate)
         memory = compiled.memory_analysis()
         report = {

@@ -25,4 +25,4 @@ def run(module: str, *args: str, timeout: float) -> list[dict]:
 
 
 def compiled(op: str, chip: str, which: str = "all") -> dict[str, dict]:
-    return {report["case"]: report for report in run("compile_cases", op, chip, which, timeout=400)}
+    return {report["case"]: report for report in run("compile_cases", op, chip, which, timeout=900)}

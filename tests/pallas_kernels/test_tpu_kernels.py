@@ -41,6 +41,7 @@ def outcome(request):
     """What a test's process gave. Those of all chosen tests run side by side, one a core."""
     jobs = {
         "test_compiles_for_a_tpu": compiled,
+        "test_memory_for_long_prompts": compiled,
         "test_copies_and_reads_do_not_race": raced,
         "test_a_planted_bug_is_noticed": noticed,
     }
@@ -68,6 +69,18 @@ def test_compiles_for_a_tpu(op, chip, which, outcome, request):
     for name, most in CASES[op].MOST_TEMPORARIES.items():
         assert reports[name]["temporaries"] <= most
         assert reports[name]["largest_copy"] <= most
+
+
+@WITH_LIBTPU
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("op", "chip", "which"),
+    [("vertical_slash", "v5e", "prefill of 400000"), ("vertical_slash", "v5p", "prefill of 1048576")],
+)
+def test_memory_for_long_prompts(op, chip, which, outcome, request):
+    report, most = outcome(request)[which], CASES[op].MOST_OF_LONG[which]
+    assert report["temporaries"] <= most
+    assert report["largest_copy"] <= most
 
 
 @pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.thorough), "on_wait"])

@@ -17,16 +17,21 @@ WINDOW = 5
 
 @functools.cache
 def compiled(block):
-    return jax.jit(functools.partial(seen, block=block)), jax.jit(key_lists.seen)
+    def expected(keys):
+        return key_lists.seen(keys._replace(k=keys.k[1:], v=keys.v[1:]))
+
+    return jax.jit(functools.partial(seen, block=block, row=1)), jax.jit(expected)
 
 
 def keys(s, head_dim, dtype, gated, counts, seed):
-    """A row for each count of seen keys, which are anywhere; the marks of all use all of their bits."""
+    """A row for each count of seen keys, which are anywhere, what is beside them NaN, before them another's row; the
+    marks of all use all of their bits."""
     rng = np.random.default_rng(seed)
     r = len(counts)
-    k, v = (jnp.asarray(rng.normal(size=(r, s, head_dim)), dtype) for _ in range(2))
     start = np.broadcast_to(np.arange(s) + WINDOW, (r, s))
     chosen = rng.permuted(np.arange(s) < np.asarray(counts)[:, None], axis=1)
+    k, v = (np.where(chosen[..., None], rng.normal(size=(r, s, head_dim)), np.nan) for _ in range(2))
+    k, v = (jnp.asarray(np.concatenate([np.ones_like(x[:1]), x]), dtype) for x in (k, v))
     stop = np.where(chosen, rng.integers(start + 1, 2**31), rng.integers(0, start + 1))
     gate = jnp.asarray(np.where(rng.random((r, s)) < 0.1, -1e30, rng.normal(size=(r, s))), jnp.float32)
     return key_lists.Keys(k, v, jnp.asarray(start), jnp.asarray(stop, jnp.int32), gate if gated else None)

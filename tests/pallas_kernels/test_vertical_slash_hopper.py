@@ -51,8 +51,7 @@ def interpreted(window, *arguments):
     params = InterpretGPUParams(detect_races=True)
     if not NEW:  # has nothing better for what TMA fills with zeros
         params = dataclasses.replace(params, out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), arguments[1:])
-    band, far = key_lists.gathered(*rows, window=window)
+    band, far = key_lists.gathered(*key_lists.shown_by_row(*arguments[1:]), window=window)
     first = k.shape[2] - q.shape[2]
     out = hopper.attend(q, band, far, first=first, window=window, interpret=params, machine=INTERPRETED)
     jax.block_until_ready(out)
