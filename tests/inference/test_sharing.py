@@ -21,7 +21,7 @@ def model():
     return tiny_model(qk_norm=False)
 
 
-THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "capacity"
+THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "capacity", "fast_kvzip"
 
 
 @pytest.mark.parametrize(

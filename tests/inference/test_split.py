@@ -104,7 +104,7 @@ def test_answers_and_entries_are_those_of_rows_split_by_heads(name, mesh):
     assert got.stats.pages == want.stats.pages
 
 
-@pytest.mark.parametrize("name", ["wgkv", "adakv"])
+@pytest.mark.parametrize("name", ["wgkv", pytest.param("adakv", marks=THOROUGH)])
 def test_a_cache_is_continued_and_goes_back_to_heads(name, tmp_path):
     """A question as often as wanted, entries in order, and what needs whole rows: branches and files."""
     options = {"page_size": PAGE, "chunk": 64}

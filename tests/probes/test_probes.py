@@ -57,7 +57,12 @@ def entries_kept(told):
 
 
 @pytest.mark.parametrize(
-    "probe", [pytest.param(x, marks=pytest.mark.thorough if "gate" in x else ()) for x in TRAINED]
+    "probe",
+    [
+        # PruLong's own tests train and run masks of heads
+        pytest.param(x, marks=pytest.mark.thorough if "gate" in x or x.startswith("head_masks") else ())
+        for x in TRAINED
+    ],
 )
 def test_it_trains_and_generates(probe, tmp_path, call):
     run = in_a_process if "gate" in probe else call

@@ -126,10 +126,9 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     "name",
     [
         "adakv",
-        "tova",
         *(
             pytest.param(x, marks=pytest.mark.thorough)
-            for x in ("snapkv", "pyramidkv", "critical_kv", "r_kv")
+            for x in ("tova", "snapkv", "pyramidkv", "critical_kv", "r_kv")
         ),
     ],
 )
