@@ -89,7 +89,10 @@ def seen(keys: Keys, *, block: int, row: Any = 0, interpret=None) -> Keys:
     r, s = keys.start.shape
     n, chunks = s // block, block // LANES
     chosen = (keys.start < keys.stop).reshape(r, -1, LANES)
-    rank = jnp.where(chosen, jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1, -LANES)
+    # sums by a product, which is exact: XLA compiles those of `cumsum` for a minute where there are few long rows
+    earlier = jnp.triu(jnp.ones((LANES, LANES), jnp.bfloat16), 1)
+    rank = jnp.dot(chosen.astype(jnp.bfloat16), earlier, preferred_element_type=jnp.float32)
+    rank = jnp.where(chosen, rank.astype(jnp.int32), -LANES)
     # of each row how many are before each chunk, and in all; flat, since scalar memory pads every row: it has room for
     # 33 million keys
     before = jnp.pad(jnp.cumsum(jnp.sum(chosen, -1, dtype=jnp.int32), -1), ((0, 0), (1, 0)))
