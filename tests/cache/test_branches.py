@@ -108,7 +108,7 @@ def pages_of(sequence):
     return sum(-(-len(row) // PAGE) for row in sequence.kept)
 
 
-@pytest.mark.parametrize("operations", [10_000, pytest.param(100_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("operations", [2_000, pytest.param(100_000, marks=pytest.mark.thorough)])
 def test_every_row_keeps_what_is_its_own_and_every_page_its_count(operations):
     random = np.random.default_rng(operations)
     (_, cache), sequences = started(WINDOW, 1000), [Sequence() for _ in range(ROWS)]
