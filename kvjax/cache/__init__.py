@@ -11,9 +11,9 @@ from kvjax.cache.branches import owned, selected
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
-from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size
+from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
-from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_pages, ring_priority
+from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,

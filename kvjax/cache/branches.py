@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from kvjax.cache.pages import Cache, LayerCache, Pages
-from kvjax.cache.ring import ring_pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
 from kvjax.mesh import BATCH, SHARDS, P
 
 

@@ -10,7 +10,7 @@ global region (`kvjax.cache.ring`).
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ from kvjax.struct import short, static, struct
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.choose import target
 
+Number = TypeVar("Number", int, np.ndarray, jax.Array)
+
 SMALL_PAGE, TPU_PAGE = 16, 64
 """Tokens per page by default: the papers' choice, and what a TPU decodes faster from."""
 
@@ -29,6 +31,11 @@ def default_page_size(*, selects: bool) -> int:
     """Tokens per page on the current mesh, also one of devices that are not here: fewer, larger copies keep a TPU
     waiting for its memory alone. For a policy that selects pages they are what is selected, as large as published."""
     return TPU_PAGE if target().platform == "tpu" and not selects else SMALL_PAGE
+
+
+def ring_pages(window: Number, page_size: int) -> Number:
+    """Pages that a full ring of `window − 1` slots takes, or a larger one that has so many tokens."""
+    return -(-(window - 1) // page_size)
 
 
 @struct
@@ -152,7 +159,7 @@ class Cache:
     def columns(self) -> int:
         """Pages that the table of a global region has places for."""
         if self.layers.stripes is None:
-            return self.layers.page_table.shape[-1] - -(-(self.window - 1) // self.page_size)
+            return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
         stripes = self.layers.stripes
         return stripes.page_table.shape[-1] * (stripes.length.shape[-1] // self.layers.length.shape[-1])
 

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
-from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes
-from kvjax.cache.ring import ring_pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes, ring_pages
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size
 
 

@@ -8,24 +8,14 @@ With a capacity (`kvjax.cache.capacity`) a token may take the place of one that 
 """
 
 import dataclasses
-from typing import TypeVar
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache.capacity import POSITION, PRIORITY, Turnover
-from kvjax.cache.pages import LayerCache, Pages, with_keys
+from kvjax.cache.pages import LayerCache, Pages, ring_pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError
-
-Number = TypeVar("Number", int, np.ndarray, jax.Array)
-
-
-def ring_pages(window: Number, page_size: int) -> Number:
-    """Pages that a full ring of `window − 1` slots takes, or a larger one that has so many tokens."""
-    return -(-(window - 1) // page_size)
 
 
 def ring_entries(

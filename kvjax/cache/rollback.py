@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.cache.capacity import PLANES
-from kvjax.cache.pages import Cache, LayerCache
-from kvjax.cache.ring import ring_pages
+from kvjax.cache.pages import Cache, LayerCache, ring_pages
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.struct import struct
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from kvjax.cache.pages import Cache, LayerCache
-from kvjax.cache.ring import ring_pages
+from kvjax.cache.pages import Cache, LayerCache, ring_pages
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 

@@ -9,7 +9,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Float, Int
 
-from kvjax.cache.ring import ring_pages
+from kvjax.cache.pages import ring_pages
 from kvjax.cache.stripes import own_pages
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import HEADS, SHARDS, axis_size, batch_shards

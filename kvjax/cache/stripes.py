@@ -6,7 +6,7 @@ the columns c with (c + x) mod devices = d: as many as any other device, but for
 their order are the same. Rings are equally long, and stay with their heads.
 
 A call's queries, and what leaves the rings, then go to all devices, and what each device's pages gave of the attention
-goes back to the queries' own (`kvjax.inference.attention`). For rows that only grow: nothing here is compacted.
+goes back to the queries' own (`kvjax.inference.striped`). For rows that only grow: nothing here is compacted.
 
 Local to one shard, inside `shard_map`, but for `striped` and `by_heads`.
 """
@@ -21,8 +21,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes
-from kvjax.cache.ring import ring_pages, with_pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes, ring_pages
+from kvjax.cache.ring import with_pages
 from kvjax.mesh import HEADS, axis_size
 
 Whole = TypeVar("Whole", jax.Array, np.ndarray)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, CapacityError, device_bytes
 from kvjax.cache.stripes import by_heads, striped
 from kvjax.errors import UserError, one_of
 from kvjax.inference.page_counts import pages_in_use, pool_pages
@@ -55,7 +55,11 @@ def from_the_start(policy: Policy, split: str, tokens: Sequence[int], config: An
 
 
 def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
-    """The cache (donated), split as it stays: its prompts were read, and compacted."""
+    """The cache (donated), split as it stays: its prompts were read, and compacted. By heads, if a pool whose size was
+    stated has no pages for what rows split by pages take; with "auto" also if devices cannot hold both pools.
+
+    Raises CapacityError if they cannot.
+    """
     if split == "heads" or cache.striped or policy.refuses_pages or axis_size(*HEADS) == 1:
         return cache
     entry_bytes = cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
@@ -64,8 +68,17 @@ def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
     cache = settled(cache, policy.continuing)
     need = pages_in_use(cache, striped=True)
     if cache.bounded or cache.shared:
-        # of the size that was stated, if that takes them
-        return _striped(cache, pool_pages(cache)) if need <= pool_pages(cache) else cache
+        if need > pool_pages(cache):
+            return cache
+        need = pool_pages(cache)
+    size, free = need * cache.pages.nbytes // cache.pages.pool.shape[0], device_bytes(free=True)
+    if size > free and split == "auto":
+        return cache
+    if size > free:
+        raise CapacityError(
+            f"policy {policy.name}: a cache split by pages takes {size / 2**20:.1f} MiB on a device beside the one "
+            f"that it is made of, which has {free / 2**20:.1f} MiB free: say split='heads', or give it more devices"
+        )
     return _striped(cache, need)
 
 

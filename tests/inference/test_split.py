@@ -202,7 +202,7 @@ def test_a_striped_pool_grows_or_keeps_the_size_that_was_stated():
         np.testing.assert_array_equal(np.stack(other), np.stack(answers[0]))
 
 
-def test_what_is_split_by_pages_and_when():
+def test_what_is_split_by_pages_and_when(monkeypatch):
     with jax.set_mesh(make_mesh(tensor=4)):
         model = tiny_model()
         for name, arguments, why in (
@@ -222,5 +222,8 @@ def test_what_is_split_by_pages_and_when():
         assert excess(entries, 10) == (800 - 400) * 10 / 2
         entries[:, 0, 1] = 2 * WORTH
         assert excess(entries, 1) > WORTH
+        monkeypatch.setattr("kvjax.inference.split.device_bytes", lambda *, free: 0)
+        with pytest.raises(caches.CapacityError, match="beside the one that it is made of"):
+            sampling.prefill(model, PROMPTS, policy=policies(model)["adakv"], split="pages")
     alone = tiny_model()
     assert not sampling.prefill(alone, PROMPTS, policy=policies(alone)["wgkv"], split="pages").striped
