@@ -29,6 +29,7 @@ from pallas_kernels.bench.running_topk import SHARE
 from pallas_kernels.mlstm import mlstm, tpu
 from pallas_kernels.mlstm.tpu_chunk import CHUNK
 from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.paged_decode.tpu import EIGHTHS
 from pallas_kernels.running_topk import running_topk
 from pallas_kernels.vertical_slash import vertical_slash
 from pallas_kernels.vertical_slash.key_lists import FOREVER
@@ -274,8 +275,8 @@ def paged_decode_rows(compile: Compiler) -> Iterator[dict]:
             # a full block's run of bundles, which starts the copies of another, comes first
             spills = sum(tile.spills for tile in kernel.tiles())
             run = Tile(round(kernel.tiles()[0].bundles * TILE / PAGED_KEYS), spills)
-            # of the other runs the smallest is for a quarter of a block; a short row fills less than half
-            part = Tile(sorted(kernel.tiles())[1].bundles, spills)
+            # the others are for parts of a block, of which a short row takes the second
+            part = Tile(sorted(kernel.tiles()[1:])[-len(EIGHTHS) + 1].bundles, spills)
             ours = Counted(run, middle, program), Counted(part, short, program)
             rivals = {"HBM": tuple(from_memory(compile.chip, x) for x in (TILE, SHORT))}
             if group == RIVAL_GROUP and ragged.installed():

@@ -2,12 +2,13 @@
 
 A row is one (sequence, kv head); its query heads and tokens are the rows of one tile. What it has stored is one list of
 pages, first those of the ring, then the global ones, taken a block at a time. A cursor runs `SLOTS − 1` blocks ahead of
-the arithmetic, over the ends of rows and past empty ones, and starts the copies of the block it stands at; page tables
-come into scalar memory ahead of it. Only pages that hold entries are copied.
+the arithmetic, over the ends of rows, and starts the copies of the block it stands at; page tables come into scalar
+memory ahead of it. Only pages that hold entries are copied.
 
 Within a long row, a block that is full and the one that is fetched meanwhile, full too, are one run of instructions
-without branches, so that copies are started beside the arithmetic. Of other blocks a half or a quarter is computed with
-if that holds their entries, and values that are no entry's are zero: 0 · NaN is NaN.
+without branches, so that copies are started beside the arithmetic. Other blocks are computed with as far as they hold
+entries, to an eighth or a quarter, with zeros for values that are no entry's: 0 · NaN is NaN. Their arithmetic has no
+branches either, nor what starts the first copies meanwhile: a short row takes little more than its own latencies.
 
 A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
 several pages' is turned until they stand below their logits.
@@ -42,10 +43,13 @@ BLOCK_BYTES = 1 << 19
 """About a block's size: three on their way cover the time that HBM takes to answer."""
 LOGITS = 1 << 15
 """Most logits of a tile: half of the vector registers."""
+BESIDE = 8
+"""Most copies that are started beside the arithmetic of a block that is not full: each takes scalar instructions,
+needed or not."""
 GROUP = 8
-"""Most copies started, or awaited, at once of a block that is not full."""
-SHARES = 1, 2, 4
-"""A block that is not full is computed with whole, or the first half or quarter of it."""
+"""Most of its other copies that are started at once."""
+EIGHTHS = 2, 3, 4, 8
+"""A block that is not full is computed with whole, or as many first eighths of it as hold its entries."""
 STEP_ROWS = 16
 """About how many rows share a grid step."""
 STEP_BYTES = 1 << 21
@@ -54,9 +58,8 @@ COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
 TILE = 1 << 16
 """Most logits of a tile whose block cannot be smaller."""
-CURSOR = ROW, BLOCK, FETCHED, ENTERED, TABLE_ROW, TABLES_BROUGHT, TAKEN = range(7)
-"""Where the cursor stands: its row and block, how many blocks it has fetched and rows it has entered; the next row
-whose table to bring, and how many were; how many blocks the arithmetic has taken."""
+CURSOR = ROW, BLOCK, TAKEN = range(3)
+"""Where the next block to fetch is; how many the arithmetic has taken, `SLOTS − 1` fewer than were fetched."""
 
 
 class _Sizes(NamedTuple):
@@ -91,7 +94,7 @@ def _kernel(*refs, sizes: _Sizes):
     page, block, columns = sizes.page, sizes.block, table_ref.shape[2]
     step_rows, queries, width = q_ref.shape
     # of whole vectors of logits, too
-    parts = sorted(block // x for x in SHARES if block % x == 0 and block // x * page % LANES == 0)
+    parts = [block * x // 8 for x in EIGHTHS if block * x % 8 == 0 and block * x // 8 * page % LANES == 0]
     step = pl.program_id(1)
     first_row = pl.program_id(0) * sizes.rows
     last_row = first_row + sizes.rows
@@ -101,28 +104,10 @@ def _kernel(*refs, sizes: _Sizes):
         ring = _ceil_div(ring_ref[row], page)
         return ring, ring + _ceil_div(length_ref[row], page)
 
-    def next_row(row):
-        """The first row from `row` on that has pages, or `last_row`."""
-
-        def empty(row):
-            safe = jnp.minimum(row, last_row - 1)
-            return (row < last_row) & (ring_ref[safe] + length_ref[safe] == 0)
-
-        return lax.while_loop(empty, lambda row: row + 1, row)
-
-    def table_copy(row, order):
-        slot = order & (TABLES - 1)
+    def table_copy(row):
+        slot = (row - first_row) & (TABLES - 1)
         place = tables.at[pl.ds(pl.multiple_of(slot * columns, LANES), columns)]
         return pltpu.make_async_copy(table_ref.at[row, 0], place, table_sems.at[slot])
-
-    def bring_table():
-        row = cursor[TABLE_ROW]
-
-        @pl.when(row < last_row)
-        def _():
-            table_copy(row, cursor[TABLES_BROUGHT]).start()
-            cursor[TABLES_BROUGHT] += 1
-            cursor[TABLE_ROW] = next_row(row + 1)
 
     def fetch_bias(page_index, slot, p):
         rows, places, sems = of_bias
@@ -148,28 +133,17 @@ def _kernel(*refs, sizes: _Sizes):
             lines.append(line)
         return jnp.concatenate(lines, 1)
 
-    def for_pages(count, act):
-        """`act(first page, how many)` over the first `count` pages of a block: all at once, or a few at a time."""
+    def start(slot, p, page_index):
+        """The copies of page `p` of a block."""
+        source = pool_ref.at[page_index]
+        pltpu.make_async_copy(source, buffers.at[slot, p], page_sems.at[slot]).start()
+        if of_bias:
+            fetch_bias(page_index, slot, p)
 
-        @pl.when(count == block)
-        def _():
-            act(0, block)
-
-        @pl.when(count < block)
-        def _():
-            group = 1 << (max(1, min(GROUP, block // 4)).bit_length() - 1)
-            groups = count >> (group.bit_length() - 1)
-            lax.fori_loop(0, groups, lambda i, _: act(i * group, group), None)
-            lax.fori_loop(groups * group, count, lambda p, _: act(p, 1), None)
-
-    def start(slot, column, p, count):
-        """The copies of `count` pages of a block, from page `p` on; the block's first has `column` in the tables."""
+    def start_all(slot, column, p, count):
+        """Those of `count` pages, from page `p` on; the block's first has `column` in the tables."""
         for i in range(count):
-            page_index = tables[column + p + i]
-            source = pool_ref.at[page_index]
-            pltpu.make_async_copy(source, buffers.at[slot, p + i], page_sems.at[slot]).start()
-            if of_bias:
-                fetch_bias(page_index, slot, p + i)
+            start(slot, p + i, tables[column + p + i])
 
     def arrived(slot, count):
         """Waits for as many bytes as `count` pages have."""
@@ -180,52 +154,75 @@ def _kernel(*refs, sizes: _Sizes):
             rows = rows.at[slot, pl.ds(0, count * (rows.shape[1] // block))]
             pltpu.make_async_copy(rows, rows, sems.at[slot]).wait()
 
-    def column_of(row, index, order):
-        """Where the tables have block `index` of the `order`-th row that was entered."""
-        return (order & (TABLES - 1)) * columns + sizes.ring_pages - pages_of(row)[0] + index * block
+    def await_pages(slot, count):
+        """Waits for the first pages of a block, by the bits of their number."""
+        for size in reversed([1 << x for x in range(block.bit_length())]):
+            pl.when((count & size) > 0)(functools.partial(arrived, slot, size))
 
-    def fetch():
-        """Start the copies of the block at the cursor and move it on."""
-        row = cursor[ROW]
+    def column_of(row, index):
+        """Where the tables have block `index` of a row."""
+        begin = ((row - first_row) & (TABLES - 1)) * columns
+        return begin + sizes.ring_pages - pages_of(row)[0] + index * block
 
-        @pl.when(row < last_row)
-        def _():
-            index, order = cursor[BLOCK], cursor[ENTERED]
+    def advance():
+        """Where the tables have the block at the cursor, and how many pages of it to fetch; moves the cursor on."""
+        row, index = jnp.minimum(cursor[ROW], last_row - 1), cursor[BLOCK]
+        there = cursor[ROW] < last_row
+        entered = there & (index == 0)
+        pl.when(entered)(lambda: table_copy(row).wait())
+        pl.when(entered & (row + TABLES - 1 < last_row))(lambda: table_copy(row + TABLES - 1).start())
+        left = jnp.where(there, pages_of(row)[1] - index * block, 0)
+        more = left > block
+        cursor[BLOCK] = jnp.where(more, index + 1, 0)
+        cursor[ROW] = jnp.where(there & jnp.logical_not(more), row + 1, cursor[ROW])
+        return column_of(row, index), jnp.minimum(left, block)
 
-            @pl.when(index == 0)
-            def _():
-                table_copy(row, order).wait()
-                bring_table()
+    beside = min(BESIDE, block)
 
-            slot = cursor[FETCHED] & (SLOTS - 1)
-            left = pages_of(row)[1] - index * block
-            for_pages(jnp.minimum(left, block), functools.partial(start, slot, column_of(row, index, order)))
-            more = left > block
-            cursor[FETCHED] += 1
-            cursor[BLOCK] = jnp.where(more, index + 1, 0)
+    def start_first(slot, column, count):
+        """The copies of the first pages of a block, without branches."""
+        for p in range(beside):
+            # read whether it is needed or not: what depends on the count is the copy alone
+            pl.when(p < count)(functools.partial(start, slot, p, tables[column + p]))
 
-            @pl.when(jnp.logical_not(more))
-            def _():
-                cursor[ENTERED] += 1
-                cursor[ROW] = next_row(row + 1)
+    def start_rest(slot, column, count):
+        """Those of the others: all at once, or a few at a time."""
+        if beside == block:
+            return
+
+        def all_of_them():
+            start_all(slot, column, beside, block - beside)
+
+        def some():
+            groups = (count - beside) >> (GROUP.bit_length() - 1)
+            end = beside + groups * GROUP
+            lax.fori_loop(0, groups, lambda i, _: start_all(slot, column, beside + i * GROUP, GROUP), None)
+            lax.fori_loop(end, count, lambda p, _: start_all(slot, column, p, 1), None)
+
+        pl.when(count > beside)(lambda: lax.cond(count == block, all_of_them, some))
 
     def blank(slot, p, stored):
-        """Zeros for what holds no entry in page `p` of a block, of which `stored` are."""
-        x = buffers[slot, p]
+        """Zeros for the values of what holds no entry in page `p` of a block, of which `stored` are."""
+        x = buffers[slot, p, :, -width:]
         place = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-        buffers[slot, p] = jnp.where(place < stored, x, jnp.zeros_like(x))
+        buffers[slot, p, :, -width:] = jnp.where(place < stored, x, jnp.zeros_like(x))
 
     @pl.when(step == 0)
     def _():
-        start = next_row(first_row)
-        for i in CURSOR:
-            cursor[i] = 0
-        cursor[ROW] = start
-        cursor[TABLE_ROW] = start
-        lax.fori_loop(0, TABLES - 1, lambda *_: bring_table(), None)
-        lax.fori_loop(0, SLOTS - 1, lambda *_: fetch(), None)
+        cursor[ROW] = first_row
+        cursor[BLOCK] = 0
+        cursor[TAKEN] = 0
+        for i in range(TABLES - 1):
+            pl.when(first_row + i < last_row)(lambda i=i: table_copy(first_row + i).start())
 
-    def attend(i, _):
+        def fetch(slot, _):
+            column, count = advance()
+            start_first(slot, column, count)
+            start_rest(slot, column, count)
+
+        lax.fori_loop(0, SLOTS - 1, fetch, None)
+
+    def attend(i, taken):
         row = first_row + step * step_rows + i
         ring, pages = pages_of(row)
         stored_first = jnp.where(ring > 0, ring_ref[row] - (ring - 1) * page, page)
@@ -268,48 +265,53 @@ def _kernel(*refs, sizes: _Sizes):
             )
             return m_new, l, o * kept + pv
 
-        blocks = _ceil_div(pages, block)
+        # a row without any takes one, too
+        blocks = jnp.maximum(_ceil_div(pages, block), 1)
         # up to there the block that is fetched is neither the row's last nor another row's
         steady = blocks - SLOTS
 
-        def long(index, state):
+        def long(index, taken, state):
             """The blocks from `index` on that are full, and for which full ones are fetched."""
             begin = jnp.where((index > 0) | (stored_first == page), index, steady)
             count = jnp.maximum(steady - begin, 0)
-            taken = cursor[TAKEN]
-            column = column_of(row, begin + SLOTS - 1, cursor[ENTERED])
+            column = column_of(row, begin + SLOTS - 1)
 
             def turn(i, state):
                 slot = (taken + i) & (SLOTS - 1)
                 arrived(slot, block)
-                start((taken + i + SLOTS - 1) & (SLOTS - 1), column + i * block, 0, block)
+                start_all((taken + i + SLOTS - 1) & (SLOTS - 1), column + i * block, 0, block)
                 return seen(slot, begin + i, state, block, whole=True)
 
             state = lax.fori_loop(0, count, turn, state)
 
-            @pl.when(count > 0)
-            def _():
-                for at in (TAKEN, FETCHED, BLOCK):
-                    cursor[at] += count
-
-            return index + count, state
+            cursor[BLOCK] += count
+            return index + count, taken + count, state
 
         def tile(carry):
-            index, state = long(*carry)
-            fetch()
-            slot = cursor[TAKEN] & (SLOTS - 1)
-            cursor[TAKEN] += 1
+            index, taken, state = lax.cond(carry[0] < steady, long, lambda *x: x, *carry)
+            slot = taken & (SLOTS - 1)
+            free = (taken + SLOTS - 1) & (SLOTS - 1)
+            column, count = advance()
+            start_rest(free, column, count)
             left = jnp.minimum(pages - index * block, block)
-            for_pages(left, lambda _, count: arrived(slot, count))
-            tail = entries - (pages - 1) * page
-            pl.when((index == 0) & (stored_first < page))(lambda: blank(slot, 0, stored_first))
-            pl.when((index == blocks - 1) & (tail < page))(lambda: blank(slot, left - 1, tail))
+            await_pages(slot, left)
+
+            def of_part(part, state):
+                if sizes.ring_pages:
+                    blank(slot, 0, jnp.where(index == 0, stored_first, page))
+                last = jnp.maximum(jnp.minimum(left, part) - 1, 0)
+                blank(slot, last, entries - (index * block + last) * page)
+                state = seen(slot, index, state, part)
+                start_first(free, column, count)
+                return state
+
             which = sum((left > part).astype(jnp.int32) for part in parts[:-1])
-            branches = [functools.partial(seen, slot, index, part=part) for part in parts]
-            return index + 1, lax.switch(which, branches, state)
+            branches = [functools.partial(of_part, part) for part in parts]
+            return index + 1, taken + 1, lax.switch(which, branches, state)
 
         state = _start(q, None if new_ref is None else new_ref[i], sizes)
-        _, (m, l, o) = lax.while_loop(lambda carry: carry[0] < blocks, tile, (jnp.int32(0), state))
+        begin = jnp.int32(0), taken, state
+        _, taken, (m, l, o) = lax.while_loop(lambda carry: carry[0] < blocks, tile, begin)
         l = l.sum(1, keepdims=True)
         empty = m <= MASKED / 2
         l = jnp.where(empty, 1, l)
@@ -318,8 +320,9 @@ def _kernel(*refs, sizes: _Sizes):
         across = lax.broadcasted_iota(jnp.int32, (queries, queries), 1)
         diagonal = lax.broadcasted_iota(jnp.int32, (queries, queries), 0) == across
         lse_ref[i] = jnp.where(diagonal, lse, 0).sum(0, keepdims=True)
+        return taken
 
-    lax.fori_loop(0, step_rows, attend, None)
+    cursor[TAKEN] = lax.fori_loop(0, step_rows, attend, cursor[TAKEN])
 
 
 def _start(q, new, sizes: _Sizes):
@@ -421,7 +424,7 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
             out_specs=[per_row(queries, width), per_row(1, queries)],
             scratch_shapes=[
                 pltpu.VMEM((SLOTS, sizes.block, page, 2 * h), pool.dtype),
-                pltpu.SMEM((TABLES * (columns + -columns % LANES),), jnp.int32),
+                pltpu.SMEM((TABLES * (columns + -columns % LANES) + BESIDE,), jnp.int32),
                 pltpu.SMEM((len(CURSOR),), jnp.int32),
                 pltpu.SemaphoreType.DMA((SLOTS,)),
                 pltpu.SemaphoreType.DMA((TABLES,)),
