@@ -48,6 +48,7 @@ def test_the_report_says_what_was_done(evaluated, capsys):
         assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG"), picture
 
 
+@pytest.mark.thorough
 def test_a_tau_that_was_searched_can_be_used(evaluated):
     """The report has a command for each, whose policy has that τ to the last bit."""
     folder = evaluated[0]

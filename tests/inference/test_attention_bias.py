@@ -16,6 +16,7 @@ from tests.inference.dense import dense_logits
 from tests.tiny_models import tiny_model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("window", "capacity", "delay", "threshold"),
     [

@@ -88,6 +88,7 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
     assert max(newest) == 0
 
 
+@pytest.mark.thorough
 def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
     counts = [
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length

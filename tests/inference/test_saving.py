@@ -23,7 +23,7 @@ from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 
-THOROUGH = "full", "r_kv", "snapkv", "h2o", "wgkv", "capacity"
+THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "capacity"
 ASKED = QUESTIONS[:2]
 
 

@@ -106,6 +106,7 @@ def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, over
     pages_are_whole(cache)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("budget", "observed", "expected"),
     [

@@ -160,6 +160,7 @@ def test_a_number_of_entries_bounds_the_cache(model):
     pages_are_whole(cache)
 
 
+@pytest.mark.thorough
 def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
     """Where a key's score does not change, and the layer does not see what went. Then the window, too, is in the
     budget."""
@@ -180,6 +181,7 @@ def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
     assert caches.stats(a).pool_pages <= caches.stats(everything).pool_pages
 
 
+@pytest.mark.thorough
 def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompts):
     policy = make_policy("knorm", model=model, ratio=0.3, when="chunk", chunk=CHUNK)
     out = sampling.sample(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=90, eos=())

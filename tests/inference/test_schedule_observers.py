@@ -90,6 +90,7 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
         np.testing.assert_allclose(entries(long, *row)[:6], begin, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_what_observes_passes_by_the_ring(model, prompts, admitted):
     """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]

@@ -54,6 +54,7 @@ def outcome(name, **shape):
 BOTH = {"tensor": 2, "sequence": 2}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
@@ -111,6 +112,7 @@ def test_only_heads_and_outputs_change_places(tokens):
     assert kinds == (wanted if tokens > 1 else {"all-to-all": 0, "all-gather": 0, "all-reduce": 2})
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [pytest.param({"sequence": 2}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2, "sequence": 2}],

@@ -114,6 +114,7 @@ def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):
     assert "eos" in ended
 
 
+@pytest.mark.thorough
 def test_without_a_template_a_conversation_is_one_text(model, policy):
     bare = byte_tokenizer()
     bare.chat_template = None

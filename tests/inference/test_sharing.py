@@ -81,6 +81,7 @@ def test_samples_of_a_question_are_branches_too(model):
     np.testing.assert_array_equal(found.tokens, sample(model, lines, key=keys, **options).tokens)
 
 
+@pytest.mark.thorough
 def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(model):
     policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
@@ -140,6 +141,7 @@ def test_compactions_of_branches_find_room_in_a_pool_for_all_lengths(model):
         np.testing.assert_allclose(found.logprobs[place], alone.logprobs[0], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place(tmp_path):
     with jax.set_mesh(make_mesh(fsdp=2)):
         model, policy = tiny_model(qk_norm=False), make_policy("full")

@@ -80,7 +80,7 @@ def parts(monkeypatch):
     ("name", "mesh"),
     [
         ("wgkv", "tensor=4"),
-        ("snapkv over an admission", "fsdp=2,tensor=2,sequence=2"),
+        pytest.param("snapkv over an admission", "fsdp=2,tensor=2,sequence=2", marks=THOROUGH),
         pytest.param("random", "tensor=4", marks=THOROUGH),
         pytest.param("head_pattern", "tensor=4", marks=THOROUGH),
         pytest.param("adakv", "tensor=4", marks=THOROUGH),
@@ -148,7 +148,12 @@ def test_a_cache_is_continued_and_goes_back_to_heads(name, tmp_path):
     ("name", "arguments", "least"),
     [
         ("wgkv", {"gates": "builtin"}, 1.9),
-        ("head_pattern", {"pattern": builtin_gates("builtin:duo_attention"), "sparsity": 0.7}, 1.3),
+        pytest.param(
+            "head_pattern",
+            {"pattern": builtin_gates("builtin:duo_attention"), "sparsity": 0.7},
+            1.3,
+            marks=THOROUGH,
+        ),
         pytest.param("adakv", {"ratio": 0.25}, 1.5, marks=THOROUGH),
     ],
 )
@@ -180,6 +185,7 @@ def test_each_page_is_one_device_s():
     np.testing.assert_array_equal(of[1], want)
 
 
+@THOROUGH
 def test_a_striped_pool_grows_or_keeps_the_size_that_was_stated():
     """An answer longer than the room that was made; a bound that is too small; one size for all lengths."""
     few = [line[:20] for line in PROMPTS]

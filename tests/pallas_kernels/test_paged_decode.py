@@ -256,7 +256,9 @@ def test_many_tokens_over_a_long_context_are_rounded_once(implementation, values
     assert error <= most * np.abs(expected).mean()
 
 
-@pytest.mark.parametrize("implementation", OTHERS)
+@pytest.mark.parametrize(
+    "implementation", [pytest.param(x, marks=pytest.mark.thorough if x == "tpu" else ()) for x in OTHERS]
+)
 def test_in_a_scan_on_a_mesh_with_the_pool_as_carry(implementation):
     """Each step writes one entry and attends; the pool is never copied.
 

@@ -33,7 +33,7 @@ more = functools.partial(pytest.param, marks=pytest.mark.thorough)
 TPUS = [name if name == "tpu" else more(name) for name in OTHERS]
 """The others only where all is asked for."""
 SPARSE = [
-    ("square", 1),
+    more("square", 1),
     more("square", 32),
     ("long", 7),
     more("long", 64),
@@ -43,7 +43,7 @@ SPARSE = [
     ("one", 7),
 ]
 CAUSAL = [
-    ("square", 7, True),
+    more("square", 7, True),
     more("square", 1000, True),
     ("long", 64, True),
     more("chunk", 1, True),
@@ -154,6 +154,7 @@ def test_any_end_also_within_the_window(implementation):
         )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", TPUS)
 def test_ends_far_below_zero_are_as_zero(implementation):
     """The least int32 for all keys of one head and half of the other's: output, log-sum-exp and gradients."""
@@ -197,6 +198,7 @@ def test_without_queries_there_is_no_output(implementation, keys):
     np.testing.assert_array_equal(jax.grad(lambda k: jnp.sum(call(k)[1]))(kv), jnp.zeros_like(kv))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", TPUS)
 def test_an_output_in_float32_is_what_is_rounded(implementation):
     """And its gradient is that of the rounded one, of a cotangent that bfloat16 has."""
@@ -260,6 +262,7 @@ def test_reference_keeps_packed_documents_apart(gated):
         assert_gradients_close([x[:, :, start:stop] for x in gradients], gradients_alone)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", TPUS)
 @pytest.mark.parametrize("gated", [more(False), True])
 def test_packed_documents(implementation, gated):

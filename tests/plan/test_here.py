@@ -84,6 +84,7 @@ def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
             assert "\n" not in str(refused.value)
 
 
+@pytest.mark.thorough
 def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
     """They do not state a memory of their own."""
     host = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 16 * jax.local_device_count()}

@@ -42,6 +42,7 @@ def trained(mesh, shape):
         return figures(update(RUN, shape, "float32", mesh, 64), "cpu")
 
 
+@pytest.mark.thorough
 def test_a_pass_over_a_context_is_of_one_sequence_and_its_share_of_the_heads(mesh, shape, trained):
     """Of contexts of 1,000 tokens behind a prefix of 64, repeated by 2,064, which are padded to 3,072."""
     with jax.set_mesh(mesh):
@@ -148,7 +149,7 @@ def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, name, told, guid
     ("stage", "program", "name", "told"),
     [
         ("passes", "reread.one_pass", "kvzip", {"ratio": 0.5, "repeated": 24}),
-        ("decode", "sampling.decode_block", "fast_kvzip", ANSWERS),
+        pytest.param("decode", "sampling.decode_block", "fast_kvzip", ANSWERS, marks=pytest.mark.thorough),
     ],
 )
 def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, name, told, monkeypatch):

@@ -148,14 +148,13 @@ def test_a_batch_in_chunks_is_its_sequences_read_at_once(model, alike, name, row
     alike(name, outcome(name, model, ROWS[row : row + 1]), slice(row, row + 1))
 
 
-SIZED = ("wgkv+snapkv",)
-"""Kept of what was admitted; the others only where all is asked for."""
-MESHED = "kvpop", "wgkv+snapkv"
-"""The others only where all is asked for: with them this file has more programs than a process may map."""
+ONE = "wgkv+snapkv"
+"""Kept of what was admitted; the others only where all is asked for: with them this file has more programs than a
+process may map."""
 
 
 @pytest.mark.parametrize(
-    "name", [*MESHED, *(pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES if x not in MESHED)]
+    "name", [ONE, *(pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES if x != ONE)]
 )
 @pytest.mark.parametrize(
     "shape",
@@ -170,7 +169,7 @@ def test_a_mesh_is_one_device(alike, name, shape):
 
 @pytest.mark.parametrize(
     "name",
-    [*SIZED, *(pytest.param(x, marks=pytest.mark.thorough) for x in (*POLICIES, *BESIDES) if x not in SIZED)],
+    [ONE, *(pytest.param(x, marks=pytest.mark.thorough) for x in (*POLICIES, *BESIDES) if x != ONE)],
 )
 def test_a_capacity_that_is_too_small_is_named(model, name):
     """The rings alone fit; what must be stored of 40 tokens does not, and does in the one that is named."""

@@ -64,6 +64,7 @@ def test_a_target_is_the_attention_that_is_paid_later(one, over):
     np.testing.assert_array_equal(found[:, T - WINDOW :], FLOOR)
 
 
+@pytest.mark.thorough
 def test_no_query_pays_more_than_it_has(one):
     """Of all tokens together a query head's targets are at most 1 for each query that looks from outside the window; a
     group's are the larger ones."""

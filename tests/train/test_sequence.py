@@ -110,6 +110,7 @@ def temporaries(name, length, **shape):
         return update.compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "most"),
     [

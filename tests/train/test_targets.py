@@ -104,7 +104,9 @@ def alone(teacher):
         return found(tiny_model(), teacher)
 
 
-@pytest.mark.parametrize("teacher", TEACHERS)
+@pytest.mark.parametrize(
+    "teacher", [pytest.param(x, marks=pytest.mark.thorough if x == "answer" else ()) for x in TEACHERS]
+)
 def test_targets_are_what_a_direct_computation_gives(teacher):
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
@@ -146,6 +148,7 @@ def test_the_input_is_the_layers_own(teacher):
                 at += len(wanted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "teacher",
     [pytest.param(x, marks=() if x == "reconstruction" else pytest.mark.thorough) for x in TEACHERS],

@@ -12,6 +12,7 @@ def alone():
     return validated(MeshShape())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
     [pytest.param(MeshShape(fsdp=8), marks=pytest.mark.thorough), MeshShape(fsdp=2, tensor=4)],

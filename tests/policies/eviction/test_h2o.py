@@ -45,6 +45,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
         )
 
 
+@pytest.mark.thorough
 def test_only_what_was_read_is_counted(model, prompts):
     """Beside Quest: every query's attention adds up to one."""
     policy = make_policy("h2o", model=model, entries=1000, when="every", every=64, selection=Quest(tokens=16))

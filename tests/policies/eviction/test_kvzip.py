@@ -161,6 +161,7 @@ def test_a_head_may_be_left_its_own_best(model, prompts, whole):
             np.testing.assert_array_equal(entries(cache, layer, b, head), keys)
 
 
+@pytest.mark.thorough
 def test_other_parts_do_not_matter():
     """In one layer, where what a pass looks with does not depend on what it read: other keys and values of the second
     part change its scores and no others."""

@@ -167,7 +167,10 @@ def admitted(model, prompts):
     return read(model, admitting(model), prompts, 3)
 
 
-@pytest.mark.parametrize(("name", "window", "page"), [("evicted", 1, 4), ("admitted", 6, 3)])
+@pytest.mark.parametrize(
+    ("name", "window", "page"),
+    [pytest.param("evicted", 1, 4, marks=pytest.mark.thorough), ("admitted", 6, 3)],
+)
 def test_a_decoded_token_attends_to_the_chosen_pages_the_ring_and_itself(request, name, window, page):
     """With a number of tokens, the first layer left alone; and with a share of them."""
     left_out = 0

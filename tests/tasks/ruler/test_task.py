@@ -16,10 +16,15 @@ from kvjax.tasks.ruler import (
     ruler_drafts,
 )
 
+FEW = "niah_single_2", "niah_multikey_3", "vt", "fwe", "qa_2"
+"""One of each kind: the others only where all is asked for."""
+each = pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x in FEW else pytest.mark.thorough) for x in RULER_TASKS]
+)
 LENGTHS = (1500, 5000)  # on both sides of the length from which the word list is a longer one
 
 
-@pytest.mark.parametrize("name", RULER_TASKS)
+@each
 def test_a_sample_fills_its_length(name, smol, files):
     """To within 2%, or within a line where every line is a pair of UUIDs."""
     task, encode = make_ruler_task(name, smol, files), PromptEncoder(smol)
@@ -59,7 +64,7 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
     assert "</s>" not in context + asked
 
 
-@pytest.mark.parametrize("name", RULER_TASKS)
+@each
 def test_a_seed_says_everything(name, builtin, files):
     first = ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)
     assert first == ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)

@@ -182,6 +182,7 @@ def test_every_gate_has_a_gradient(form, inputs):
     assert all(np.isfinite(x).all() and np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("when", "files"),
     [pytest.param(THIRD_SHARD, 4, marks=pytest.mark.thorough), (SECOND_SAVE, 8)],

@@ -221,6 +221,7 @@ def test_scorers_have_a_ramp_and_a_cosine_and_the_model_one_rate(peak):
     np.testing.assert_allclose(found["scorers"], wanted, rtol=1e-3)
 
 
+@pytest.mark.thorough
 def test_no_array_is_of_all_pairs():
     """What the gradient of an update's loss over 8,192 tokens computes: nothing as large as each query with all that it
     may see."""

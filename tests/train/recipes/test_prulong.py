@@ -322,6 +322,7 @@ def test_held_out_sequences_are_measured_as_the_pattern_is_used(run):
     np.testing.assert_allclose(measured["cross_entropy"], measured["full_cross_entropy"], rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_model_can_be_trained_too(tmp_path):
     told = ["--no-frozen-model", "--model-lr", "1e-3", "--out", str(tmp_path / "run")]
     trained = train(parse([*COMMON, *told]))

@@ -102,6 +102,7 @@ def alone(method):
     return updates(made(method), make_mesh())[0]
 
 
+@pytest.mark.thorough
 @each_but(*(method for method in RECIPES if method != "wgkv"))
 def test_a_mesh_of_sequences_gives_the_same(method):
     compare_on(make_mesh(fsdp=8), method)
@@ -127,6 +128,7 @@ def test_an_update_in_parts_is_the_update(method):
         assert mine == pytest.approx(theirs, rel=2e-5, abs=1e-7)
 
 
+@pytest.mark.thorough
 def test_every_update_draws_anew():
     """Parameters that do not change, and one batch."""
     recipe, mesh = made("prulong", lr=0.0, multiplier_lr=0.0), make_mesh()

@@ -107,6 +107,7 @@ def streaming(model, sink, window):
 AT = step(np.arange(LENGTH)[None])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("decay", "sink", "window"), [(True, 2, 13), pytest.param(False, 9, 6, marks=pytest.mark.thorough)]
 )
@@ -183,7 +184,7 @@ def narrowest(priority, capacity, window):
 
 @pytest.mark.parametrize(
     "calls",
-    [pytest.param([LENGTH], marks=pytest.mark.thorough), [17, 1, 1, 21], [1] * LENGTH],
+    [*(pytest.param(x, marks=pytest.mark.thorough) for x in ([LENGTH], [17, 1, 1, 21])), [1] * LENGTH],
     ids=["whole", "chunks", "tokens"],
 )
 @pytest.mark.parametrize(
@@ -221,6 +222,7 @@ def test_a_budget_that_holds_all_is_full_attention(model):
         np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_cache_has_one_size_whatever_comes():
     """Of its arrays, after a prompt and after 4,096 more tokens; a conversation goes on from it, as it does from what
     was put away and brought back."""

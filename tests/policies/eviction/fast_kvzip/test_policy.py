@@ -139,6 +139,7 @@ def test_a_ratio_of_one_is_the_full_cache(model, gates):
     np.testing.assert_array_equal(logits, wanted)
 
 
+@pytest.mark.thorough
 def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     """Elsewhere no cache has room for them, and a token that is read alone has its score at once."""
     policies = [
@@ -166,6 +167,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     np.testing.assert_allclose(found, scores, atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates):
     """Nothing is compacted once the first prompt was read, so no later token needs a score."""
     told, new = READ[4], 6
@@ -232,6 +234,7 @@ def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
         assert answered(8) == at_once
 
 
+@pytest.mark.thorough
 def test_the_decoding_loop_waits_for_no_host(model, gates):
     """A block that passes a multiple of 8 compacts by itself: in one program, at its own token."""
     told = {"entries": 14, "every": 8, "first": 2, "last": 8, "buffer": 8}
@@ -339,6 +342,7 @@ def test_what_cannot_be_is_one_line(model, gates, told, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gates):
     """No compaction of the decoding loop may hide it."""
     told = {"entries": 40, "buffer": 16, "every": 16, "last": 16, "first": 4}
