@@ -28,8 +28,7 @@ def quota(
     Args:
         due: which sequences are compacted; None: all.
         since: lengths of the rows before the chunk; None: everything is eligible.
-        dropped: how many more tokens behind these were only read to look at them; None: none. They are among the newest
-            that the method keeps.
+        dropped: how many more entries behind these are of tokens that were only read to look at them; None: none.
         prefix: how many of the first always stay of each prompt; (): none.
     """
     plan = policy.plan
@@ -39,7 +38,7 @@ def quota(
     dropped = [0] * len(tokens) if dropped is None else dropped
     prefix = prefix or [0] * len(tokens)
     allowed = plan.of_prompts(policy.name, tokens, prefix, entry_bytes(cache))
-    newest = [max(0, plan.newest(share) - gone) for share, gone in zip(allowed, dropped, strict=True)]
+    newest = [plan.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
     if plan.moment.in_chunks:
         counts = plan.chunk_counts(tokens, allowed, newest, layers)
     else:

@@ -15,7 +15,6 @@ from kvjax.policies.assignments import with_arguments
 from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.eviction.adaptive import Adaptive
 from kvjax.policies.eviction.protected import Protected
-from kvjax.policies.eviction.queries import LastQueries
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.guidance import token_ids
@@ -193,6 +192,9 @@ def _named(name: Any, given: dict[str, Any], arguments: dict[str, Any]) -> _Name
     own, label = _own(name, parts, given)
     parts[own.role] = own
     evicting = parts.get("eviction")
+    guided = evicting is not None and _looks_back(evicting.method)
+    if "guidance" in arguments and not guided and not own.makes_policies:
+        raise _unguided(label)
     words, known = {}, []
     if evicting is not None:
         words = {x: arguments.pop(x) for x in WORDS if x in arguments}
@@ -278,15 +280,24 @@ def _composed(named: _Named, model: Any, force: bool, tokenizer: Any) -> Policy:
 def _guided(eviction: Eviction, named: _Named, tokenizer: Any) -> tuple[Eviction, tuple[int, ...]]:
     """The eviction that looks by guidance, by all of it unless it is told by how many tokens, and its token ids."""
     if eviction.guided(1) is None:
-        able = [x for x, kind in EVICTIONS.items() if issubclass(kind, LastQueries)]
-        raise UserError(
-            f"{eviction.label}: guidance is for methods that look back at the last tokens ({', '.join(able)}, and what "
-            "is around one of them)"
-        )
+        raise _unguided(eviction.label)
     ids = token_ids(named.guidance, tokenizer)
     guided = eviction if named.parts["eviction"].tells("observed") else eviction.guided(len(ids))
     assert guided is not None
     return guided, ids
+
+
+def _looks_back(method: Any) -> bool:
+    """Whether guidance may look for an eviction of this class, or for what it is around."""
+    return method.guided is not Eviction.guided
+
+
+def _unguided(label: str) -> UserError:
+    able = ", ".join(x for x, kind in EVICTIONS.items() if _looks_back(kind))
+    return UserError(
+        f"{label}: guidance is for methods that look back at the last tokens ({able}, and {', '.join(WRAPPERS)} around "
+        "one of them)"
+    )
 
 
 def _moment(eviction: Eviction, told: dict[str, Any]) -> Moment:

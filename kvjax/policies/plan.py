@@ -57,8 +57,8 @@ class Plan:
 
     def __post_init__(self):
         when, chunk = self.moment.when, self.moment.chunk
-        if self.moment.in_chunks and chunk <= self.observed:
-            raise UserError(f"when={when!r} needs a chunk of more than {self.observed} tokens, got {chunk}")
+        if self.moment.in_chunks and chunk <= self.looking:
+            raise UserError(f"when={when!r} needs a chunk of more than {self.looking} tokens, got {chunk}")
         if (self.moment.patched or self.moment.guidance) and not self.observed:
             given = self.moment.observers
             raise UserError(f"observers={given!r} is for methods that look back at the last tokens")
@@ -115,13 +115,20 @@ class Plan:
         return Range(max(read - ahead - start, 0), ratio, min(ahead, max(read - start, 0)))
 
     @property
+    def looking(self) -> int:
+        """How many of a context's own last tokens look back: none where guidance does."""
+        return max(0, self.observed - len(self.moment.guidance))
+
+    @property
     def read_behind(self) -> int:
         """The most tokens that are read behind what is scored to look at it, and dropped again."""
         return max(self.observed if self.moment.patched else 0, len(self.moment.guidance))
 
-    def newest(self, kept: int | float) -> int:
-        """How many of the newest of `kept` entries always stay."""
-        return max(self.last, int(self.recent * kept))
+    def newest(self, kept: int | float, behind: int | None = None) -> int:
+        """How many of the newest of `kept` entries always stay of a context behind which so many tokens (None: as many
+        as guidance has) were only read to look at it. They are among the newest that the method keeps."""
+        behind = len(self.moment.guidance) if behind is None else behind
+        return max(0, max(self.last, int(self.recent * kept)) - behind)
 
     def stay(self, kept: int | float, ring: int = 0, prefix: int = 0) -> int:
         """How many of `kept` entries always stay, the last `ring` of them in the ring and `prefix` as a prompt's
@@ -130,7 +137,7 @@ class Plan:
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
-        needed = max(self.observed, self.last + self.first) if self.budget.proportional else 0
+        needed = max(self.looking, self.newest(0) + self.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
     def of_prompts(
@@ -155,8 +162,10 @@ class Plan:
     ) -> Int[np.ndarray, "l b"]:
         """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
         `ring` are in the ring. `kept`, `prefix`: of `of_prompts`."""
-        stay = [self.stay(share, ring, first) for share, first in zip(kept, prefix, strict=True)]
-        return self.shares.counts(kept, tokens, layers, stay)
+        # guidance is a pyramid's window, which stands behind the tokens
+        behind = len(self.moment.guidance)
+        stay = [max(self.stay(share, ring, first), behind) for share, first in zip(kept, prefix, strict=True)]
+        return self.shares.counts(kept, [count + behind for count in tokens], layers, stay)
 
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int

@@ -164,17 +164,17 @@ class Policy:
         if eviction.refuses_threshold and isinstance(self.budget, Threshold):
             raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
-            if moment.when != "prompt" and plan.last < plan.observed:
+            if moment.when != "prompt" and plan.last < plan.looking:
                 raise UserError(
-                    f"{name}: when={moment.when!r} looks back at the last {plan.observed} tokens again and again, so "
-                    f"they must stay: last must be at least {plan.observed}, got {plan.last}"
+                    f"{name}: when={moment.when!r} looks back at the last {plan.looking} tokens again and again, so "
+                    f"they must stay: last must be at least {plan.looking}, got {plan.last}"
                 )
             return
         # what is stored is at least as old as the window, and the oldest query that is looked back at is younger
-        if self.window < plan.observed:
+        if self.window < plan.looking:
             raise UserError(
-                f"{eviction.label} looks back at the last {plan.observed} tokens, which must still be in the window: "
-                f"window must be at least {plan.observed}, got {self.window}"
+                f"{eviction.label} looks back at the last {plan.looking} tokens, which must still be in the window: "
+                f"window must be at least {plan.looking}, got {self.window}"
             )
         if eviction.refuses_admission:
             raise UserError(f"{eviction.label} {eviction.refuses_admission}")

@@ -2,6 +2,7 @@
 (OracleKV, Table A4, whose texts are the files here)."""
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ def token_ids(guidance: Any, tokenizer: Callable[..., Any] | None) -> tuple[int,
         UserError: guidance that is empty or neither, or a text without a tokenizer.
     """
     if not isinstance(guidance, str):
-        if isinstance(guidance, Sequence) and not guidance:
-            raise UserError("guidance is a text or token ids, at least one, got none")
-        return AtPrompt(observers=guidance).guidance
+        ids = guidance.tolist() if hasattr(guidance, "tolist") else guidance
+        if not isinstance(ids, Sequence) or not ids or not all(isinstance(x, Integral) for x in ids):
+            given = "none" if isinstance(ids, Sequence) and not ids else shown(guidance)
+            raise UserError(f"guidance is a text or token ids, at least one, got {given}")
+        return AtPrompt(observers=ids).guidance
     if not guidance.strip():
         raise UserError(
             f"guidance is one of {', '.join(TEXTS)}, a text or token ids, got the text {guidance!r}"

@@ -1,11 +1,16 @@
 """Budgets shared by the heads of a layer, by layers, and by all: what each gets of them."""
 
+from typing import Any
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
 from kvjax.policies import Adaptive, KNorm, Pyramid, SnapKV, make_policy
+from kvjax.policies.interfaces import Eviction
+from kvjax.struct import struct
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
 from tests.tiny_models import tiny_model
 
@@ -39,6 +44,30 @@ def test_heads_and_layers_share_the_budget(model, prompts, name):
         else:
             assert rows.sum() == 12 * kept
             assert len(set(rows.sum(1).tolist())) > 1
+
+
+@struct
+class OfHeads(Eviction):
+    """An entry's score is its place's and its head's."""
+
+    levels: Any
+    name = "of_heads"
+
+    def score(self, state, stored):
+        return self.levels[:, None] - 0.001 * stored.place.astype(jnp.float32)
+
+
+def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(model, prompts):
+    """Half of its share is each head's own."""
+    for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
+        policy = make_policy(
+            eviction=Adaptive(OfHeads(np.tile(np.float32(levels), (3, 1)))),
+            model=model,
+            ratio=0.4,
+            pinned=0.5,
+        )
+        cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+        np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], [expected] * 3)
 
 
 @pytest.mark.parametrize("when", [{}, {"when": "chunk", "chunk": 20}])

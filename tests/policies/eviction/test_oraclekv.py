@@ -12,8 +12,9 @@ from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample
 from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, SnapKV, make_policy
 from kvjax.policies.budget import whole
-from kvjax.policies.eviction.queries import pooled
 from kvjax.policies.guidance import TEXTS, text, token_ids
+from kvjax.policies.registry import POLICIES, WRAPPERS
+from kvjax.step import Stored
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -31,6 +32,19 @@ def guided_scores(model, prompt, tokens=GUIDANCE, **options):
 def keys_of(model, prompt):
     """Of each layer the prompt's keys, where nothing follows it."""
     return [c.k for c in captured_layers(model, prompt)]
+
+
+def held(cache):
+    """Of each row of the global region keys and values as they are stored."""
+    length, table = np.asarray(cache.layers.length), np.asarray(cache.layers.page_table)
+    ring = caches.ring_pages(cache.window, cache.page_size)
+    pages = np.asarray(cache.pages.pool)
+    return [
+        pages[table[row][ring : ring - (-length[row] // cache.page_size)]].reshape(-1, pages.shape[-1])[
+            : length[row]
+        ]
+        for row in np.ndindex(length.shape)
+    ]
 
 
 def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
@@ -54,31 +68,60 @@ def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
     assert forgot, "the last token of a prompt is one among others"
 
 
-def test_the_smoothing_decides():
-    """The note's example: sums over two rows; alone the first and the third are best, over three neighbours others."""
-    sums = np.array([[0.4, 0.1, 0.3, 0.1], [0.1, 0.1, 0.5, 0.1]]).sum(0)
-    np.testing.assert_allclose(sums, [0.5, 0.2, 0.8, 0.2])
-    assert set(np.argsort(-sums)[:2]) == {0, 2}
-    smooth = np.asarray(pooled(jnp.asarray(sums, jnp.float32)[None, None], 3))[0, 0]
-    np.testing.assert_allclose(smooth, [0.7 / 3, 0.5, 0.4, 1 / 3], atol=1e-6)
-    assert set(np.argsort(-smooth)[:2]) == {1, 2}
+@pytest.mark.parametrize(
+    ("pool", "expected", "best"),
+    [(1, [0.5, 0.2, 0.8, 0.2], {0, 2}), (3, [0.7 / 3, 0.5, 0.4, 1 / 3], {1, 2})],
+)
+def test_the_smoothing_decides(pool, expected, best):
+    """The note's example, a head that guidance of two tokens looks at four entries with: sums over its two rows; alone
+    the first and the third are best, over three neighbours others."""
+    rows = np.array([[0.4, 0.1, 0.3, 0.1, 0.1, 1], [0.1, 0.1, 0.5, 0.1, 0.1, 0.1]])
+    q = np.log(rows) * 6**0.5
+    blank, all_of_them = jnp.zeros((1, 1, 6), jnp.int32), jnp.ones((1, 1, 6), bool)
+    stored = Stored(
+        k=jnp.eye(6)[None, None],
+        v=jnp.zeros((1, 1, 6, 6)),
+        place=jnp.arange(6)[None, None],
+        scored=all_of_them,
+        eligible=all_of_them,
+        forced=~all_of_them,
+        count=blank[..., 0],
+        seen=blank[0, 0, :1],
+        output=jnp.zeros((1, 6, 1)),
+        frequencies=np.zeros(3, np.float32),
+        rope_scale=1.0,
+        layer=blank[0, 0, 0],
+        head=blank[0, 0, :1],
+        planes={},
+        trail=jnp.asarray(q, jnp.float32)[None, None],
+        causal=True,
+    )
+    # the mean over the rows, which their sum is twice
+    score = 2 * np.asarray(OracleKV(observed=2, pool=pool).score((), stored))[0, 0, :4]
+    np.testing.assert_allclose(score, expected, atol=1e-5)
+    assert set(np.argsort(-score)[:2]) == best
 
 
 def test_of_a_whole_budget_nothing_is_changed(model, prompts):
-    """A question is answered as if there had been no guidance, at the positions behind the context, whatever guidance
-    was how long."""
+    """Keys and values are those of a cache that never saw it; a question is answered as if there had been no guidance,
+    at the positions behind the context, whatever guidance was how long."""
     policies = [
         make_policy("full", model=model),
         *(make_policy("oraclekv", model=model, ratio=1.0, guidance=GUIDANCE[:m]) for m in (1, 10)),
     ]
     question = [[5, 6, 7], [8, 9]]
-    answers = []
+    stored, answers = [], []
     for policy in policies:
         cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
         np.testing.assert_array_equal(cache.seen, LENGTHS)
-        answers.append(sample(model, question, policy=policy, cache=cache, max_new_tokens=8).tokens)
-    for answer in answers[1:]:
-        np.testing.assert_array_equal(answer, answers[0])
+        stored.append(held(cache))
+        options = {"max_new_tokens": 8, "logprobs": True}
+        answers.append(sample(model, question, policy=policy, cache=cache, **options))
+    for rows, answer in zip(stored[1:], answers[1:], strict=True):
+        for own, alone in zip(rows, stored[0], strict=True):
+            np.testing.assert_array_equal(own, alone)
+        np.testing.assert_array_equal(answer.tokens, answers[0].tokens)
+        np.testing.assert_array_equal(answer.logprobs, answers[0].logprobs)
 
 
 def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
@@ -106,13 +149,15 @@ def test_questions_leave_the_cache_as_it_is(model, prompts):
 
 
 def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
-    """Ada: as many together, each at least a fifth of its share. Pyramid: kvpress's line, where nothing must stay."""
+    """Ada: as many together, each at least a fifth of its share. Pyramid: kvpress's line, if its last layer has as many
+    entries as the guidance has tokens, and else all the same."""
     lengths = {}
-    for allocation in ("uniform", "ada", "pyramid"):
-        told = {"ratio": 0.5, "guidance": GUIDANCE[:2], "allocation": allocation}
+    for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 2)):
+        allocation = "pyramid" if "pyramid" in name else name
+        told = {"ratio": 0.5, "guidance": GUIDANCE[:m], "allocation": allocation}
         policy = make_policy("oraclekv", model=model, **told)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
-        lengths[allocation] = np.asarray(cache.layers.length)
+        lengths[name] = np.asarray(cache.layers.length)
     share = lengths["uniform"]
     np.testing.assert_array_equal(share[:, 0], 30)
     np.testing.assert_array_equal(lengths["ada"].sum(-1), share.sum(-1))
@@ -120,6 +165,22 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     assert (lengths["ada"] != share).any()
     # low 1.5, high 58.5, of layers on a line
     np.testing.assert_array_equal(lengths["pyramid"][:, 0], np.repeat([[58], [30], [2]], 4, 1))
+    np.testing.assert_array_equal(lengths["a pyramid of too few"], share)
+
+
+def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
+    """However small a budget, a chunk or a window beside the guidance: no place is the guidance's or the newest's."""
+    few = make_policy("oraclekv", model=model, ratio=0.1, guidance=GUIDANCE)
+    cache = prefill(model, [GUIDANCE[:6], prompts[0]], policy=few, page_size=PAGE)
+    assert np.asarray(cache.layers.length)[0, :, 0].tolist() == [1, 6]
+    # a tenth of 20 and of 1: less than the guidance has tokens, as the last chunk is
+    by_chunk = make_policy("snapkv", model=model, ratio=0.1, guidance=GUIDANCE, when="chunk", chunk=20)
+    cache = prefill(model, [prompts[1]], policy=by_chunk, page_size=PAGE)
+    assert np.asarray(cache.layers.length)[0, 0].tolist() == [5] * 4
+    assert make_policy("snapkv", ratio=0.4, guidance=GUIDANCE, when="chunk", chunk=8).plan.looking == 0
+    over = {"admission": "streaming_llm:sink=20", "window": 6, "entries": 15, "guidance": GUIDANCE}
+    cache = prefill(model, prompts, policy=make_policy("snapkv", model=model, **over), page_size=PAGE)
+    np.testing.assert_array_equal(cache.layers.length, 10)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +259,17 @@ def test_the_published_texts_are_here():
     [
         (
             {"name": "knorm", "guidance": GUIDANCE},
-            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv, and what "
-            "is around one of them)",
+            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv, and "
+            "adakv, pyramidkv, critical_kv around one of them)",
         ),
+        (
+            {"name": "adakv", "eviction": "knorm", "guidance": GUIDANCE},
+            "guidance is for methods that look back",
+        ),
+        ({"guidance": None}, "guidance is a text or token ids, at least one, got None"),
+        ({"guidance": 5}, "guidance is a text or token ids, at least one, got 5"),
+        ({"guidance": ["a"]}, "guidance is a text or token ids, at least one, got ['a']"),
+        ({"guidance": {"a": 1}}, "guidance is a text or token ids, at least one, got {'a': 1}"),
         ({"guidance": ""}, "guidance is one of G1, "),
         ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
@@ -218,6 +287,14 @@ def test_what_guidance_cannot_be_is_one_line(model, told, says):
     with pytest.raises(UserError, match=re.escape(says)) as error:
         make_policy(**({"name": "oraclekv", "ratio": 0.5, "model": model} | told))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name", [x for x in POLICIES if x not in ("snapkv", "oraclekv", "tova", "r_kv", *WRAPPERS)]
+)
+def test_what_does_not_look_back_names_what_does(model, name):
+    with pytest.raises(UserError, match="guidance is for methods that look back at the last tokens"):
+        make_policy(name, model=model, ratio=0.5, guidance=GUIDANCE)
 
 
 def test_composed_of_objects_it_needs_guidance():
