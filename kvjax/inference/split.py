@@ -24,8 +24,10 @@ from kvjax.policies.policy import Policy
 SPLITS = "heads", "pages", "auto"
 """auto: by pages if that is worth two collectives a layer (`WORTH`)."""
 WORTH = 8 * 2**20
-"""Bytes that the device with most reads in a layer beyond the mean, from which on it is: a v5e reads them in 10 µs,
-about what two small collectives take."""
+"""Bytes of which a layer's decoding has to read fewer: a v5e reads them in 10 µs, about what two small collectives
+take."""
+ROW = 160 * 2**10
+"""Bytes that a v5e reads while it issues what the shortest row of a kernel takes, 300 bundles."""
 
 _striped = jax.jit(striped, static_argnums=1)
 _by_heads = jax.jit(by_heads, static_argnums=1)
@@ -91,8 +93,12 @@ def split_by_heads(cache: Cache) -> Cache:
 
 
 def excess(entries: Shaped[np.ndarray, "l b k"], entry_bytes: int) -> float:
-    """Bytes that the device whose heads have most reads in a layer beyond the mean of all, by the layers' mean."""
+    """Bytes that the device whose heads have most reads in a layer beyond those of rows split by pages, by the layers'
+    mean. A row takes as long as `ROW` at least: by pages a device has a part of all heads' rows, and its own rings."""
     layers, _, heads = entries.shape
     parts = axis_size(*HEADS)
-    each = entries.reshape(layers, batch_shards(), -1, parts, heads // parts).sum((2, 4)) * entry_bytes
-    return float((each.max(2) - each.mean(2)).max(1).mean())
+    rows = entries.reshape(layers, batch_shards(), -1, parts, heads // parts) * float(entry_bytes)
+    by_heads = np.maximum(rows, ROW).sum((2, 4)).max((1, 2))
+    rings = rows.shape[2] * rows.shape[4] * ROW
+    by_pages = np.maximum(rows / parts, ROW).sum((2, 3, 4)).max(1) + rings
+    return float((by_heads - by_pages).mean())

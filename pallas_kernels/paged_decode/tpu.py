@@ -7,8 +7,8 @@ memory ahead of it. Only pages that hold entries are copied.
 
 Within a long row, a block that is full and the one that is fetched meanwhile, full too, are one run of instructions
 without branches, so that copies are started beside the arithmetic. Other blocks are computed with as far as they hold
-entries, to an eighth or a quarter, with zeros for values that are no entry's: 0 · NaN is NaN. Their arithmetic has no
-branches either, nor what starts the first copies meanwhile: a short row takes little more than its own latencies.
+entries (`EIGHTHS`), with zeros for values that are no entry's: 0 · NaN is NaN. Their arithmetic has no branches either,
+nor what starts the first copies meanwhile: a short row takes little more than its own latencies.
 
 A page's biases come with it, by a copy of the row of lanes that they lie in, or of all their rows. A row that holds
 several pages' is turned until they stand below their logits.
@@ -182,7 +182,8 @@ def _kernel(*refs, sizes: _Sizes):
     def start_first(slot, column, count):
         """The copies of the first pages of a block, without branches."""
         for p in range(beside):
-            # read whether it is needed or not: what depends on the count is the copy alone
+            # read whether it is needed or not, from behind the row's end if need be, where another's table may be
+            # coming: what depends on the count is the copy alone
             pl.when(p < count)(functools.partial(start, slot, p, tables[column + p]))
 
     def start_rest(slot, column, count):

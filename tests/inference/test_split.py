@@ -12,7 +12,7 @@ from kvjax.cache.stripes import own_pages
 from kvjax.errors import UserError
 from kvjax.inference.page_counts import pages_in_use
 from kvjax.inference.saving import load_cache, save_cache
-from kvjax.inference.split import WORTH, excess, split_by_heads
+from kvjax.inference.split import ROW, WORTH, excess, split_by_heads
 from kvjax.mesh import make_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, Random, SnapKV, make_policy
@@ -225,7 +225,9 @@ def test_what_is_split_by_pages_and_when(monkeypatch):
         assert not sampling.prefill(model, PROMPTS, policy=policy, split="auto").striped
         entries = np.zeros((2, 1, 4), int)
         entries[0, 0] = 800, 0, 400, 400
-        assert excess(entries, 10) == (800 - 400) * 10 / 2
+        # 800 against a quarter of all, of which an empty row is one as well; and a ring's row beside them
+        layers = 800 - (200 + 1 + 100 + 100 + 1), 1 - (4 + 1)
+        assert excess(entries, ROW) == sum(layers) * ROW / 2
         entries[:, 0, 1] = 2 * WORTH
         assert excess(entries, 1) > WORTH
         monkeypatch.setattr("kvjax.inference.split.device_bytes", lambda *, free: 0)

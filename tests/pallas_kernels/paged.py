@@ -20,6 +20,7 @@ SHAPES = {  # b, n, k, t, h, page, columns, ring pages
     "no ring": (1, 4, 2, 8, 96, 24, 7, 0),
     "page of one": (2, 2, 1, 3, 64, 1, 40, 5),
     "chunk": (1, 2, 1, 130, 32, 16, 20, 1),
+    "parts": (2, 8, 4, 1, 64, 64, 17, 1),
 }
 
 

@@ -106,6 +106,13 @@ def test_any_lengths(implementation, shape, ring, new, chosen, data, seed):
     check(implementation, SHAPES[shape], *draw_lengths(data, SHAPES[shape]), seed, ring, new, chosen)
 
 
+def test_a_block_is_computed_as_far_as_it_has_entries():
+    """On a TPU, of its 16 pages up to 4, 6, 8 or all: at every end of these, and with pages that are full."""
+    ring, length = np.array([0, 37]), np.array([[1, 256, 257, 1023], [320, 384, 449, 0]])
+    for stored in (length, length[::-1, ::-1] // 64 * 64):
+        check("tpu", SHAPES["parts"], ring, stored, 0)
+
+
 @pytest.mark.parametrize("implementation", OTHERS)
 def test_what_is_outside_is_clipped_and_what_one_row_holds_stays_there(implementation):
     """Columns outside the pool read its nearest page, lengths past the columns end with them, and a NaN that one row

@@ -114,6 +114,7 @@ BUGS = {
     "tables not awaited": ("table_copy(row).wait()", "None"),
     "a block too far ahead": ("(0, SLOTS - 1, fetch", "(0, SLOTS, fetch"),
     "a table read where another comes": ("begin = ((row - first_row)", "begin = ((row + 1 - first_row)"),
+    "a part that is too small": ("(left > part)", "(left > part + 1)"),
     "values behind a page's entries": ("jnp.where(place < stored, x, jnp.zeros_like(x))", "x"),
     "pages not copied read": ("jnp.where(index * block + p < pages, v[p], 0)", "v[p]"),
     "the blocks of a long row one off": ("column_of(row, begin + SLOTS - 1", "column_of(row, begin + SLOTS"),
@@ -124,12 +125,12 @@ BUGS = {
 
 def interpreted(kernel, interpret) -> float:
     """Two cores of six rows: empty ones, of several blocks, of one page, of more blocks than slots; more rows than
-    tables; copies of a block that are not started beside the arithmetic, in groups and alone; NaN wherever nothing is
-    stored."""
-    kernel.BLOCK_BYTES, kernel.GROUP, kernel._cores = 1 << 15, 2, lambda rows: 2
-    b, k, h, page, columns, ring_pages = 2, 6, 32, 8, 88, 3
+    tables, one of which is full up to its end; parts of a block, and copies of it that are not started beside the
+    arithmetic, in groups and alone; NaN wherever nothing is stored."""
+    kernel.BLOCK_BYTES, kernel.GROUP, kernel._cores = 1 << 16, 2, lambda rows: 2
+    b, k, h, page, columns, ring_pages = 2, 6, 32, 16, 128, 12
     rng = np.random.default_rng(0)
-    length = np.array([[0, 232, 3, 8, 0, 677], [17, 128, 0, 680, 1, 0]])
+    length = np.array([[0, 395, 3, 16, 0, 1299], [17, 448, 0, 1856, 1, 140]])
     ring_length = np.array([0, 13])
     stored = np.zeros((b, k, columns * page), bool)
     for row in np.ndindex(b, k):
