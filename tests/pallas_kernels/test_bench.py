@@ -77,6 +77,7 @@ def test_the_whole_gpu_path(tmp_path, capsys):
     assert "cuDNN is not detected" in table
 
 
+@pytest.mark.thorough
 def test_a_wrong_result_stops_it(monkeypatch, tmp_path, capsys):
     right = api.IMPLEMENTATIONS["xla"]
     monkeypatch.setitem(

@@ -25,7 +25,7 @@ few = settings(max_examples=6, deadline=None, derandomize=True, database=None)
 
 ALL, NOT_ON_TPU = OTHERS, ["xla", "gpu"]
 CASES = [  # with a ring, with new, with selected pages
-    (implementation, shape, *rest)
+    pytest.param(implementation, shape, *rest, marks=pytest.mark.thorough if "tiles" in shape else ())
     for shape, *rest, implementations in [
         ("one", True, True, False, ALL),
         ("several tiles", True, True, False, ALL),

@@ -57,7 +57,7 @@ def test_a_few_heads_at_a_time(case, monkeypatch):
     assert_attention_close(call("tpu"), call("reference"))
 
 
-@pytest.mark.parametrize("s", [640, 650])
+@pytest.mark.parametrize("s", [pytest.param(640, marks=pytest.mark.thorough), 650])
 def test_gradients(s, monkeypatch):
     """None for keys that nobody sees, though there is NaN in them."""
     monkeypatch.setattr(tpu_gather, "SMALL", 0)
