@@ -14,6 +14,7 @@ PARAMETERS = {
     "llama-3.2-3b": 3.21e9,
     "llama-3.1-8b": 8.03e9,
     "llama-3.1-70b": 70.6e9,
+    "mistral-7b-instruct-v0.2": 7.24e9,
     "qwen2.5-7b": 7.61e9,
     "qwen2.5-7b-instruct-1m": 7.61e9,
     "qwen3-4b": 4.02e9,
