@@ -219,6 +219,9 @@ def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
     wanted = (c.num_layers, c.num_kv_heads, c.head_dim)
     if made_for != wanted:
         raise UserError(f"the cache is for (layers, kv heads, head_dim) = {made_for}, the model has {wanted}")
+    held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.embed.dtype))
+    if held != own:
+        raise UserError(f"the cache has entries in {held}, the model is in {own}")
     # of a cache that is all in its rings they grow
     in_rings = cache.window < policy.window and int(np.asarray(cache.seen).max()) < cache.window
     if cache.window != policy.window and not in_rings:

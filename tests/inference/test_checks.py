@@ -2,19 +2,25 @@
 
 import inspect
 
+import jax.numpy as jnp
 import jaxtyping
 import pytest
 
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.mesh import make_mesh
+from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from tests.policies.captured import PAGE
-from tests.tiny_models import tiny_model, tiny_sink_gates
+from tests.tiny_models import filled, tiny_config, tiny_model, tiny_sink_gates
 
 ENTRIES = 24
+
+
+def in_halves():
+    with use_mesh():
+        return filled(tiny_config(), jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +39,10 @@ ENTRIES = 24
         (
             lambda m: sampling.sample(m, [[1]], cache=sampling.prefill(tiny_model(num_layers=2), [[1]])),
             r"the cache is for \(layers, kv heads, head_dim\) = \(2, 4, 8\), the model has \(3, 4, 8\)",
+        ),
+        (
+            lambda m: sampling.sample(m, [[1]] * 2, cache=sampling.prefill(in_halves(), [[1]]), share=True),
+            "the cache has entries in bfloat16, the model is in float32",
         ),
         (lambda m: sampling.sample(m, ["text"]), "must be token ids"),
         (lambda m: sampling.sample(m, [[1, 61]]), r"token id 61, the model's vocabulary is 0 … 60"),
