@@ -8,9 +8,9 @@
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
 Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
-export, evaluate, generate, plan, convert. Files: step: what a layer shows methods; top: selection of the best scores;
-struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files;
-chat_template: what a chat template puts around a text; plugins: what other packages bring.
+export, evaluate, generate, plan, convert, policies, cache. Files: step: what a layer shows methods; top: selection of
+the best scores; struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole
+files; chat_template: what a chat template puts around a text; plugins: what other packages bring.
 """
 
 import importlib
@@ -34,6 +34,7 @@ _HOME = {
     "PrefixStore": "kvjax.inference.prefix_store",
     "save_cache": "kvjax.inference.saving",
     "load_cache": "kvjax.inference.saving",
+    "saved_bytes": "kvjax.inference.saving",
     "stats": "kvjax.cache",
     "make_mesh": "kvjax.mesh",
     "CapacityError": "kvjax.cache",
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from kvjax.errors import UserError
     from kvjax.inference.prefix_store import PrefixStore
     from kvjax.inference.sampling import logits, prefill, sample, stream
-    from kvjax.inference.saving import load_cache, save_cache
+    from kvjax.inference.saving import load_cache, save_cache, saved_bytes
     from kvjax.inference.session import Session
     from kvjax.inference.warm_up import warm_up
     from kvjax.mesh import make_mesh

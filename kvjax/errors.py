@@ -65,7 +65,7 @@ def named_arguments(
     other libraries and what they are here, `where` what it is called where that is not its name."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = [name for name in inspect.signature(function).parameters if name != "self"]
+        known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
         called = where or getattr(function, "__name__", "")
 
         @functools.wraps(function)

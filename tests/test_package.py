@@ -3,8 +3,10 @@
 import importlib.util
 import inspect
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,6 +99,15 @@ def test_one_command_for_all(args, code, says):
     assert done.returncode == code
     assert says in done.stdout + done.stderr
     assert set(COMMANDS) == {name for name in MODULES if importlib.util.find_spec(f"kvjax.{name}")}
+
+
+def test_every_command_is_named_and_tried():
+    """In the package's docstring, and by what every change must pass."""
+    root = Path(__file__).parent.parent
+    named = re.search(r"Commands: ([\w,\s]+)\.", kvjax.__doc__)[1]
+    assert set(re.split(r",\s+", named)) == set(COMMANDS)
+    tried = re.search(r"for program in kvjax\.\{([\w,]+)\}", (root / ".ci" / "run").read_text())[1]
+    assert set(tried.split(",")) == set(COMMANDS)
 
 
 MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policies", "cache"

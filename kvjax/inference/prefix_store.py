@@ -44,11 +44,11 @@ class PrefixStore:
 
     Args:
         folder: made if it is not there.
-        limit: bytes of all entries ("2GiB").
+        limit: bytes of all entries ("2GiB"). One that is being written is beside them until it is whole.
         entries: "exact" or "int8", as in `kvjax.save_cache`.
 
     Raises:
-        UserError: a folder that cannot be written, or what is no size.
+        UserError: a folder that cannot be made or written, what is no size, or no such `entries`.
     """
 
     @named_arguments()
@@ -78,8 +78,19 @@ class PrefixStore:
         page_size: int | None = None,
         chunk: int = CHUNK,
     ) -> Cache:
-        """The cache of these contexts: from the store, or as `kvjax.prefill` makes it, which is then stored. Arguments
-        and errors are as there. A cache larger than the store's limit is not stored, which is said."""
+        """The cache of these contexts: from the store, or as `kvjax.prefill` makes it, which is then stored.
+
+        What cannot be stored is returned all the same, with a warning (`kvjax.errors.Doubt`) of one line that says why:
+        a cache larger than the limit, a disk that is full, a folder that can no longer be written.
+
+        Args:
+            model, tokens, tokenizer, policy, page_size, chunk: as of `kvjax.prefill`. A context is found again by the
+                same tokens, weights, policy and page size, in the same version of kvjax.
+
+        Raises:
+            UserError: as `kvjax.prefill` of its arguments; a run of several processes.
+            CapacityError: the context's cache does not fit into the devices' memory.
+        """
         check_arguments("PrefixStore.prefill", model, policy)
         policy = make_policy("full") if policy is None else policy
         rows = token_rows(model, tokens_of(tokens, tokenizer, "beginning"))
@@ -94,35 +105,44 @@ class PrefixStore:
                 os.utime(entry / DESCRIPTION)
             return cache
         except UserError:
-            damaged = entry.is_dir()
+            damaged = os.path.isdir(entry)  # False where it cannot be looked at
         cache = prefill(model, rows, policy=policy, page_size=page_size, chunk=chunk)
-        self._keep(entry, cache, model, policy, damaged)
+        if why := self._keep(entry, cache, model, policy, damaged):
+            warnings.warn(f"PrefixStore: {why}", Doubt, stacklevel=3)
         return cache
 
-    def _keep(self, entry: Path, cache: Cache, model: Decoder, policy: Policy, damaged: bool) -> None:
-        """Store a cache, in place of an entry that is `damaged`."""
-        size = saved_bytes(cache, model, policy, entries=self.entries)
-        if size > self.limit:
-            warnings.warn(
-                f"PrefixStore: this context takes {size / 2**20:.2f} MiB, {self.folder} has a limit of "
-                f"{self.limit / 2**20:.2f} MiB: it is not stored",
-                Doubt,
-                stacklevel=3,
-            )
-            return
-        self._make_room(size)
+    def _keep(self, entry: Path, cache: Cache, model: Decoder, policy: Policy, damaged: bool) -> str:
+        """Store a cache, in place of an entry that is `damaged`. Else why not, and all others stay: it is larger than
+        the limit, alone or with what describes it, or nothing can be written."""
+        if (size := saved_bytes(cache, model, policy, entries=self.entries)) > self.limit:
+            return self._too_large(size)
+        whole = self.folder
         try:
             with partial_folder(entry) as partial:
-                save_cache(partial / "cache", cache, model, policy, entries=self.entries)
+                whole = partial / "cache"
+                save_cache(whole, cache, model, policy, entries=self.entries)
                 if damaged:
                     # at once: whoever reads it finds files missing and reads the context for itself
                     with contextlib.suppress(OSError):
                         entry.rename(partial / "damaged")
+                if (size := _bytes(whole)) > self.limit:
+                    return self._too_large(size)
+                self._make_room(size)
                 with contextlib.suppress(OSError):  # another process was first
-                    (partial / "cache").rename(entry)
+                    whole.rename(entry)
+            self._make_room(0)
         except OSError as error:
-            raise UserError(f"PrefixStore: {self.folder} cannot be written ({error.strerror})") from None
-        self._make_room(0)
+            return f"{self.folder} cannot be written ({error.strerror or error}): this context is not stored"
+        except UserError as error:
+            # of the place alone: what is wrong with a cache `saved_bytes` has refused
+            return f"{self.folder}: {str(error).removeprefix(f'{whole}: ')}: this context is not stored"
+        return ""
+
+    def _too_large(self, size: int) -> str:
+        return (
+            f"this context takes {size / 2**20:.2f} MiB, {self.folder} has a limit of {self.limit / 2**20:.2f} MiB: it "
+            "is not stored"
+        )
 
     def _make_room(self, size: int) -> None:
         """Remove what killed processes left, and the entries used longest ago until there is room for so many bytes
@@ -147,7 +167,7 @@ class PrefixStore:
                 continue
             with contextlib.suppress(OSError):  # one that goes meanwhile
                 last = (entry / DESCRIPTION).stat().st_mtime
-                found.append((last, sum(x.stat().st_size for x in entry.rglob("*") if x.is_file()), entry))
+                found.append((last, _bytes(entry), entry))
         return found
 
     @property
@@ -163,11 +183,19 @@ class PrefixStore:
         return f"PrefixStore({str(self.folder)!r}: {len(self)} contexts, {used:.2f} of {limit:.2f} MiB)"
 
 
+def _bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def _key(
     model: Decoder, policy: Policy, rows: list[np.ndarray], page_size: int, chunk: int, entries: str
 ) -> str:
-    """A digest of all that a saved cache depends on."""
-    known = hashlib.sha256(repr((FORMAT, page_size, entries, np.dtype(model.embed.dtype).name)).encode())
+    """A digest of all that a saved cache depends on; also of the version, as another one may compute otherwise."""
+    from kvjax import __version__
+
+    dtype = np.dtype(model.embed.dtype).name
+    known = hashlib.sha256(repr((FORMAT, __version__, page_size, entries, dtype)).encode())
     known.update(repr(chunk if policy.admission.whole_calls else None).encode())
     known.update(contents(model).encode())
     with use_mesh(model):

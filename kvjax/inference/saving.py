@@ -68,8 +68,9 @@ def save_cache(
         Bytes of the arrays that were written.
 
     Raises:
-        UserError: a cache of another model or policy, a folder with other things in it or that cannot be written, or a
-            disk without room.
+        UserError: a cache of another model or policy, or of branches that a mesh's devices have unequally many of; no
+            cache, model, policy or path, or no such `entries`; a folder with other things in it or that cannot be
+            written, or a disk without room; a run of several processes.
     """
     return write_cache(path, cache, model, policy, entries, {})
 
@@ -148,8 +149,14 @@ def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -
     return split_by_heads(settled(cache, policy.continuing)), policy
 
 
+@named_arguments()
 def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
-    """Bytes that `save_cache` would write, by the cache's lengths alone. Raises UserError as it does of the cache."""
+    """Bytes of the arrays that `save_cache` would write, by the cache's lengths alone; files that describe them come on
+    top.
+
+    Raises:
+        UserError: as `save_cache`, of the cache, its model and policy, and `entries`.
+    """
     _check_arguments("saved_bytes", cache, model, policy, entries)
     with use_mesh(model):
         shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy)[0])

@@ -157,18 +157,26 @@ class Session:
         other.messages, other.tokens, other._parts = self.messages[:], self.tokens[:], self._parts[:]
         return other
 
+    @named_arguments(where="Session.save")
     def save(self, path: str | Path) -> int:
         """Write it into a folder, for `load`: as `kvjax.save_cache`, which says what is returned and raised."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
         return write_cache(path, self._begun("save"), self.model, self.policy, "exact", {TURNS: turns})
 
     @classmethod
+    @named_arguments(where="Session.load")
     def load(
         cls, path: str | Path, model: Decoder, policy: Policy | None = None, tokenizer: Any = None
     ) -> "Session":
-        """The conversation that `save` wrote. model, policy: as of `kvjax.load_cache`, which says what is refused.
+        """The conversation that `save` wrote.
 
-        Raises UserError also for a saved cache that is no conversation.
+        Args:
+            model, policy: as of `kvjax.load_cache`.
+            tokenizer: the one that it was held with, from `kvjax.load`: what is said next is read behind what its chat
+                template made of the turns before.
+
+        Raises:
+            UserError: no tokenizer, a saved cache that is no conversation, or one that `kvjax.load_cache` refuses.
         """
         session = cls(model, policy, tokenizer)
         cache, found = read_cache(path, model, policy)

@@ -217,20 +217,25 @@ def gone_over(kernel: Kernel, program: Any, blocks: Blocks) -> dict[str, Counted
     return found
 
 
+@functools.cache
+def forward_pass(compile: Compiler) -> tuple[dict[str, Counted], Counted]:
+    """Its tiles, and a turn of the far list's loop. Compiled once: what is compiled again is not dumped again."""
+    end = jax.ShapeDtypeStruct((1, HEADS, S), jnp.int32)
+    kernels, program = compile(attend, Q, K, K, end)
+    blocks = blocks_of(N // HEADS, T, S, Q.dtype)
+    tiles = walked(kernels("vertical_slash"), program, blocks, rows_of(compile.chip))
+    # with what a turn takes that fills a block, which only as many do as keys are kept
+    turn = Tile(kernels("far_list").loop(depth=1, turns=1), 0)
+    return tiles, Counted(turn, None, program)
+
+
 def vertical_slash_rows(compile: Compiler) -> Iterator[dict]:
     group, square = N // HEADS, Shape((1, HEADS, SQUARE, H))
     end, square_end = (jax.ShapeDtypeStruct((1, HEADS, x), jnp.int32) for x in (S, SQUARE))
     rows = rows_of(compile.chip)
-    kernels, program = compile(attend, Q, K, K, end)
-    ours = {"forward": walked(kernels("vertical_slash"), program, blocks_of(group, T, S, Q.dtype), rows)}
-    # with what a turn takes that fills a block, which only as many do as keys are kept
-    turn = Tile(kernels("far_list").loop(depth=1, turns=1), 0)
-    yield compile.row(
-        f"vertical_slash, far list, {TILE} keys",
-        "HBM",
-        Counted(turn, None, program),
-        from_memory(compile.chip),
-    )
+    tiles, turn = forward_pass(compile)
+    ours = {"forward": tiles}
+    yield compile.row(f"vertical_slash, far list, {TILE} keys", "HBM", turn, from_memory(compile.chip))
     kernels, program = compile(functools.partial(gradient, attend), Q, K, K, end)
     with jax.set_mesh(tpu_mesh(compile.chip)):
         blocks = blocks_of_gradient(group, T, S, Q.dtype)
@@ -339,10 +344,7 @@ def running_topk_rows(compile: Compiler) -> Iterator[dict]:
     ours, theirs = Counted(Tile(bundles, 0), None, program), Counted(Tile(cycles, 0), None, None)
     yield compile.row(f"running_topk, a key of {TOPK}", "XLA", ours, theirs)
 
-    end = jax.ShapeDtypeStruct((1, HEADS, S), jnp.int32)
-    kernels, program = compile(attend, Q, K, K, end)
-    blocks = blocks_of(N // HEADS, T, S, Q.dtype)
-    tile = walked(kernels("vertical_slash"), program, blocks, rows_of(compile.chip))["full"].whole
+    tile = forward_pass(compile)[0]["full"].whole
     assert tile is not None
     for s in COUNTED:
         rank = jax.ShapeDtypeStruct((1, HEADS, s), jnp.int32)

@@ -1,5 +1,8 @@
 """A store of contexts: what is found in it, what goes first, and what killed and competing writers leave."""
 
+import errno
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,7 @@ from kvjax.errors import Doubt, UserError
 from kvjax.inference import prefix_store
 from kvjax.inference.prefix_store import PrefixStore
 from kvjax.inference.sampling import prefill, sample
+from kvjax.inference.saving import saved_bytes
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -76,6 +80,85 @@ def test_what_was_used_longest_ago_goes_first(model, tmp_path, reads):
     assert not reads
     store.prefill(model, [CONTEXTS[1]])
     assert len(reads) == 1
+
+
+def test_one_that_is_too_large_with_its_description_takes_no_other_s_place(model, tmp_path, reads):
+    """A limit between its arrays and its folder, in which shorter ones fit."""
+    short, long = [CONTEXTS[0][:20]], [CONTEXTS[1]]
+    alone = PrefixStore(tmp_path / "alone")
+    arrays, folder = saved_bytes(alone.prefill(model, long), model), alone.nbytes
+    store = PrefixStore(tmp_path / "store")
+    store.limit = (arrays + folder) // 2
+    store.prefill(model, short)
+    assert len(store) == 1
+    for _ in range(2):
+        with pytest.warns(Doubt, match=r"this context takes .* has a limit of .*: it is not stored"):
+            assert store.prefill(model, long).seen.tolist() == [50]
+        assert len(store) == 1
+    assert not list(store.folder.glob(".*"))
+    del reads[:]
+    store.prefill(model, short)
+    assert not reads
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def half_written(path, *_, **__):
+    (path / "arrays-0123abcd").mkdir(parents=True)
+    full_disk()
+
+
+STOPPED = {
+    "a disk that is full": (
+        "kvjax.inference.prefix_store.save_cache",
+        half_written,
+        "No space left on device",
+    ),
+    "a disk that fills": ("kvjax.inference.saving.write_text", full_disk, "No space left on device"),
+    "a disk with little room": (
+        "shutil.disk_usage",
+        lambda _: shutil._ntuple_diskusage(9, 8, 1),
+        "the disk is full",
+    ),
+    "no right to write": ("os.access", lambda *_: False, "is no folder to write in"),
+    "no right to make folders": (
+        "kvjax.inference.prefix_store.partial_folder",
+        lambda _: (_ for _ in ()).throw(PermissionError(errno.EACCES, os.strerror(errno.EACCES))),
+        "Permission denied",
+    ),
+}
+
+
+@pytest.mark.parametrize("stop", STOPPED)
+def test_a_context_that_cannot_be_stored_is_returned_all_the_same(model, tmp_path, reads, monkeypatch, stop):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    name, stopped, said = STOPPED[stop]
+    with monkeypatch.context() as patched:
+        patched.setattr(name, stopped)
+        with pytest.warns(Doubt, match=said) as caught:
+            cache = store.prefill(model, CONTEXTS[1:2])
+    (line,) = [str(x.message) for x in caught]
+    assert line.startswith(f"PrefixStore: {tmp_path}")
+    assert line.endswith("this context is not stored")
+    assert "\n" not in line
+    assert cache.seen.tolist() == [50]
+    assert not list(tmp_path.glob(".*"))
+    del reads[:]
+    store.prefill(model, CONTEXTS[:1])
+    assert not reads
+    store.prefill(model, CONTEXTS[1:2])
+    assert len(reads) == 1
+    assert len(store) == 2
+
+
+def test_another_version_reads_for_itself(model, tmp_path, reads, monkeypatch):
+    for version in ("1", "2", "1"):
+        monkeypatch.setattr(kvjax, "__version__", version)
+        PrefixStore(tmp_path).prefill(model, CONTEXTS[:1])
+    assert len(reads) == 2
 
 
 def test_a_damaged_entry_is_made_again(model, tmp_path, reads):

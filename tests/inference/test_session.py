@@ -180,6 +180,13 @@ def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path, monkeypa
             what()
     with pytest.raises(UserError, match="has no argument 'max_length'"):
         session.say("a", max_length=3)
+    with pytest.raises(UserError, match=r"Session\.save has no argument 'paths'; it has path"):
+        session.save(paths=tmp_path)
+    with pytest.raises(
+        UserError, match=r"Session\.load has no argument 'tokeniser'; .* nearest: tokenizer"
+    ) as caught:
+        Session.load(tmp_path, model, policy, tokeniser=tokenizer)
+    assert "it has path, model, policy, tokenizer" in str(caught.value)
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
     with pytest.raises(UserError, match="a cache that is no conversation"):
         Session.load(tmp_path / "cache", model, policy, tokenizer)

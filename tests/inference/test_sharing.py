@@ -41,6 +41,18 @@ def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model,
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache), before)
 
 
+@pytest.mark.parametrize("name", ["r_kv", "wgkv"])
+def test_another_question_beside_it_changes_no_bit_of_a_branch_s_answer(model, name):
+    policy = policies(model)[name]()
+    cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
+    asked, beside, other = QUESTIONS[2], QUESTIONS[2][::-1], (QUESTIONS[2] + 1) % 61
+    options = {"policy": policy, "cache": cache, "share": True, "logprobs": True} | OPTIONS
+    one, another = (sample(model, [asked, row], **options) for row in (beside, other))
+    np.testing.assert_array_equal(one.tokens[0], another.tokens[0])
+    np.testing.assert_array_equal(one.logprobs[0], another.logprobs[0])
+    assert (one.logprobs[1] != another.logprobs[1]).any()
+
+
 def test_sixteen_questions_take_little_more_than_one(model):
     policy, questions = make_policy("full"), [RANDOM.integers(0, 61, 4) for _ in range(16)]
     cache = prefill(model, [np.tile(CONTEXTS[0], 30)], policy=policy)
