@@ -113,7 +113,7 @@ def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, over
         # 31 of 62 are the first half that holds what always stays
         ({"ratio": 0.5}, 31, [60, 61, 31, 32, 32, 33, 33]),
         # 62 tokens are only what looks back; nothing before them scores so high
-        pytest.param({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62], marks=pytest.mark.thorough),
+        ({"threshold": 1.0}, 62, [60, 61, 62, 63, 62, 63, 62]),
     ],
 )
 def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):

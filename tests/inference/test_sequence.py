@@ -57,15 +57,7 @@ BOTH = {"tensor": 2, "sequence": 2}
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("adakv", BOTH),
-        *(
-            pytest.param(name, shape, marks=pytest.mark.thorough)
-            for shape in ({"sequence": 2}, BOTH)
-            for name in POLICIES
-            if (name, shape) != ("adakv", BOTH)
-        ),
-    ],
+    [(name, shape) for shape in ({"sequence": 2}, BOTH) for name in POLICIES],
     ids=str,
 )
 def test_what_is_kept_and_said_is_one_device_s(name, shape):
@@ -116,7 +108,7 @@ def test_only_heads_and_outputs_change_places(tokens):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param({"sequence": 2}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2, "sequence": 2}],
+    [{"sequence": 2}, {"fsdp": 2, "tensor": 2, "sequence": 2}],
     ids=str,
 )
 def test_what_is_captured_is_one_device_s(shape):

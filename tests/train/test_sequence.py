@@ -114,11 +114,11 @@ def temporaries(name, length, **shape):
 @pytest.mark.parametrize(
     ("name", "most"),
     [
-        pytest.param("wgkv", 0.28, marks=pytest.mark.thorough),
-        pytest.param("uptrain", 0.28, marks=pytest.mark.thorough),
-        pytest.param("sparsify", 0.38, marks=pytest.mark.thorough),
+        ("wgkv", 0.28),
+        ("uptrain", 0.28),
+        ("sparsify", 0.38),
         ("prulong", 0.28),
-        pytest.param("duo_attention", 0.28, marks=pytest.mark.thorough),
+        ("duo_attention", 0.28),
     ],
 )
 def test_four_devices_take_about_a_quarter_of_the_memory_each(name, most):

@@ -149,10 +149,7 @@ def test_the_input_is_the_layers_own(teacher):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "teacher",
-    [pytest.param(x, marks=() if x == "reconstruction" else pytest.mark.thorough) for x in TEACHERS],
-)
+@pytest.mark.parametrize("teacher", TEACHERS)
 def test_a_mesh_gives_the_same_targets(teacher):
     """Of sequences and heads."""
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):

@@ -15,7 +15,7 @@ def alone():
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "shape",
-    [pytest.param(MeshShape(fsdp=8), marks=pytest.mark.thorough), MeshShape(fsdp=2, tensor=4)],
+    [MeshShape(fsdp=8), MeshShape(fsdp=2, tensor=4)],
     ids=str,
 )
 def test_every_mesh_finds_the_same(alone, shape):

@@ -185,7 +185,7 @@ def test_every_gate_has_a_gradient(form, inputs):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("when", "files"),
-    [pytest.param(THIRD_SHARD, 4, marks=pytest.mark.thorough), (SECOND_SAVE, 8)],
+    [(THIRD_SHARD, 4), (SECOND_SAVE, 8)],
     ids=["targets", "gates"],
 )
 def test_a_run_that_is_killed_ends_like_one_that_is_not(when, files, whole, tmp_path):

@@ -108,9 +108,7 @@ AT = step(np.arange(LENGTH)[None])
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("decay", "sink", "window"), [(True, 2, 13), pytest.param(False, 9, 6, marks=pytest.mark.thorough)]
-)
+@pytest.mark.parametrize(("decay", "sink", "window"), [(True, 2, 13), (False, 9, 6)])
 def test_of_equal_scores_age_decides(model, decay, sink, window):
     """Where scores fall, the last tokens are kept, as if the window were longer; else the first ones, as sinks are."""
     policy = made(model, decay=decay)
