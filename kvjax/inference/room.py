@@ -320,11 +320,16 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     between = question + max(plan.moment.every, 1)
     share = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
     budget = np.full(cache.layers.length.shape, -(-int(share + between) // cache.page_size) + 1)
-    planned = int(by_own_heads(cache, budget + rings_pages(cache, tokens)).max())
+    planned = by_own_heads(cache, budget + rings_pages(cache, tokens))
     if cache.pages.others is not None:
-        # what a branch keeps it may have to copy, and its siblings hold the rest
-        return used + planned
-    return min(need, max(planned, used + more_pages(cache, between)))
+        # what a branch keeps it may have to copy, and its siblings hold the rest: heads that share a budget may keep
+        # all of it on one device, but no more than is theirs
+        if plan.shares.over != "head":
+            planned = planned.sum(1, keepdims=True)
+        longest = -(-(np.asarray(cache.layers.length) + tokens) // cache.page_size)
+        theirs = by_own_heads(cache, longest + rings_pages(cache, tokens))
+        return used + int(np.minimum(planned, theirs).max())
+    return min(need, max(int(planned.max()), used + more_pages(cache, between)))
 
 
 def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:

@@ -111,6 +111,26 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
     assert int(np.asarray(last.layers.length)[:, :2].sum()) == int(np.asarray(last.layers.length).sum())
 
 
+@pytest.mark.parametrize("over", ["layer", pytest.param("model", marks=pytest.mark.thorough)])
+def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_it(over):
+    """Of heads with unequal keys, all of the budget goes to one device's."""
+    with jax.set_mesh(make_mesh(tensor=2)):
+        model = tiny_model(qk_norm=False)
+        of_heads = np.array([1e-3, 1e-3, 1, 1], np.float32)
+        model.layers.k[...] = model.layers.k[...] * of_heads[:, None]
+        policy = make_policy(
+            "adakv", model=model, eviction="knorm", entries=130, over=over, when="position", every=8
+        )
+        cache = prefill(model, [np.tile(CONTEXTS[0], 6)], policy=make_policy("full"), page_size=PAGE)
+        options = {"policy": policy, "cache": cache} | OPTIONS
+        questions = [*QUESTIONS] * 4
+        together = sample(model, questions, share=True, **options)
+        for place, question in enumerate(QUESTIONS):
+            alone = sample(model, [question], **options)
+            np.testing.assert_array_equal(together.tokens[place::3], np.tile(alone.tokens, (4, 1)))
+        assert alone.stats.entries[..., :2].sum() > 0.8 * alone.stats.entries.sum()
+
+
 def test_a_stated_capacity_is_a_bound_for_branches_too(model):
     cache = prefill(model, CONTEXTS[:1], policy=make_policy("full"), capacity=80, page_size=PAGE)
     with pytest.raises(CapacityError, match="policy full needs"):
