@@ -50,8 +50,8 @@ GROUP = 8
 """Most of its other copies that are started at once."""
 EIGHTHS = 2, 3, 4, 8
 """A block that is not full is computed with whole, or as many first eighths of it as hold its entries."""
-STEP_ROWS = 16
-"""About how many rows share a grid step."""
+STEP_ROWS = 128
+"""Most rows that share a grid step, each of which takes instructions of its own."""
 STEP_BYTES = 1 << 21
 """Most bytes of their queries, of which VMEM holds two steps', and as many outputs."""
 COLUMNS = 49152

@@ -323,7 +323,7 @@ def test_cycles_by_what_is_issued(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 def test_decoding_waits_for_memory_alone():
     """In a long row, all that is issued counted; at pages of 64 for half of the time. A row of 300, with its beginning
-    and end, takes twice as long there."""
+    and end, takes less than twice as long there."""
     found = static.tpu_rows("v6e", "paged_decode")
     found = [row for row in found if row["rival"] == "HBM"]
     long = [row for row in found if "512 keys" in row["op"]]
@@ -334,7 +334,7 @@ def test_decoding_waits_for_memory_alone():
             assert row["whole"] < 0.5 * row["rival_bundles"]
     for row in found:
         if row not in long and "page 16" not in row["op"]:
-            assert row["bundles"] < row["whole"] < 2.05 * row["rival_bundles"]
+            assert row["bundles"] < row["whole"] < 2 * row["rival_bundles"]
     assert all(row["temp_bytes"] == 0 for row in found)
 
 

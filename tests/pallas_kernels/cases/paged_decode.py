@@ -124,10 +124,10 @@ BUGS = {
 
 
 def interpreted(kernel, interpret) -> float:
-    """Two cores of six rows: empty ones, of several blocks, of one page, of more blocks than slots; more rows than
-    tables, one of which is full up to its end; parts of a block, and copies of it that are not started beside the
-    arithmetic, in groups and alone; NaN wherever nothing is stored."""
-    kernel.BLOCK_BYTES, kernel.GROUP, kernel._cores = 1 << 16, 2, lambda rows: 2
+    """Two cores of six rows, three a step: empty ones, of several blocks, of one page, of more blocks than slots; more
+    rows than tables, one of which is full up to its end; parts of a block, and copies of it that are not started beside
+    the arithmetic, in groups and alone; NaN wherever nothing is stored."""
+    kernel.BLOCK_BYTES, kernel.GROUP, kernel.STEP_ROWS, kernel._cores = 1 << 16, 2, 3, lambda rows: 2
     b, k, h, page, columns, ring_pages = 2, 6, 32, 16, 128, 12
     rng = np.random.default_rng(0)
     length = np.array([[0, 395, 3, 16, 0, 1299], [17, 448, 0, 1856, 1, 140]])
