@@ -254,7 +254,7 @@ def begin(
     policy = narrowed(
         policy, (max_tokens or longest) + (0 if policy.plan is None else policy.plan.read_behind)
     )
-    tokens = [row.size + room for row in rows]
+    tokens = [max_tokens or row.size + room for row in rows]
     striped = from_the_start(policy, split, tokens, model.config, model.embed.dtype)
     return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens, striped)
 

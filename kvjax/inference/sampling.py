@@ -199,8 +199,9 @@ def prefill(
             policy with a selection, which chooses among pages.
         split: what each of the devices that split the kv heads has of the cache: "heads", the rows of its own heads;
             "pages", as many pages as any other of every row, whatever the heads keep, for two collectives a layer;
-            "auto", by pages where that is worth them. A cache that goes on being compacted, or that has a capacity or a
-            selection, is by heads; one that is compacted once its prompt was read is by heads till then.
+            "auto", by pages where that is worth them; with `max_tokens`, of prompts of that length, and never if they
+            are compacted. A cache that goes on being compacted, or that has a capacity or a selection, is by heads; one
+            that is compacted once its prompt was read is by heads till then.
         chunk: prompt tokens in one call; the result does not depend on it, but for policies whose rule is for calls
             (`head_pattern` with streaming="between_calls").
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among

@@ -85,6 +85,7 @@ def write_cache(
     _check_arguments("save_cache", cache, model, policy, entries)
     with use_mesh(model):
         cache, policy = _saved_as("save_cache", cache, model, policy)
+        cache = split_by_heads(cache)
         arrays = _arrays(cache, entries)
         description = said | _described(cache, model, policy, entries, arrays)
     try:
@@ -146,7 +147,7 @@ def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -
             f"{where}: the cache remembers more of its tokens than policy {policy.name} does: give the policy that it "
             "was made with"
         )
-    return split_by_heads(settled(cache, policy.continuing)), policy
+    return settled(cache, policy.continuing), policy
 
 
 @named_arguments()

@@ -58,14 +58,15 @@ def from_the_start(policy: Policy, split: str, tokens: Sequence[int], config: An
 
 def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
     """The cache (donated), split as it stays: its prompts were read, and compacted. By heads, if a pool whose size was
-    stated has no pages for what rows split by pages take; with "auto" also if devices cannot hold both pools.
+    stated has no pages for what rows split by pages take; with "auto" also if devices cannot hold both pools, or if
+    programs are shared by all lengths, which may not differ by what one prompt leaves.
 
     Raises CapacityError if they cannot.
     """
     if split == "heads" or cache.striped or policy.refuses_pages or axis_size(*HEADS) == 1:
         return cache
     entry_bytes = cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
-    if split == "auto" and excess(np.asarray(cache.layers.length), entry_bytes) < WORTH:
+    if split == "auto" and (cache.shared or excess(np.asarray(cache.layers.length), entry_bytes) < WORTH):
         return cache
     cache = settled(cache, policy.continuing)
     need = pages_in_use(cache, striped=True)
@@ -73,7 +74,7 @@ def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
         if need > pool_pages(cache):
             return cache
         need = pool_pages(cache)
-    size, free = need * cache.pages.nbytes // cache.pages.pool.shape[0], device_bytes(free=True)
+    size, free = _beside(cache, need)
     if size > free and split == "auto":
         return cache
     if size > free:
@@ -84,12 +85,26 @@ def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
     return _striped(cache, need)
 
 
+def _beside(cache: Cache, pages: int) -> tuple[int, int]:
+    """Bytes of another pool of so many pages of a device, and those that are free for it."""
+    return pages * cache.pages.nbytes // cache.pages.pool.shape[0], device_bytes(free=True)
+
+
 def split_by_heads(cache: Cache) -> Cache:
-    """A copy of a cache that is split by pages, for what needs rows as a whole; any other as it is."""
+    """A copy of a cache that is split by pages, for what needs rows as a whole; any other as it is. Raises
+    CapacityError if devices cannot hold both pools."""
     if not cache.striped:
         return cache
     need = pages_in_use(cache, striped=False)
-    return _by_heads(cache, max(need, pool_pages(cache)) if cache.shared else need)
+    if cache.shared:
+        need = max(need, pool_pages(cache))
+    size, free = _beside(cache, need)
+    if size > free:
+        raise CapacityError(
+            f"cache: what is asked of it needs rows split by heads, {size / 2**20:.1f} MiB on a device beside those "
+            f"that are split by pages, and it has {free / 2**20:.1f} MiB free: make it with split='heads'"
+        )
+    return _by_heads(cache, need)
 
 
 def excess(entries: Shaped[np.ndarray, "l b k"], entry_bytes: int) -> float:

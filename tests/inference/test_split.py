@@ -208,6 +208,27 @@ def test_a_striped_pool_grows_or_keeps_the_size_that_was_stated():
         np.testing.assert_array_equal(np.stack(other), np.stack(answers[0]))
 
 
+def test_auto_is_by_pages_where_that_is_worth_it(monkeypatch):
+    """Before anything is read, by what is expected; once a prompt was compacted, by what is left. Where programs are
+    shared it is the same for all lengths."""
+
+    def by_pages(name, worth, count=150, **options):
+        monkeypatch.setattr("kvjax.inference.split.WORTH", worth)
+        options |= {"page_size": PAGE, "chunk": 64, "split": "auto"}
+        prompts = [line[:count] for line in PROMPTS]
+        return sampling.prefill(model, prompts, policy=policies(model)[name], **options).striped
+
+    monkeypatch.setattr("kvjax.inference.split.ROW", 0)
+    with jax.set_mesh(make_mesh(tensor=4)):
+        model = tiny_model()
+        assert by_pages("random", 4096)
+        assert not by_pages("random", 1 << 20)
+        assert by_pages("adakv", 0)
+        assert by_pages("random", 4096, count=1, max_tokens=256)
+        assert not by_pages("random", 4096, count=19, max_tokens=20)
+        assert not by_pages("adakv", 0, max_tokens=256)
+
+
 def test_what_is_split_by_pages_and_when(monkeypatch):
     with jax.set_mesh(make_mesh(tensor=4)):
         model = tiny_model()
@@ -233,5 +254,8 @@ def test_what_is_split_by_pages_and_when(monkeypatch):
         monkeypatch.setattr("kvjax.inference.split.device_bytes", lambda *, free: 0)
         with pytest.raises(caches.CapacityError, match="beside the one that it is made of"):
             sampling.prefill(model, PROMPTS, policy=policies(model)["adakv"], split="pages")
+        cache = sampling.prefill(model, PROMPTS, policy=policies(model)["wgkv"], split="pages")
+        with pytest.raises(caches.CapacityError, match="beside those that are split by pages"):
+            split_by_heads(cache)
     alone = tiny_model()
     assert not sampling.prefill(alone, PROMPTS, policy=policies(alone)["wgkv"], split="pages").striped
