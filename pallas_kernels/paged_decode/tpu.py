@@ -52,8 +52,8 @@ EIGHTHS = 2, 3, 4, 8
 """A block that is not full is computed with whole, or as many first eighths of it as hold its entries."""
 STEP_ROWS = 128
 """Most rows that share a grid step, each of which takes instructions of its own."""
-STEP_BYTES = 1 << 21
-"""Most bytes of their queries, of which VMEM holds two steps', and as many outputs."""
+STEP_BYTES = 1 << 22
+"""Most bytes of their queries and outputs, of which VMEM holds two steps'."""
 COLUMNS = 49152
 """Most columns of a page table: `TABLES` rows of them fill three quarters of SMEM."""
 TILE = 1 << 16
@@ -381,7 +381,8 @@ def tpu(q, pool, page_table, length, ring_length, ring_pages, new, bias, dtype, 
     # Keys and values are cut out of entries between lanes 0 and 128, or not at all: then both products are as wide as
     # an entry, q is zero beside the values and half of the output is not used.
     width = h if h % LANES == 0 else 2 * h
-    step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // (queries * width * q.dtype.itemsize)))
+    row_bytes = queries * width * (q.dtype.itemsize + jnp.dtype(dtype).itemsize)
+    step_rows = divisor(r // cores, min(STEP_ROWS, STEP_BYTES // row_bytes))
     steps = r // cores // step_rows
     ring = jnp.zeros(b, jnp.int32) if ring_length is None else ring_length
     # The ring's columns backwards: those in use then end where the global ones begin.
