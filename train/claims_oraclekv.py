@@ -18,6 +18,7 @@ from claims import Scores, check_different, evaluated, gather, spread, table
 
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.errors import UserError
 from kvjax.exported.folder import describe
 from kvjax.files import write_text
 
@@ -131,10 +132,14 @@ def kept(config: ClaimsConfig, text: str) -> Scores:
     same number of entries, its own among them."""
     scores: Scores = {}
     for seed in config.seeds:
-        file = config.out / f"seed-{seed}" / "kept.json"
+        file, options = config.out / f"seed-{seed}" / "kept.json", [text, *told(config, seed)]
         if not file.exists():
-            write_text(file, json.dumps(list(measured_kept(config, text, seed))) + "\n")
-        gather(scores, "the first, written and kept", json.loads(file.read_text()))
+            cells = list(measured_kept(config, text, seed))
+            write_text(file, json.dumps({"options": options, "cells": cells}) + "\n")
+        found = json.loads(file.read_text())
+        if found["options"] != options:
+            raise UserError(f"{file}: measured with {found['options']}, asked for {options}: take another --out")
+        gather(scores, "the first, written and kept", found["cells"])
     return scores
 
 
