@@ -48,7 +48,7 @@ class PrefixStore:
         entries: "exact" or "int8", as in `kvjax.save_cache`.
 
     Raises:
-        UserError: a folder that cannot be made or written, what is no size, or no such `entries`.
+        UserError: a folder that is none, or cannot be made, read or written, what is no size, or no such `entries`.
     """
 
     @named_arguments()
@@ -57,14 +57,16 @@ class PrefixStore:
         if size is None:
             raise UserError(f'PrefixStore: limit is a size such as "2GiB", got {shown(limit)}')
         one_of("PrefixStore", "entries", entries, STORED)
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise UserError(f"PrefixStore: folder must be a folder's path, got {shown(folder)}")
         self.folder, self.limit, self.entries = Path(folder), size, entries
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            writable = os.access(self.folder, os.W_OK | os.X_OK)
         except OSError as error:
             raise UserError(f"PrefixStore: {folder} cannot be made ({error.strerror})") from None
-        if not writable:
-            raise UserError(f"PrefixStore: {folder} cannot be written")
+        for needed, done in ((os.R_OK, "read"), (os.W_OK | os.X_OK, "written")):
+            if not os.access(self.folder, needed):
+                raise UserError(f"PrefixStore: {folder} cannot be {done}")
         self._make_room(0)
 
     @named_arguments()

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -208,7 +209,17 @@ def test_two_writers_of_which_one_is_killed_leave_whole_entries(model, tmp_path,
     assert all(not x.name.startswith(".") for x in store.folder.iterdir())
 
 
-def test_what_cannot_be_is_one_line(model, tmp_path):
+def test_what_cannot_be_is_one_line(model, tmp_path, monkeypatch):
+    # as users run it, without the tests' type checks
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for folder in (None, 3, ""):
+        with pytest.raises(UserError, match=f"PrefixStore: folder must be a folder's path, got {folder!r}"):
+            PrefixStore(folder)
+    for missing, done in ((os.R_OK, "read"), (os.W_OK, "written"), (os.X_OK, "written")):
+        with monkeypatch.context() as patched:
+            patched.setattr("os.access", lambda _, mode, missing=missing: not mode & missing)
+            with pytest.raises(UserError, match=f"PrefixStore: {tmp_path} cannot be {done}$"):
+                PrefixStore(tmp_path)
     for limit in ("two", "2 apples"):
         with pytest.raises(UserError, match='limit is a size such as "2GiB"'):
             kvjax.PrefixStore(tmp_path, limit=limit)

@@ -288,6 +288,15 @@ def test_the_published_texts_are_here():
         ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
         ({}, "guidance='G1' is a text, which needs tokenizer="),
+        ({"guidance": b"ab"}, "guidance is a text or token ids, at least one, got b'ab'"),
+        (
+            {"tokenizer": "Qwen/Qwen3-4B"},
+            "guidance: tokenizer must come from kvjax.load_tokenizer, got 'Qwen/Qwen3-4B'",
+        ),
+        (
+            {"guidance": "a\ud800b", "tokenizer": byte_tokenizer()},
+            "guidance must be Unicode text, and character 1 is none: 'a\\ud800b'",
+        ),
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
         (
             {"guidance": [1], "observers": np.array([2, 3])},
