@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, CapacityError
 from kvjax.cache.saved import DESCRIPTION, FORMAT
 from kvjax.errors import Doubt, UserError, byte_size, named_arguments, one_of, shown
 from kvjax.exported.fingerprint import contents
@@ -106,6 +106,8 @@ class PrefixStore:
             with contextlib.suppress(OSError):  # it goes just now
                 os.utime(entry / DESCRIPTION)
             return cache
+        except CapacityError:
+            raise
         except UserError:
             damaged = os.path.isdir(entry)  # False where it cannot be looked at
         cache = prefill(model, rows, policy=policy, page_size=page_size, chunk=chunk)

@@ -261,7 +261,7 @@ def load_cache(
 
     Raises:
         UserError: no whole saved cache, or one of another model, policy or dtype.
-        CapacityError: a capacity that is too small for it.
+        CapacityError: a capacity that is too small for it, or more memory than the devices have free.
     """
     return read_cache(path, model, policy, page_size, capacity)[0]
 
@@ -359,6 +359,11 @@ def _like(
                 f"capacity {capacity}: {pages} pages of {page_size} tokens a device, the cache saved in {path} takes "
                 f"{used}"
             )
+    if (size := pages * page_bytes) > (free := caches.device_bytes(free=True)):
+        raise CapacityError(
+            f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
+            f"{free / 2**20:.1f} MiB free"
+        )
     tokens, most = caches.table_tokens(int(seen.max())), policy.most_stored
     layout = Layout(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,

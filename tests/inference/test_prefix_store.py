@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import CapacityError
 from kvjax.errors import Doubt, UserError
 from kvjax.inference import prefix_store
 from kvjax.inference.prefix_store import PrefixStore
@@ -170,6 +171,17 @@ def test_a_damaged_entry_is_made_again(model, tmp_path, reads):
     store.prefill(model, CONTEXTS[:1])
     store.prefill(model, CONTEXTS[:1])
     assert len(reads) == 2
+
+
+def test_an_entry_larger_than_the_devices_memory_is_not_damaged(model, tmp_path, reads, monkeypatch):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    with monkeypatch.context() as patched:
+        patched.setattr("kvjax.cache.device_bytes", lambda **_: 1000)
+        with pytest.raises(CapacityError, match="MiB on a device that has 0.0 MiB free"):
+            store.prefill(model, CONTEXTS[:1])
+    store.prefill(model, CONTEXTS[:1])
+    assert len(reads) == 1
 
 
 WRITER = """

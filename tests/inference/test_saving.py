@@ -182,6 +182,18 @@ def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, saved, monkeypatch, capacity):
+    size = load_cache(saved, model, capacity=capacity).pages.nbytes
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: size)
+    load_cache(saved, model, capacity=capacity)
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: size - 1)
+    with pytest.raises(
+        CapacityError, match=f"takes {size / 2**20:.1f} MiB on a device that has .* MiB free$"
+    ):
+        load_cache(saved, model, capacity=capacity)
+
+
 def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
     wgkv = policies(model)["wgkv"]()
     gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
