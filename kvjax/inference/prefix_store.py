@@ -25,12 +25,11 @@ from kvjax.files import locked, partial_folder, remove_left
 from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
 from kvjax.inference.room import page_size_of
 from kvjax.inference.sampling import CHUNK, prefill
-from kvjax.inference.saving import STORED, load_cache, save_cache, saved_bytes
+from kvjax.inference.saving import STORED, array_bytes, load_cache, save_cache, saved_bytes
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
-from kvjax.struct import leaves_by_path
 
 ENTRY = re.compile("[0-9a-f]{32}")
 """What an entry's folder is called."""
@@ -205,9 +204,7 @@ def _key(
     with use_mesh(model):
         placed = policy.for_model(model)
     known.update(repr(_settings(placed)).encode())
-    for name, leaf in leaves_by_path(placed).items():
-        array = np.asarray(leaf)
-        known.update(repr((name, array.shape, array.dtype.name)).encode() + array.tobytes())
+    known.update(array_bytes(placed))
     for row in rows:
         known.update(len(row).to_bytes(8, "little") + row.astype(np.int64).tobytes())
     return known.hexdigest()[:32]
