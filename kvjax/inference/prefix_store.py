@@ -25,7 +25,7 @@ from kvjax.files import locked, partial_folder, remove_left
 from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
 from kvjax.inference.room import page_size_of
 from kvjax.inference.sampling import CHUNK, prefill
-from kvjax.inference.saving import STORED, array_bytes, load_cache, save_cache, saved_bytes
+from kvjax.inference.saving import STORED, array_bytes, is_whole, load_cache, save_cache, saved_bytes
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -126,8 +126,9 @@ class PrefixStore:
                 save_cache(whole, cache, model, policy, entries=self.entries)
                 if damaged:
                     # at once: whoever reads it finds files missing and reads the context for itself
-                    with contextlib.suppress(OSError):
-                        entry.rename(partial / "damaged")
+                    with locked(entry), contextlib.suppress(OSError):
+                        if not is_whole(entry):  # which another process may have made again
+                            entry.rename(partial / "damaged")
                 if (size := _bytes(whole)) > self.limit:
                     return self._too_large(size)
                 self._make_room(size)

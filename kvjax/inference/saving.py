@@ -247,6 +247,15 @@ def _digests(folder: Path) -> dict[str, str]:
     return {file.relative_to(folder).as_posix(): _digest(file) for file in files}
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a folder holds a cache as it was written. To be called with it locked."""
+    try:
+        found = describe_cache(path)
+        return _digests(path / found["folder"]) == found["files"]
+    except (UserError, OSError):
+        return False
+
+
 def _digest(file: Path) -> str:
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -173,6 +173,26 @@ def test_a_damaged_entry_is_made_again(model, tmp_path, reads):
     assert len(reads) == 2
 
 
+def test_what_another_made_again_meanwhile_stays(model, tmp_path, monkeypatch):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    (entry,) = tmp_path.iterdir()
+    (entry / "cache.json").write_text("{")
+    made = []
+
+    def slowly(*args, **kwargs):
+        with monkeypatch.context() as patched:
+            patched.setattr(prefix_store, "prefill", prefill)
+            PrefixStore(tmp_path).prefill(model, CONTEXTS[:1])
+        made.append(entry.stat().st_ino)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(prefix_store, "prefill", slowly)
+    store.prefill(model, CONTEXTS[:1])
+    assert made == [entry.stat().st_ino]
+    assert [x.name for x in tmp_path.iterdir()] == [entry.name]
+
+
 def test_an_entry_larger_than_the_devices_memory_is_not_damaged(model, tmp_path, reads, monkeypatch):
     store = PrefixStore(tmp_path)
     store.prefill(model, CONTEXTS[:1])
