@@ -120,6 +120,16 @@ def one_of(where: str, name: str, value: Any, known: Sequence[str | bool]) -> No
         raise UserError(f"{where}: {name} is one of {', '.join(map(str, known))}, got {shown(value)}")
 
 
+def check_unicode(text: str, what: str = "a prompt") -> None:
+    """Refuse half of a surrogate pair, which a text read from bytes of another encoding may have."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{what} must be Unicode text, and character {error.start} is none: {shown(text)}"
+        ) from None
+
+
 def _plain(value: Any) -> int | float | None:
     """The number, which an array may hold; None if it is none. True is none."""
     value = value.item() if getattr(value, "shape", None) == () else value

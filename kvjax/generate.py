@@ -81,7 +81,7 @@ class GenerateConfig:
     saved."""
     split: Literal["heads", "pages", "auto"] = "heads"
     """What each of the devices that split the kv heads has of the cache: the rows of its own heads, or as many pages of
-    every row as any other; auto: by pages where a step then waits for less."""
+    every row as any other; auto: by pages where a step then waits for less; with --cache always by heads."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()

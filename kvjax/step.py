@@ -119,8 +119,8 @@ class Stored:
     trail: Any
     """What the method remembers of the last tokens (`Eviction.trace`), [b w d] or [b n w d], the oldest first."""
     causal: bool = static()
-    """Whether the observed queries' own entries are the row's last (there is no ring). Otherwise they are still in the
-    ring, and every stored entry is older than they are."""
+    """Whether the observed queries' own entries are the row's last (every token is stored as it comes). Otherwise they
+    are still in the ring, or stored nowhere, and no stored entry is younger than they are."""
 
 
 @struct

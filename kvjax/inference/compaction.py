@@ -20,10 +20,18 @@ from kvjax.step import Stored
 
 
 def compacted(
-    model: Decoder, eviction: Eviction, cache: Cache, quota: Quota, *, entries: int, over: str, ties: str
+    model: Decoder,
+    eviction: Eviction,
+    cache: Cache,
+    quota: Quota,
+    *,
+    entries: int,
+    over: str,
+    ties: str,
+    causal: bool,
 ) -> Cache:
     """The cache after one compaction. No row may hold more than `entries` entries in its global region. over, ties: as
-    of `kvjax.top.top`."""
+    of `kvjax.top.top`; causal: as of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
 
@@ -33,7 +41,7 @@ def compacted(
         trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
         pages = with_late_numbers(eviction, pages, layers, trail, seen, ring)
         found = scores(
-            eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window
+            eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window, causal
         )
         chosen = compaction.choose(found, layers.length, quota, over, ties)
         return compaction.moved(pages, layers, chosen, ring)
@@ -47,7 +55,7 @@ def compacted(
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen)
 
 
-compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties"))
+compact = jax.jit(compacted, donate_argnums=2, static_argnames=("entries", "over", "ties", "causal"))
 """The same as a program, which takes the cache's memory over."""
 
 
@@ -93,10 +101,11 @@ def scores(
     rotation: tuple[Float[np.ndarray, " pairs"], float],
     entries: int,
     window: int,
+    causal: bool,
 ) -> Float[Array, "l b k s"]:
     """The method's scores of the last `entries` entries of each row, aligned with the right end. On one shard.
 
-    `trail`: by layer, oldest token first. `rotation`: RoPE's, as of `ModelConfig.rotation`.
+    `trail`: by layer, oldest token first. `rotation`: RoPE's, as of `ModelConfig.rotation`. `causal`: as of `Stored`.
     """
     ring = ring_pages(window, pages.pool.shape[1])
     frequencies, rope_scale = rotation
@@ -112,7 +121,7 @@ def scores(
         stored = Stored(
             k=k, v=v, place=place, scored=(place >= 0) & (place >= since[..., None]), eligible=eligible,
             forced=forced, count=count, seen=seen, output=weight, frequencies=frequencies, rope_scale=rope_scale,
-            layer=index, head=head, causal=window == 1, planes=planes, trail=remembered,
+            layer=index, head=head, causal=causal, planes=planes, trail=remembered,
         )  # fmt: skip
         return index + 1, method.score(layer.state.eviction, stored)
 
@@ -132,4 +141,5 @@ def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Ca
     if cache.shared:
         longest = cache.columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
-    return compact(model, eviction, cache, quota, entries=entries, over=plan.shares.over, ties=plan.ties)
+    how = {"over": plan.shares.over, "ties": plan.ties, "causal": policy.stores_all}
+    return compact(model, eviction, cache, quota, entries=entries, **how)

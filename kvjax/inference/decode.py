@@ -43,6 +43,7 @@ class Recurring:
             "entries": max(cache.columns * cache.page_size, self.observed),
             "over": self.over,
             "ties": self.ties,
+            "causal": policy.stores_all,
         }
 
         def shorter(cache: Cache) -> Cache:

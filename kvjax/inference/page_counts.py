@@ -66,6 +66,15 @@ def copied_pages(policy: Policy, cache: Cache) -> int:
     return int(by_own_heads(cache, -(-length // cache.page_size) - read_only + rings_pages(cache)).max())
 
 
+def shared_pages(cache: Cache) -> int:
+    """The most pages of a shard that would be copied if no row held another's."""
+    if cache.pages.others is None:
+        return 0
+    return int(
+        np.asarray(cache.pages.others).reshape(len(np.asarray(cache.pages.free_count)), -1).sum(1).max()
+    )
+
+
 def free_pages(cache: Cache) -> int:
     """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
     return int(np.asarray(cache.pages.free_count).min())

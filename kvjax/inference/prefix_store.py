@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, CapacityError
 from kvjax.cache.saved import DESCRIPTION, FORMAT
 from kvjax.errors import Doubt, UserError, byte_size, named_arguments, one_of, shown
 from kvjax.exported.fingerprint import contents
@@ -25,12 +25,11 @@ from kvjax.files import locked, partial_folder, remove_left
 from kvjax.inference.checks import Prompts, check_arguments, token_rows, tokens_of
 from kvjax.inference.room import page_size_of
 from kvjax.inference.sampling import CHUNK, prefill
-from kvjax.inference.saving import STORED, load_cache, save_cache, saved_bytes
+from kvjax.inference.saving import STORED, array_bytes, is_whole, load_cache, save_cache, saved_bytes
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy
-from kvjax.struct import leaves_by_path
 
 ENTRY = re.compile("[0-9a-f]{32}")
 """What an entry's folder is called."""
@@ -48,7 +47,7 @@ class PrefixStore:
         entries: "exact" or "int8", as in `kvjax.save_cache`.
 
     Raises:
-        UserError: a folder that cannot be made or written, what is no size, or no such `entries`.
+        UserError: a folder that is none, or cannot be made, read or written, what is no size, or no such `entries`.
     """
 
     @named_arguments()
@@ -57,14 +56,16 @@ class PrefixStore:
         if size is None:
             raise UserError(f'PrefixStore: limit is a size such as "2GiB", got {shown(limit)}')
         one_of("PrefixStore", "entries", entries, STORED)
+        if not isinstance(folder, str | Path) or not str(folder):
+            raise UserError(f"PrefixStore: folder must be a folder's path, got {shown(folder)}")
         self.folder, self.limit, self.entries = Path(folder), size, entries
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            writable = os.access(self.folder, os.W_OK | os.X_OK)
         except OSError as error:
             raise UserError(f"PrefixStore: {folder} cannot be made ({error.strerror})") from None
-        if not writable:
-            raise UserError(f"PrefixStore: {folder} cannot be written")
+        for needed, done in ((os.R_OK, "read"), (os.W_OK | os.X_OK, "written")):
+            if not os.access(self.folder, needed):
+                raise UserError(f"PrefixStore: {folder} cannot be {done}")
         self._make_room(0)
 
     @named_arguments()
@@ -104,6 +105,8 @@ class PrefixStore:
             with contextlib.suppress(OSError):  # it goes just now
                 os.utime(entry / DESCRIPTION)
             return cache
+        except CapacityError:
+            raise
         except UserError:
             damaged = os.path.isdir(entry)  # False where it cannot be looked at
         cache = prefill(model, rows, policy=policy, page_size=page_size, chunk=chunk)
@@ -123,8 +126,9 @@ class PrefixStore:
                 save_cache(whole, cache, model, policy, entries=self.entries)
                 if damaged:
                     # at once: whoever reads it finds files missing and reads the context for itself
-                    with contextlib.suppress(OSError):
-                        entry.rename(partial / "damaged")
+                    with locked(entry), contextlib.suppress(OSError):
+                        if not is_whole(entry):  # which another process may have made again
+                            entry.rename(partial / "damaged")
                 if (size := _bytes(whole)) > self.limit:
                     return self._too_large(size)
                 self._make_room(size)
@@ -201,9 +205,7 @@ def _key(
     with use_mesh(model):
         placed = policy.for_model(model)
     known.update(repr(_settings(placed)).encode())
-    for name, leaf in leaves_by_path(placed).items():
-        array = np.asarray(leaf)
-        known.update(repr((name, array.shape, array.dtype.name)).encode() + array.tobytes())
+    known.update(array_bytes(placed))
     for row in rows:
         known.update(len(row).to_bytes(8, "little") + row.astype(np.int64).tobytes())
     return known.hexdigest()[:32]

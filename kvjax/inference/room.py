@@ -18,6 +18,7 @@ from kvjax.inference.page_counts import (
     more_pages,
     pool_pages,
     rings_pages,
+    shared_pages,
 )
 from kvjax.inference.quota import entry_bytes
 from kvjax.inference.split import from_the_start
@@ -384,12 +385,25 @@ def halved(policy: Policy, cache: Cache, tokens: int) -> Cache:
 def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple[Policy, Cache]:
     """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
     copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's
-    window (`narrowed`). Branches then own what they write to (`kvjax.cache.branches`)."""
+    window (`narrowed`). Branches then own what they write to (`kvjax.cache.branches`).
+
+    Raises CapacityError where the devices have no memory for a copy, or not for what branches own of it.
+    """
     tokens = int(np.asarray(cache.seen).max()) + question + answer
     narrow = narrowed(policy, max(tokens, cache.window - 1))
     if cache.window < narrow.window and tokens >= cache.window:
         cache = widened(cache, narrow.window)
     policy = within(policy, cache)
-    lacking = _lacking(policy, cache, question, answer)
-    copy = grown(cache, max(0, lacking), _columns(policy, cache, question + answer))
+    lacking, have = max(0, _lacking(policy, cache, question, answer)), pool_pages(cache)
+    copied = min(copied_pages(policy, cache), shared_pages(cache))
+    least = have + min(lacking, max(0, copied - free_pages(cache)))
+    page_bytes, free = cache.pages.nbytes // cache.pages.pool.shape[0], caches.device_bytes(free=True)
+    most = free // page_bytes
+    if least > most:
+        raise CapacityError(
+            f"policy {policy.name}: a cache that is continued is copied, {least * page_bytes / 2**20:.1f} MiB on a "
+            f"device that has {free / 2**20:.1f} MiB free beside it: give shorter prompts, a smaller batch or more "
+            "devices"
+        )
+    copy = grown(cache, min(lacking, most - have), _columns(policy, cache, question + answer))
     return policy, copy if copy.pages.others is None else owned(copy, policy.continuing.rewritten)

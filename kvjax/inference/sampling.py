@@ -36,7 +36,7 @@ from kvjax.inference.forward import feed, padded
 from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.settled import settled
-from kvjax.inference.sharing import branched, placed
+from kvjax.inference.sharing import branched, placed, places
 from kvjax.inference.split import check_split, split_by_heads
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
@@ -79,7 +79,7 @@ class Sampled:
     stop_reasons: list[Literal["eos", "stop", "length"]]
     """By answer: a stop token, a stop text, or max_new_tokens."""
     stats: Stats
-    """Of the cache at the end."""
+    """Of the cache at the end, its sequences in the answers' order."""
     texts: list[str] | None = None
     """The answers' text, if there is a tokenizer."""
     logprobs: list[np.ndarray] | None = None
@@ -497,6 +497,10 @@ def sample(
     ):  # fmt: skip
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts) if share is False else None)
+    if share is not False and cache is not None:
+        with use_mesh(model):
+            order = places(cache, share, samples, len(parts[0]))[1]
+        sizes = dataclasses.replace(sizes, entries=sizes.entries[:, order], tokens=sizes.tokens[order])
     ends = list(model.config.eos_ids if eos is None else eos)
     return answers(parts, record, sizes, ends, tokenizer, stop)
 

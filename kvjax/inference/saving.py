@@ -35,6 +35,7 @@ from kvjax.inference.split import split_by_heads
 from kvjax.mesh import adopt, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
+from kvjax.policies.interfaces import Method
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed, leaves_by_path
 
@@ -209,15 +210,51 @@ def _described(cache: Cache, model: Decoder, policy: Policy, entries: str, array
         "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
         "tokens": arrays["seen"].tolist(),
         "held": held.entries.sum(1).tolist(),
+        "trained": _trained(policy.continuing, cache),
         "bytes": sum(x.nbytes for x in arrays.values()),
         "arrays": {name: {"shape": list(x.shape), "dtype": x.dtype.name} for name, x in arrays.items()},
     } | MadeFor.of(model).description
+
+
+def array_bytes(tree: Any) -> bytes:
+    """A tree's arrays with their names and dtypes, for a digest."""
+    arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(tree).items()}
+    return b"".join(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes() for name, x in arrays.items())
+
+
+def _trained(later: Policy, cache: Cache) -> dict[str, str]:
+    """Of each method that goes on with what it made of a cache's tokens, a digest of its gates or scorers; those of a
+    method that has none are alike."""
+    state, admission, eviction = cache.layers.state, later.admission, later.eviction
+    held: dict[str, tuple[Any, Any]] = {
+        "admission": (admission, (state.admission, dict(admission.planes), later.most_stored))
+    }
+    if eviction is not None:
+        held["eviction"] = eviction, (state.eviction, dict(eviction.planes), cache.trail)
+    found = {}
+    for role, (method, memories) in held.items():
+        if jax.tree.leaves(memories):
+            known = hashlib.sha256()
+            while isinstance(method, Method):
+                known.update(array_bytes(getattr(method, method.trained, ())))
+                method = getattr(method, "eviction", None)  # within a wrapper
+            found[role] = known.hexdigest()[:16]
+    return found
 
 
 def _digests(folder: Path) -> dict[str, str]:
     """Of each file below a folder, by its path in it."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {file.relative_to(folder).as_posix(): _digest(file) for file in files}
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a folder holds a cache as it was written. To be called with it locked."""
+    try:
+        found = describe_cache(path)
+        return _digests(path / found["folder"]) == found["files"]
+    except (UserError, OSError):
+        return False
 
 
 def _digest(file: Path) -> str:
@@ -261,8 +298,9 @@ def load_cache(
         capacity: as in `kvjax.prefill`; None: the pool is as large as what is stored takes, and grows.
 
     Raises:
-        UserError: no whole saved cache, or one of another model, policy or dtype.
-        CapacityError: a capacity that is too small for it.
+        UserError: no whole saved cache, or one of another model, policy or dtype, or with what other gates or scorers
+            made of its tokens.
+        CapacityError: a capacity that is too small for it, or more memory than the devices have free.
     """
     return read_cache(path, model, policy, page_size, capacity)[0]
 
@@ -360,6 +398,11 @@ def _like(
                 f"capacity {capacity}: {pages} pages of {page_size} tokens a device, the cache saved in {path} takes "
                 f"{used}"
             )
+    if (size := pages * page_bytes) > (free := caches.device_bytes(free=True)):
+        raise CapacityError(
+            f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
+            f"{free / 2**20:.1f} MiB free"
+        )
     tokens, most = caches.table_tokens(int(seen.max())), policy.most_stored
     layout = Layout(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
@@ -380,4 +423,11 @@ def _like(
             f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.name} needs to know "
             "of its tokens"
         )
+    for role, own in _trained(later, like).items():
+        # older files do not say
+        if found.get("trained", {role: own}).get(role) != own:
+            raise UserError(
+                f"{path}: what is saved of its tokens was made by other gates or scorers than those of policy "
+                f"{policy.name}, which would go on with it"
+            )
     return like

@@ -11,12 +11,11 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.chat_template import templated
-from kvjax.errors import Doubt, UserError, named_arguments, shown
+from kvjax.errors import Doubt, UserError, check_unicode, named_arguments, shown
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.sampling import stream
 from kvjax.inference.saving import read_cache, write_cache
 from kvjax.inference.stop import decoded
-from kvjax.models.chat import check_unicode
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
 from kvjax.policies.policy import Policy

@@ -33,26 +33,32 @@ def contexts_of(share: Any, questions: int, contexts: int) -> list[int]:
     return found
 
 
-def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache, list[int]]:
-    """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
-    pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
-    (`kvjax.inference.room.with_room`)."""
-    check_in_front("sample", cache)
+def places(cache: Cache, share: Any, samples: int, answers: int) -> tuple[list[list[int]], list[int]]:
+    """Of each of the devices that split the batch its branches' rows of a cache, for so many answers, `samples` to each
+    question; and each answer's place in the batch of branches, where a device's are followed by empty ones."""
     contexts = int((np.asarray(cache.seen) > 0).sum())
     each = np.repeat(contexts_of(share, answers // samples, contexts), samples).tolist()
     shards = batch_shards()
     own = cache.seen.shape[0] // shards
     rows: list[list[int]] = [[] for _ in range(shards)]
-    places = []
+    found = []
     for context in each:
         rows[context // own].append(context % own)
-        places.append((context // own, len(rows[context // own]) - 1))
+        found.append((context // own, len(rows[context // own]) - 1))
     most = max(map(len, rows))
-    index = np.full((shards, most), -1, np.int32)
+    return rows, [shard * most + place for shard, place in found]
+
+
+def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache, list[int]]:
+    """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
+    pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
+    (`kvjax.inference.room.with_room`)."""
+    check_in_front("sample", cache)
+    rows, order = places(cache, share, samples, answers)
+    index = np.full((len(rows), max(map(len, rows))), -1, np.int32)
     for shard, of in enumerate(rows):
         index[shard, : len(of)] = of
-    cache = caches.selected(cache, put(index.reshape(-1), BATCH))
-    return cache, [shard * most + place for shard, place in places]
+    return caches.selected(cache, put(index.reshape(-1), BATCH)), order
 
 
 def placed(rows: Sequence[np.ndarray], order: Sequence[int], batch: int) -> list[np.ndarray]:

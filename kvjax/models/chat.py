@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from kvjax.chat_template import PLACE, around, templated
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, check_unicode, shown
 
 
 def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end"] = "whole") -> list[int]:
@@ -59,13 +59,3 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
     for one in prompt:
         check_unicode(one["content"])
     return [dict(one) for one in prompt]
-
-
-def check_unicode(text: str) -> None:
-    """Refuse half of a surrogate pair, which a text read from bytes of another encoding may have."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(
-            f"a prompt must be Unicode text, and character {error.start} is none: {shown(text)}"
-        ) from None

@@ -14,7 +14,7 @@ prompt."""
 
 def observers(given: Any, words: tuple[str, ...]) -> str | tuple[int, ...]:
     """One of these words, or token ids. Raises UserError for anything else."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
         one_of("eviction", "observers", given, words)
         return str(given)
     if getattr(given, "ndim", 1) != 1:

@@ -134,7 +134,7 @@ def programs(mesh, config, which="all"):
         "compaction",
         compact,
         (model, evicting.traced.eviction, empty(evicting.traced, 4096), quota),
-        {"entries": 4096, "over": "layer", "ties": "first"},
+        {"entries": 4096, "over": "layer", "ties": "first", "causal": True},
     )
     if which == "few":
         return

@@ -9,10 +9,12 @@ import sys
 import time
 import warnings
 
+import jaxtyping
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import CapacityError
 from kvjax.errors import Doubt, UserError
 from kvjax.inference import prefix_store
 from kvjax.inference.prefix_store import PrefixStore
@@ -171,6 +173,37 @@ def test_a_damaged_entry_is_made_again(model, tmp_path, reads):
     assert len(reads) == 2
 
 
+def test_what_another_made_again_meanwhile_stays(model, tmp_path, monkeypatch):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    (entry,) = tmp_path.iterdir()
+    (entry / "cache.json").write_text("{")
+    made = []
+
+    def slowly(*args, **kwargs):
+        with monkeypatch.context() as patched:
+            patched.setattr(prefix_store, "prefill", prefill)
+            PrefixStore(tmp_path).prefill(model, CONTEXTS[:1])
+        made.append(entry.stat().st_ino)
+        return prefill(*args, **kwargs)
+
+    monkeypatch.setattr(prefix_store, "prefill", slowly)
+    store.prefill(model, CONTEXTS[:1])
+    assert made == [entry.stat().st_ino]
+    assert [x.name for x in tmp_path.iterdir()] == [entry.name]
+
+
+def test_an_entry_larger_than_the_devices_memory_is_not_damaged(model, tmp_path, reads, monkeypatch):
+    store = PrefixStore(tmp_path)
+    store.prefill(model, CONTEXTS[:1])
+    with monkeypatch.context() as patched:
+        patched.setattr("kvjax.cache.device_bytes", lambda **_: 1000)
+        with pytest.raises(CapacityError, match="MiB on a device that has 0.0 MiB free"):
+            store.prefill(model, CONTEXTS[:1])
+    store.prefill(model, CONTEXTS[:1])
+    assert len(reads) == 1
+
+
 WRITER = """
 import sys, numpy as np
 from kvjax.inference.prefix_store import PrefixStore
@@ -208,7 +241,17 @@ def test_two_writers_of_which_one_is_killed_leave_whole_entries(model, tmp_path,
     assert all(not x.name.startswith(".") for x in store.folder.iterdir())
 
 
-def test_what_cannot_be_is_one_line(model, tmp_path):
+def test_what_cannot_be_is_one_line(model, tmp_path, monkeypatch):
+    # as users run it, without the tests' type checks
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for folder in (None, 3, ""):
+        with pytest.raises(UserError, match=f"PrefixStore: folder must be a folder's path, got {folder!r}"):
+            PrefixStore(folder)
+    for missing, done in ((os.R_OK, "read"), (os.W_OK, "written"), (os.X_OK, "written")):
+        with monkeypatch.context() as patched:
+            patched.setattr("os.access", lambda _, mode, missing=missing: not mode & missing)
+            with pytest.raises(UserError, match=f"PrefixStore: {tmp_path} cannot be {done}$"):
+                PrefixStore(tmp_path)
     for limit in ("two", "2 apples"):
         with pytest.raises(UserError, match='limit is a size such as "2GiB"'):
             kvjax.PrefixStore(tmp_path, limit=limit)

@@ -8,8 +8,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.room import new_cache, page_size_of
-from kvjax.mesh import AXES, make_mesh
+from kvjax.inference.room import new_cache, page_size_of, with_room
+from kvjax.inference.sharing import branched
+from kvjax.mesh import AXES, make_mesh, use_mesh
 from kvjax.policies import make_policy
 from tests.inference.counting import START, admitted, counting
 from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
@@ -226,6 +227,31 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
     sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
     with pytest.raises(UserError, match=f"{named} tokens would fit"):
         sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
+
+
+def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
+    """Of a cache that is continued, and of what its branches copy of it; what is free beyond that is taken."""
+    policy = make_policy("h2o", model=model, entries=60, when="every", every=8)
+    cache = sampling.prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
+    pool = cache.pages.pool.shape[0]
+    page_bytes = cache.pages.nbytes // pool
+
+    def asked(share, pages):
+        monkeypatch.setattr(caches, "device_bytes", lambda **_: page_bytes * pages)
+        branches = branched(cache, True, 1, 4)[0] if share else cache
+        return with_room(branches, policy, 200, 2)[1].pages.pool.shape[0]
+
+    with use_mesh(model):
+        # of each of 12 rows: 13 pages of 4 tokens, all of which may be written to
+        for share, least in ((False, pool), (True, 4 * 12 * 13)):
+            assert [asked(share, pages) for pages in (least, least + 1)] == [least, least + 1]
+            with pytest.raises(
+                caches.CapacityError, match="is copied, .* MiB on a device that has .* MiB free"
+            ):
+                asked(share, least - 1)
+    with pytest.raises(caches.CapacityError, match="is copied") as error:
+        sampling.sample(model, [[1, 2]] * 4, policy=policy, cache=cache, share=True)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from kvjax import cache as caches
 from kvjax.builtin import builtin_model
 from kvjax.cache import CapacityError
 from kvjax.cache.rows import packed
-from kvjax.cache.saved import DESCRIPTION, describe_cache
+from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample
 from kvjax.inference.saving import load_cache, save_cache, saved_bytes
@@ -22,7 +22,7 @@ from kvjax.models import load_model
 from kvjax.policies import make_policy
 from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
 from tests.policies.captured import PAGE, pages_are_whole
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "capacity"
 ASKED = QUESTIONS[:2]
@@ -182,6 +182,18 @@ def test_what_is_not_whole_is_refused_in_a_line(model, saved, tmp_path, harm):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("capacity", [None, 200])
+def test_what_is_larger_than_the_devices_memory_is_refused_in_a_line(model, saved, monkeypatch, capacity):
+    size = load_cache(saved, model, capacity=capacity).pages.nbytes
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: size)
+    load_cache(saved, model, capacity=capacity)
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: size - 1)
+    with pytest.raises(
+        CapacityError, match=f"takes {size / 2**20:.1f} MiB on a device that has .* MiB free$"
+    ):
+        load_cache(saved, model, capacity=capacity)
+
+
 def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
     wgkv = policies(model)["wgkv"]()
     gated = save_cache(tmp_path / "gated", prefill(model, CONTEXTS, policy=wgkv), model, wgkv)
@@ -204,6 +216,39 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(CapacityError, match="capacity 60: .* pages of 16 tokens a device, the cache"):
         load_cache(saved, model, capacity=60)
+
+
+def of_seed(name, model, seed):
+    """A policy that goes on with what its gates or scorers, drawn with this seed, made of the tokens."""
+    told = {"model": model, "window": 6, "budget": 20, "scorers": tiny_scorers(model, seed)}
+    if name == "fast_kvzip":
+        often = {"entries": 24, "when": "position", "every": 8, "last": 8, "buffer": 8}
+        told = {"model": model, "gates": tiny_sink_gates(model, seed=seed), **often}
+    return make_policy(name, **told)
+
+
+@pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
+def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(model, tmp_path, name):
+    """Not of files that were written before it was told, nor of what knows nothing of the tokens."""
+    policy = of_seed(name, model, 1)
+    save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policy), model, policy)
+    assert load_cache(tmp_path, model, of_seed(name, model, 1)).seen.tolist() == [40]
+    with pytest.raises(UserError, match=f"other gates or scorers than those of policy {name}") as caught:
+        load_cache(tmp_path, model, of_seed(name, model, 2))
+    assert "\n" not in str(caught.value)
+    old = {key: x for key, x in describe_cache(tmp_path).items() if key != "trained"}
+    (tmp_path / DESCRIPTION).write_text(json.dumps(old | {"sha256": sealed(old)}))
+    assert load_cache(tmp_path, model, of_seed(name, model, 2)).seen.tolist() == [40]
+
+
+def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
+    policies_ = [
+        make_policy("wgkv", model=model, gates=tiny_gates(model, seed=seed), tau=0.5, window=6)
+        for seed in (1, 2)
+    ]
+    save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policies_[0]), model, policies_[0])
+    assert describe_cache(tmp_path)["trained"] == {}
+    load_cache(tmp_path, model, policies_[1])
 
 
 def test_a_folder_of_other_things_is_left_alone(model, tmp_path):

@@ -80,6 +80,9 @@ def test_each_context_has_its_own_questions(shape):
             alone = sample(model, [QUESTIONS[place]] * 2, **options)
             np.testing.assert_array_equal(found.tokens[place], alone.tokens[context])
             np.testing.assert_allclose(found.logprobs[place], alone.logprobs[context], atol=1e-5)
+            np.testing.assert_array_equal(found.stats.entries[:, place], alone.stats.entries[:, context])
+            assert found.stats.tokens[place] == alone.stats.tokens[context]
+        assert found.stats.tokens.shape == (3,)
 
 
 @pytest.mark.thorough

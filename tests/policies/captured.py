@@ -80,7 +80,8 @@ def scored(model, policy, prompts):
         def local(eviction, output, pages, layers, trail, seen, *others):
             trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
             stored = eviction, output, pages, layers, trail, seen, *others
-            return compaction.scores(*stored, model.config.rotation(), max(LENGTHS), policy.window)
+            how = max(LENGTHS), policy.window, policy.stores_all
+            return compaction.scores(*stored, model.config.rotation(), *how)
 
         arguments = policy.eviction, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, HEADS, None))

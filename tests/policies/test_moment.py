@@ -45,6 +45,7 @@ def test_bad_schedules_are_one_line(model, options, says):
     [
         ({"observers": [61]}, "snapkv: observers have token id 61, the model's vocabulary is 0 … 60"),
         ({"observers": []}, "eviction: observers are token ids, at least one, got none"),
+        ({"observers": b"ab"}, "eviction: observers is one of own, got b'ab'"),
         ({"observers": [0.5]}, "eviction: a token id of observers must be a whole number of at least 0"),
         ({"observers": [1], "when": "every", "every": 4}, "observers=.* needs when='prompt' or 'chunk'"),
         (

@@ -17,7 +17,7 @@ def in_common(row: Int[np.ndarray, " _"], opening: Sequence[int]) -> int:
 
 def token_ids(method: str, field: str, given: Any) -> tuple[int, ...]:
     """The value of a field of token ids. Raises UserError if it is none."""
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
         raise UserError(f"{method}: {field} must be a list of token ids, got {shown(given)}")
     return tuple(whole_number(method, f"a token id of {field}", token, 0) for token in given)
 

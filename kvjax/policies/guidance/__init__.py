@@ -1,12 +1,13 @@
 """Guidance: a text that stands for the questions to come, read behind a context to look at it and dropped again
 (OracleKV, Table A4, whose texts are the files here)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, check_unicode, shown
+from kvjax.policies.eviction.opening import check_tokenizer
 from kvjax.policies.moment import AtPrompt
 
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
@@ -20,16 +21,17 @@ def text(guidance: str) -> str:
     return TEXTS[guidance].read_text("utf-8").strip() if guidance in TEXTS else guidance
 
 
-def token_ids(guidance: Any, tokenizer: Callable[..., Any] | None) -> tuple[int, ...]:
+def token_ids(guidance: Any, tokenizer: Any) -> tuple[int, ...]:
     """The token ids of guidance: one of `TEXTS`, any other text, or ids. A text comes behind an empty line and is
     tokenized by itself, so that the context's own tokens stay what they are.
 
     Raises:
-        UserError: guidance that is empty or neither, or a text without a tokenizer.
+        UserError: guidance that is empty or neither, a text without a tokenizer, or what is none.
     """
     if not isinstance(guidance, str):
         ids = guidance.tolist() if hasattr(guidance, "tolist") else guidance
-        if not isinstance(ids, Sequence) or not ids or not all(isinstance(x, Integral) for x in ids):
+        listed = isinstance(ids, Sequence) and not isinstance(ids, bytes | bytearray)
+        if not listed or not ids or not all(isinstance(x, Integral) for x in ids):
             given = "none" if isinstance(ids, Sequence) and not ids else shown(guidance)
             raise UserError(f"guidance is a text or token ids, at least one, got {given}")
         return AtPrompt(observers=ids).guidance
@@ -41,4 +43,6 @@ def token_ids(guidance: Any, tokenizer: Callable[..., Any] | None) -> tuple[int,
         raise UserError(
             f"guidance={shown(guidance)} is a text, which needs tokenizer= (or give its token ids)"
         )
+    check_tokenizer("guidance", tokenizer)
+    check_unicode(guidance, "guidance")
     return tuple(tokenizer(BEFORE + text(guidance), add_special_tokens=False, verbose=False)["input_ids"])

@@ -183,6 +183,20 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     np.testing.assert_array_equal(cache.layers.length, 10)
 
 
+@pytest.mark.parametrize("name", ["snapkv", "snapkv:group=max", "r_kv"])
+def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored(model, prompts, name):
+    """Nothing of it is stored, so it is behind every entry: in the first layer as with a ring of one token."""
+    over = {"admission": "streaming_llm:sink=20", "eviction": name, "guidance": GUIDANCE}
+    kept = [
+        prefill(model, prompts, policy=make_policy(window=window, entries=9 + window, **over), page_size=PAGE)
+        for window in (1, 2)
+    ]
+    for b, head in np.ndindex(2, 4):
+        none, ring = (entries(cache, 0, b, head) for cache in kept)
+        assert len(none) == 10
+        np.testing.assert_array_equal(none, ring)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -274,6 +288,15 @@ def test_the_published_texts_are_here():
         ({"guidance": []}, "guidance is a text or token ids, at least one, got none"),
         ({"guidance": "G1"}, "guidance='G1' is a text, which needs tokenizer= (or give its token ids)"),
         ({}, "guidance='G1' is a text, which needs tokenizer="),
+        ({"guidance": b"ab"}, "guidance is a text or token ids, at least one, got b'ab'"),
+        (
+            {"tokenizer": "Qwen/Qwen3-4B"},
+            "guidance: tokenizer must come from kvjax.load_tokenizer, got 'Qwen/Qwen3-4B'",
+        ),
+        (
+            {"guidance": "a\ud800b", "tokenizer": byte_tokenizer()},
+            "guidance must be Unicode text, and character 1 is none: 'a\\ud800b'",
+        ),
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
         (
             {"guidance": [1], "observers": np.array([2, 3])},
