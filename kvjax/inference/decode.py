@@ -50,7 +50,9 @@ class Recurring:
             quota = dataclasses.replace(self.quota, due=due)
             return compacted(model, policy.eviction, cache, quota, **sizes)  # pyright: ignore[reportArgumentType]
 
-        return jax.lax.cond(jax.sharding.reshard(due.any(), P()), shorter, lambda cache: cache, cache)
+        # a loop of one turn or none: XLA carries a loop's arrays in place, and on a GPU copies those of a branch
+        times = jax.sharding.reshard(due.any(), P()).astype(jnp.int32)
+        return jax.lax.fori_loop(0, times, lambda _, cache: shorter(cache), cache)
 
 
 def decode(
