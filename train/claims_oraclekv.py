@@ -138,7 +138,9 @@ def kept(config: ClaimsConfig, text: str) -> Scores:
             write_text(file, json.dumps({"options": options, "cells": cells}) + "\n")
         found = json.loads(file.read_text())
         if found["options"] != options:
-            raise UserError(f"{file}: measured with {found['options']}, asked for {options}: take another --out")
+            raise UserError(
+                f"{file}: measured with {found['options']}, asked for {options}: take another --out"
+            )
         gather(scores, "the first, written and kept", found["cells"])
     return scores
 
