@@ -72,9 +72,10 @@ def test_every_attention_is_a_kernel(reports, platform, which):
 @pytest.mark.parametrize("program", ["decode", "decode, split by pages", "branches", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
-    counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all."""
+    counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all,
+    whatever the head_dim."""
     report = reports[f"{program}, head_dim {head_dim}"]
-    assert report["temporaries"] < (10 << 20) * head_dim // 64
+    assert report["temporaries"] < (5 << 20) + (8 << 20) * head_dim // 64
     assert not report["large_copies"]
 
 
