@@ -113,6 +113,7 @@ BUGS = {
     "pages not awaited": ("pltpu.make_async_copy(pages, pages, page_sems.at[slot]).wait()", "pass"),
     "tables not awaited": ("table_copy(row).wait()", "None"),
     "a block too far ahead": ("(0, SLOTS - 1, fetch", "(0, SLOTS, fetch"),
+    "every step begins anew": ("pl.when(step == 0)", "pl.when(step >= 0)"),
     "a table read where another comes": ("begin = ((row - first_row)", "begin = ((row + 1 - first_row)"),
     "a part that is too small": ("(left > part)", "(left > part + 1)"),
     "values behind a page's entries": ("jnp.where(place < stored, x, jnp.zeros_like(x))", "x"),
