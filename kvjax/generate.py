@@ -22,7 +22,7 @@ class GenerateConfig:
     prompt_file: Path | None = None
     """A file with the text instead."""
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
     """What to keep, one of those that `python -m kvjax.policies` lists: an admission (wgkv, streaming_llm, …), an
     eviction (snapkv, adakv, …) or a selection (quest); or what another package brings: its name, or
