@@ -79,9 +79,6 @@ class GenerateConfig:
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection; with --cache those of what was
     saved."""
-    split: Literal["heads", "pages", "auto"] = "heads"
-    """What each of the devices that split the kv heads has of the cache: the rows of its own heads, or as many pages of
-    every row as any other; auto: by pages where a step then waits for less; with --cache always by heads."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -136,7 +133,6 @@ def run(config: GenerateConfig) -> None:
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import answers, stream
     from kvjax.inference.saving import load_cache
-    from kvjax.inference.split import check_split
     from kvjax.inference.stop import stop_texts
     from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
@@ -160,7 +156,6 @@ def run(config: GenerateConfig) -> None:
             shape = read_config(find_model(config.model), longest)
             check_mesh(shape)
             policy.check(shape)
-            check_split(policy, config.split)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, **arguments)
@@ -171,7 +166,6 @@ def run(config: GenerateConfig) -> None:
         given: dict[str, Any] = {
             "capacity": capacity,
             "page_size": config.page_size,
-            "split": config.split,
         }
         if config.cache is not None:
             # the pool's size is that of what is loaded

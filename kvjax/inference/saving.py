@@ -31,7 +31,6 @@ from kvjax.files import locked, write_text
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
 from kvjax.inference.settled import settled
-from kvjax.inference.split import split_by_heads
 from kvjax.mesh import adopt, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -86,7 +85,6 @@ def write_cache(
     _check_arguments("save_cache", cache, model, policy, entries)
     with use_mesh(model):
         cache, policy = _saved_as("save_cache", cache, model, policy)
-        cache = split_by_heads(cache)
         arrays = _arrays(cache, entries)
         description = said | _described(cache, model, policy, entries, arrays)
     try:
