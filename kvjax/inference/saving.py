@@ -18,13 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Float, Int8
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.rows import Arrays, by_shard, packed, packed_shapes, pages_of, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, sealed
-from kvjax.errors import UserError, named_arguments, one_of, shown, whole_number
+from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor, contents, model_name
 from kvjax.exported.orbax import check_room, export
 from kvjax.files import locked, write_text
@@ -39,12 +38,8 @@ from kvjax.policies.interfaces import Method
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed, leaves_by_path
 
-STORED = "exact", "int8"
-"""How entries are saved: as they are, or each key and each value in 8 bits with a scale of its own."""
 OWN = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.\d+")
 """Names of what is in the folder, also when a writer was stopped."""
-ENTRIES = "entries", "ring"
-"""The arrays of keys and values."""
 
 
 def _policy(model: Decoder, policy: Policy | None) -> Policy:
@@ -52,9 +47,7 @@ def _policy(model: Decoder, policy: Policy | None) -> Policy:
 
 
 @named_arguments()
-def save_cache(
-    path: str | Path, cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact"
-) -> int:
+def save_cache(path: str | Path, cache: Cache, model: Decoder, policy: Policy | None = None) -> int:
     """Write what a cache holds into a folder, for `load_cache`. What was there before is replaced once all is written.
 
     Only entries that are stored are written, whatever the pool's size; branches that share pages are written apart.
@@ -62,33 +55,31 @@ def save_cache(
     Args:
         cache: from `kvjax.prefill`, or as `kvjax.stream` yields it.
         model, policy: those that it was made with.
-        entries: "exact", or "int8": each key and each value in 8 bits with a scale of its own, a quarter of float32 and
-            about half of bfloat16; what is then said may differ.
 
     Returns:
         Bytes of the arrays that were written.
 
     Raises:
         UserError: a cache of another model or policy, or of branches that a mesh's devices have unequally many of; no
-            cache, model, policy or path, or no such `entries`; a folder with other things in it or that cannot be
-            written, or a disk without room; a run of several processes.
+            cache, model, policy or path; a folder with other things in it or that cannot be written, or a disk without
+            room; a run of several processes.
     """
-    return write_cache(path, cache, model, policy, entries, {})
+    return write_cache(path, cache, model, policy, {})
 
 
 def write_cache(
-    path: str | Path, cache: Cache, model: Decoder, policy: Policy | None, entries: str, said: dict[str, Any]
+    path: str | Path, cache: Cache, model: Decoder, policy: Policy | None, said: dict[str, Any]
 ) -> int:
     """`save_cache`, with more that is `said` in the description."""
     path = checked_place(path)
     if jax.process_count() > 1:
         raise UserError("save_cache: a cache is saved by one process, this run has several")
-    _check_arguments("save_cache", cache, model, policy, entries)
+    _check_arguments("save_cache", cache, model, policy)
     with use_mesh(model):
         cache, policy = _saved_as("save_cache", cache, model, policy)
         cache = split_by_heads(cache)
-        arrays = _arrays(cache, entries)
-        description = said | _described(cache, model, policy, entries, arrays)
+        arrays = packed(cache)
+        description = said | _described(cache, model, policy, arrays)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
@@ -131,9 +122,8 @@ def _path(where: str, path: Any) -> Path:
     return Path(path)
 
 
-def _check_arguments(where: str, cache: Any, model: Any, policy: Any, entries: str) -> None:
+def _check_arguments(where: str, cache: Any, model: Any, policy: Any) -> None:
     check_arguments(where, model, policy, cache=cache)
-    one_of(where, "entries", entries, STORED)
     if cache is None:
         raise UserError(f"{where}: cache must come from kvjax.prefill, got None")
 
@@ -152,48 +142,20 @@ def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -
 
 
 @named_arguments()
-def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None, *, entries: str = "exact") -> int:
+def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None) -> int:
     """Bytes of the arrays that `save_cache` would write, by the cache's lengths alone; files that describe them come on
     top.
 
     Raises:
-        UserError: as `save_cache`, of the cache, its model and policy, and `entries`.
+        UserError: as `save_cache`, of the cache, its model and policy.
     """
-    _check_arguments("saved_bytes", cache, model, policy, entries)
+    _check_arguments("saved_bytes", cache, model, policy)
     with use_mesh(model):
         shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy)[0])
-    if entries == "int8":
-        for name in ENTRIES:
-            n, width = shapes[name].shape
-            shapes[name] = jax.ShapeDtypeStruct((n, width), np.int8)
-            shapes[f"{name}_scale"] = jax.ShapeDtypeStruct((n, 2), np.float32)
     return sum(x.size * x.dtype.itemsize for x in shapes.values())
 
 
-def _arrays(cache: Cache, entries: str) -> Arrays:
-    """What is saved of a cache."""
-    arrays = packed(cache)
-    if entries == "int8":
-        for name in ENTRIES:
-            arrays[name], arrays[f"{name}_scale"] = in_8_bits(arrays[name])
-    return arrays
-
-
-def in_8_bits(x: Float[np.ndarray, "n kv"]) -> tuple[Int8[np.ndarray, "n kv"], Float[np.ndarray, "n 2"]]:
-    """Keys and values rounded to 127 steps of their own largest component, and these steps."""
-    halves = x.astype(np.float32).reshape(len(x), 2, x.shape[1] // 2)
-    scale = np.abs(halves).max(-1, initial=0) / 127
-    steps = np.round(halves / np.where(scale == 0, 1, scale)[..., None])
-    return steps.astype(np.int8).reshape(x.shape), scale
-
-
-def from_8_bits(x: Int8[np.ndarray, "n kv"], scale: Float[np.ndarray, "n 2"]) -> Float[np.ndarray, "n kv"]:
-    """The numbers that `in_8_bits` rounded."""
-    halves = x.reshape(len(x), 2, x.shape[1] // 2) * scale[..., None]
-    return halves.astype(np.float32).reshape(x.shape)
-
-
-def _described(cache: Cache, model: Decoder, policy: Policy, entries: str, arrays: Arrays) -> dict[str, Any]:
+def _described(cache: Cache, model: Decoder, policy: Policy, arrays: Arrays) -> dict[str, Any]:
     from kvjax import __version__
 
     held = caches.stats(cache, int((np.asarray(cache.seen) > 0).sum()))
@@ -205,7 +167,6 @@ def _described(cache: Cache, model: Decoder, policy: Policy, entries: str, array
         "window": cache.window,
         "page_size": cache.page_size,
         "dtype": np.dtype(cache.pages.dtype).name,
-        "entries": entries,
         "selects": cache.pages.bounds is not None,
         "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
         "tokens": arrays["seen"].tolist(),
@@ -246,15 +207,6 @@ def _digests(folder: Path) -> dict[str, str]:
     """Of each file below a folder, by its path in it."""
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {file.relative_to(folder).as_posix(): _digest(file) for file in files}
-
-
-def is_whole(path: Path) -> bool:
-    """Whether a folder holds a cache as it was written. To be called with it locked."""
-    try:
-        found = describe_cache(path)
-        return _digests(path / found["folder"]) == found["files"]
-    except (UserError, OSError):
-        return False
 
 
 def _digest(file: Path) -> str:
@@ -358,10 +310,6 @@ def _read(path: Path, found: Mapping[str, Any]) -> Arrays:
     with ocp.StandardCheckpointer() as checkpointer:
         read = checkpointer.restore(folder.absolute(), {name: x for name, x in arrays.items() if x.size})
     arrays |= {name: np.asarray(x) for name, x in read.items()}
-    if found["entries"] == "int8":
-        for name in ENTRIES:
-            exact = from_8_bits(arrays[name], arrays.pop(f"{name}_scale"))
-            arrays[name] = exact.astype(found["dtype"])
     return arrays
 
 
