@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Shaped
 
-from kvjax.cache import Cache, CapacityError, device_bytes
+from kvjax.cache import Cache, CapacityError, device_bytes, free_counts
 from kvjax.cache.stripes import by_heads, striped
 from kvjax.errors import UserError, one_of
 from kvjax.inference.page_counts import pages_in_use, pool_pages
@@ -68,6 +68,7 @@ def once_read(policy: Policy, cache: Cache, split: str) -> Cache:
     entry_bytes = cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
     if split == "auto" and (cache.shared or excess(np.asarray(cache.layers.length), entry_bytes) < WORTH):
         return cache
+    free_counts(cache)
     cache = settled(cache, policy.continuing)
     need = pages_in_use(cache, striped=True)
     if cache.bounded or cache.shared:
