@@ -87,7 +87,7 @@ def attending(
     to the layer's cache, if it is written, what is captured, and what is to be written to the trail."""
 
     def attend(step, pages, xs):
-        layer, policy = xs
+        (layer, policy), step = xs, step.without_padding()
         o, lse, pages, layer = cached_attention(
             policy, step, pages if write else cache.pages, layer,
             seen=cache.seen, valid=valid, write=write, implementation=implementation,

@@ -115,7 +115,7 @@ def one_pass(
     the rows' first entries."""
 
     def attend(step, planes, xs):
-        layer, reading, eviction = xs
+        (layer, reading, eviction), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             reading, step, cache.pages, layer,
             seen=cache.seen, valid=valid, write=False, implementation=implementation,
