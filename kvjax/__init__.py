@@ -31,7 +31,6 @@ _HOME = {
     "logits": "kvjax.inference.sampling",
     "warm_up": "kvjax.inference.warm_up",
     "Session": "kvjax.inference.session",
-    "PrefixStore": "kvjax.inference.prefix_store",
     "save_cache": "kvjax.inference.saving",
     "load_cache": "kvjax.inference.saving",
     "saved_bytes": "kvjax.inference.saving",
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from kvjax import policies
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
-    from kvjax.inference.prefix_store import PrefixStore
     from kvjax.inference.sampling import logits, prefill, sample, stream
     from kvjax.inference.saving import load_cache, save_cache, saved_bytes
     from kvjax.inference.session import Session

@@ -160,7 +160,7 @@ class Session:
     def save(self, path: str | Path) -> int:
         """Write it into a folder, for `load`: as `kvjax.save_cache`, which says what is returned and raised."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
-        return write_cache(path, self._begun("save"), self.model, self.policy, "exact", {TURNS: turns})
+        return write_cache(path, self._begun("save"), self.model, self.policy, {TURNS: turns})
 
     @classmethod
     @named_arguments(where="Session.load")
