@@ -183,7 +183,12 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
     for loaded, told, folder, said in (
         (tiny_model(), {}, saved, "whose weights are not those of"),
         (model, {"policy": wgkv}, saved, "the cache has window 1, policy wgkv has 6"),
-        (model, {"policy": policies(model)["capacity"]()}, tmp_path / "gated", "which does not know what policy delayed needs to know"),
+        (
+            model,
+            {"policy": policies(model)["capacity"]()},
+            tmp_path / "gated",
+            "which does not know what policy delayed needs to know",
+        ),
         (model, {}, tmp_path / "gated", "the cache has window 6, policy full has 1"),
         (
             model,
