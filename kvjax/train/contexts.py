@@ -21,7 +21,7 @@ from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN
 from kvjax.train.documents import Documents, digest
-from kvjax.train.readers import open_hub
+from kvjax.train.readers import Records, open_hub
 
 TokenRow = Int[np.ndarray, " _"]
 JOINED_BY = "\n\n"
@@ -106,11 +106,11 @@ def source_documents(source: str, seed: int, tokens: int, count: Callable[[str],
         texts = (documents[index] for index in range(len(documents)))
         yield from ((text, count(text)) for text in texts if text)
         return
+    records = Records(source)
     for row in open_hub(source):
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
-        known = row.get("token_count")
-        yield row["text"], known if isinstance(known, int) else count(row["text"])
+        if text := records.document(row):
+            known = row.get("token_count")
+            yield text, known if isinstance(known, int) else count(text)
 
 
 def text_contexts(

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.tasks.mixture import Mixture, builtin_mixture
 from kvjax.train import contexts as module
 from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
@@ -86,8 +86,13 @@ def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
     own, held = text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
     assert [context.tokens[0] for context in own] == [2, 4]
     assert [row[1] for row in held] == [5]
-    rows[0] = {"words": "x"}
-    with pytest.raises(UserError, match="the data set has no `text` column of strings, it has words"):
+    rows[0] = {"text": None}
+    assert text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)[0][0].tokens[0] == 2
+    rows[:0] = [{"words": "x"}] * 11
+    with (
+        pytest.warns(Doubt, match="are skipped"),
+        pytest.raises(UserError, match="11 of its first 11 records"),
+    ):
         text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
 
 

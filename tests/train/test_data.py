@@ -244,7 +244,9 @@ def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, doc
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
-        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, step_lengths, "x"))
+        return iter(
+            DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1, "a/set"), bins, 1, step_lengths, "x")
+        )
 
     step_lengths = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
