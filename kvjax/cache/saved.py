@@ -61,7 +61,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "dtype": DTYPES.__contains__,
     "selects": lambda x: type(x) is bool,
     "planes": lambda x: _named(x, _dtype),
-    "tokens": lambda x: _listed(x, _positive) and len(x) > 0,
+    "tokens": lambda x: _listed(x, lambda n: _count(n, 1, LARGEST_INT // 2)) and len(x) > 0,
     "held": lambda x: (
         _listed(x, lambda row: _listed(row, _count) and 0 < len(row) == len(x[0])) and len(x) > 0
     ),
