@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -22,7 +22,7 @@ class GenerateConfig:
     prompt_file: Path | None = None
     """A file with the text instead."""
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
     """What to keep, one of those that `python -m kvjax.policies` lists: an admission (wgkv, streaming_llm, …), an
     eviction (snapkv, adakv, …) or a selection (quest); or what another package brings: its name, or
@@ -76,9 +76,6 @@ class GenerateConfig:
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection; with --cache those of what was
     saved."""
-    split: Literal["heads", "pages", "auto"] = "heads"
-    """What each of the devices that split the kv heads has of the cache: the rows of its own heads, or as many pages of
-    every row as any other; auto: by pages where a step then waits for less; with --cache always by heads."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -115,7 +112,7 @@ def _prompt(config: GenerateConfig) -> str:
 
 def read_prompt(path: Path, option: str) -> str:
     """The text of a file that an option names. Raises UserError if there is none."""
-    text = read_text(path, option)
+    text = read_text(path, option, pipe=True)
     if not text:
         raise UserError(f"{option} {path}: the prompt is empty")
     return text
@@ -133,7 +130,6 @@ def run(config: GenerateConfig) -> None:
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import answers, stream
     from kvjax.inference.saving import load_cache
-    from kvjax.inference.split import check_split
     from kvjax.inference.stop import stop_texts
     from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
@@ -157,7 +153,6 @@ def run(config: GenerateConfig) -> None:
             shape = read_config(find_model(config.model), longest)
             check_mesh(shape)
             policy.check(shape)
-            check_split(policy, config.split)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, **arguments)
@@ -168,7 +163,6 @@ def run(config: GenerateConfig) -> None:
         given: dict[str, Any] = {
             "capacity": capacity,
             "page_size": config.page_size,
-            "split": config.split,
         }
         if config.cache is not None:
             # the pool's size is that of what is loaded

@@ -1,10 +1,10 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. stripes: rows that all devices
-share. compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail:
-what they remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's
-pages. rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
+resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is.
+compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail: what they
+remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's pages.
+rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
 """
 
 from kvjax.cache.branches import owned, selected
@@ -18,7 +18,6 @@ from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ri
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
-    by_shard,
     device_bytes,
     halved_size,
     largest_shard,
@@ -42,7 +41,6 @@ __all__ = [
     "Quota",
     "Stats",
     "Turnover",
-    "by_shard",
     "check",
     "check_alive",
     "check_finite",

@@ -69,7 +69,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "files": lambda x: _named(x, _text),
     "arrays": lambda x: _named(x, _array) and {"entries", "ring", "seen", "length"} <= x.keys(),
     "trained": lambda x: x is None or _named(x, _text),  # older files have none
-    "made_for": lambda x: x is None or _named(x, _text),
+    "made_for": lambda x: _named(x, _text) and {"model", "fingerprint"} <= x.keys(),
 }
 """What each field must be."""
 

@@ -61,7 +61,7 @@ def reread(
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = one_pass(
                 model, policy.reading, policy.traced.eviction, cache, fed, valid, spans(some, fed.shape[0]),
-                first=bucket(eviction.needs.prefix), implementation=implementation,
+                first=bucket(max(eviction.needs.prefix, eviction.needs.first)), implementation=implementation,
             )  # fmt: skip
     return cache
 

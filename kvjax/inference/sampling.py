@@ -37,7 +37,6 @@ from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.settled import settled
 from kvjax.inference.sharing import branched, placed, places
-from kvjax.inference.split import check_split, split_by_heads
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
@@ -174,7 +173,6 @@ def prefill(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     observers: Prompts | None = None,
     calls: Calls | None = None,
@@ -197,11 +195,6 @@ def prefill(
             pools follow each prompt, and programs are shared by those of about one length.
         page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
             policy with a selection, which chooses among pages.
-        split: what each of the devices that split the kv heads has of the cache: "heads", the rows of its own heads;
-            "pages", as many pages as any other of every row, whatever the heads keep, for two collectives a layer;
-            "auto", by pages where that is worth them; with `max_tokens`, of prompts of that length, and never if they
-            are compacted. A cache that goes on being compacted, or that has a capacity or a selection, is by heads; one
-            that is compacted once its prompt was read is by heads till then.
         chunk: prompt tokens in one call; the result does not depend on it, but for policies whose rule is for calls
             (`head_pattern` with streaming="between_calls").
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
@@ -231,10 +224,9 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
-        check_split(policy, split)
-        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens, split)
+        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         check_length(model, rows, max_new_tokens)
-        arguments = max_new_tokens, chunk, calls, implementation, behind, split
+        arguments = max_new_tokens, chunk, calls, implementation, behind
         cache = schedule.read(model, policy, cache, rows, *arguments)[0]
         caches.check(cache, policy.name, max_new_tokens)
         return cache
@@ -288,7 +280,6 @@ def stream(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,
     calls: Calls | None = None,
@@ -327,12 +318,11 @@ def stream(
         rows = token_rows(model, prompts)
         order: Sequence[int] = range(len(rows))
         if cache is None:
-            check_split(policy, split)
-            arguments = max_new_tokens, page_size, capacity, max_tokens, split
+            arguments = max_new_tokens, page_size, capacity, max_tokens
             policy, held = begin(model, policy, rows, *arguments)
             check_length(model, rows, max_new_tokens)
             held, after = schedule.read(
-                model, policy, held, rows, max_new_tokens, chunk, calls, implementation, split=split
+                model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )
             held = settled(held, policy.continuing)
         else:
@@ -341,8 +331,6 @@ def stream(
                     raise UserError(
                         f"{name} is stated where the cache is made (prefill), not where it is continued"
                     )
-            if policy.refuses_pages or share is not False:
-                cache = split_by_heads(cache)
             if share is not False:
                 cache, order = branched(cache, share, samples, len(rows))
                 rows = placed(rows, order, cache.seen.shape[0])
@@ -451,7 +439,6 @@ def sample(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,
     calls: Calls | None = None,
@@ -482,8 +469,8 @@ def sample(
         share: True: several questions of each of the cache's contexts, as many of each, one context's after another's;
             or a list with the context of each question, from 0. They are a batch of branches which hold the context's
             pages together and copy only those that they write to; on a mesh a branch runs where its context is.
-        capacity, max_tokens, page_size, split, chunk, calls: as in `prefill`; a cache that is continued keeps its
-            capacity, page size and split; branches are split by heads.
+        capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
+            page size.
         block: tokens between two looks of the host.
 
     Returns:
@@ -503,7 +490,7 @@ def sample(
     for block_parts, held in stream(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
-        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size, split=split,
+        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size,
         chunk=chunk, block=block, calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)

@@ -32,7 +32,6 @@ from kvjax.files import locked, write_text
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
 from kvjax.inference.settled import settled
-from kvjax.inference.split import split_by_heads
 from kvjax.mesh import SHARDS, adopt, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
@@ -82,7 +81,6 @@ def write_cache(
     _check_arguments("save_cache", cache, model, policy)
     with use_mesh(model):
         cache, policy = _saved_as("save_cache", cache, model, policy)
-        cache = split_by_heads(cache)
         arrays = packed(cache)
         description = said | _described(cache, model, policy, arrays)
     try:

@@ -1,6 +1,6 @@
 """Llama, Qwen and Mistral decoders, their Hugging Face folders and GGUF files.
 
-config, rope, decoder: a model. folder, wheel: where its files are. loading, names, tensor_files, gguf_file: its
+config, rope, decoder: a model. folder: where its files are. loading, names, tensor_files, gguf_file: its
 weights. json_file, rope_json, gguf_config: its configuration. gguf_tokenizer: a tokenizer. quiet: transformers'
 import. chat: text as tokens. saving: the way back.
 """

@@ -12,7 +12,6 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
 from kvjax.models.quiet import quiet
-from kvjax.models.wheel import gguf_in_wheel
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -29,8 +28,8 @@ _TOKENIZER_FILES = (
 
 
 def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The built-in model's folder by its name, the folder or the GGUF file itself if there is one, the GGUF file that a
-    wheel holds, else the snapshot of the hub id, downloaded if it is not in the local cache.
+    """Return the built-in model's folder for its name, an existing folder or GGUF file as it is, and otherwise the
+    snapshot of the hub id, downloaded if it is not in the local cache.
 
     Raises:
         UserError: no such folder or file, or a hub id that cannot be fetched; says what to pass.
@@ -47,13 +46,11 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         if inside and not (path / "config.json").exists():
             raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {', '.join(inside)}")
         return path
-    if path.suffix == ".whl" and path.is_file():
-        return gguf_in_wheel(path)
     if path.exists():
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
         )
-    if is_gguf(path) or path.suffix == ".whl":
+    if is_gguf(path):
         raise UserError(f"{path_or_hub_id}: no such file")
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
         raise UserError(f"{path_or_hub_id}: no such folder")

@@ -190,7 +190,7 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
             model,
             {"policy": policies(model)["capacity"]()},
             tmp_path / "gated",
-            "does not know what policy delayed needs to",
+            "which does not know what policy delayed needs to know",
         ),
         (model, {}, tmp_path / "gated", "the cache has window 6, policy full has 1"),
         (

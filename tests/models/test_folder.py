@@ -32,7 +32,7 @@ def test_what_is_no_hub_id_is_a_missing_folder(name):
         find_model(name)
 
 
-@pytest.mark.parametrize("name", ["models/x.gguf", "models/X.GGUF", "models/a-1-py3-none-any.whl", "x.gguf"])
+@pytest.mark.parametrize("name", ["models/x.gguf", "models/X.GGUF", "x.gguf"])
 def test_a_missing_file_is_no_hub_id(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
