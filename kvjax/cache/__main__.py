@@ -9,6 +9,7 @@ import tyro
 
 from kvjax.cache.saved import describe_cache
 from kvjax.command.launch import parse_command, run_command
+from kvjax.errors import one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ def shown(found: dict[str, Any]) -> str:
     full = tokens * len(held) * heads
     kept = sum(map(sum, held))
     lines = [
-        f"{found['made_for']['model']}, policy {found['policy']}, kvjax {found['kvjax']}",
+        one_line(f"{found['made_for']['model']}, policy {found['policy']}, kvjax {found['kvjax']}"),
         f"{len(found['tokens'])} sequence{'s' * (len(found['tokens']) != 1)} of {', '.join(map(str, found['tokens']))} "
         f"tokens, window {found['window']}, entries {found['dtype']}",
         f"{kept:,} of {full:,} entries ({100 * kept / full:.0f}%), {size(kept * width)}; in all {size(found['bytes'])}",

@@ -61,7 +61,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "dtype": DTYPES.__contains__,
     "selects": lambda x: type(x) is bool,
     "planes": lambda x: _named(x, _dtype),
-    "tokens": lambda x: _listed(x, _positive) and len(x) > 0,
+    "tokens": lambda x: _listed(x, lambda n: _count(n, 1, LARGEST_INT // 2)) and len(x) > 0,
     "held": lambda x: (
         _listed(x, lambda row: _listed(row, _count) and 0 < len(row) == len(x[0])) and len(x) > 0
     ),
@@ -69,7 +69,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "files": lambda x: _named(x, _text),
     "arrays": lambda x: _named(x, _array) and {"entries", "ring", "seen", "length"} <= x.keys(),
     "trained": lambda x: x is None or _named(x, _text),  # older files have none
-    "made_for": lambda x: x is None or _named(x, _text),
+    "made_for": lambda x: _named(x, _text) and {"model", "fingerprint"} <= x.keys(),
 }
 """What each field must be."""
 

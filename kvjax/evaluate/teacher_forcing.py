@@ -146,6 +146,7 @@ def _outcome(
     """The most likely token after each one behind the context, and the loss of the targets with their number."""
 
     def attend(step, carry, whole):
+        step = step.without_padding()
         own = dataclasses.replace(pattern, whole=whole)
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
         return local(step.q, step.k, step.v, lines.position, lines.start, lines.part, own), carry, None

@@ -136,6 +136,7 @@ def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -
     policy = _policy(model, policy)
     check_in_front(where, cache)
     check_fits(cache, model, policy)
+    caches.free_counts(cache)  # of a cache that is not finite, an error
     if jax.tree.structure(settled(cache, policy)) != jax.tree.structure(cache):
         raise UserError(
             f"{where}: the cache remembers more of its tokens than policy {policy.name} does: give the policy that it "
@@ -238,8 +239,9 @@ def _write(path: Path, arrays: Arrays, description: dict[str, Any]) -> None:
         for own in path.glob(f"{folder.name}*"):
             shutil.rmtree(own, ignore_errors=True)
         if isinstance(error, ValueError) and not isinstance(error, UserError):
-            # TensorStore's, of a disk that fills meanwhile
-            raise OSError(shown(str(error))) from None
+            # TensorStore's, of a disk that fills meanwhile, or a file that grows too large
+            code = re.search(r"os_error_code='(\d+)'", str(error))
+            raise OSError(os.strerror(int(code[1])) if code else str(error)[:200]) from None
         raise
     for old in path.glob("arrays-*"):
         if old != folder:
@@ -390,7 +392,8 @@ def _check_lengths(path: Path, found: Mapping[str, Any], arrays: Arrays) -> None
     seen, length = arrays["seen"], arrays["length"]
     beyond = np.maximum(seen.astype(np.int64) - (found["window"] - 1), 0)[:, None]
     held = (length.astype(np.int64) + np.minimum(seen, found["window"] - 1)[:, None]).sum(1)
-    if seen.tolist() != found["tokens"] or (length < 0).any() or (length > beyond).any():
+    missing = found["policy"] == "full" and (length < beyond).any()
+    if seen.tolist() != found["tokens"] or (length < 0).any() or (length > beyond).any() or missing:
         raise UserError(f"{path}: damaged, its rows have other lengths than its tokens allow")
     if held.tolist() != found["held"]:
         raise UserError(f"{path}: damaged, its rows have other lengths than {DESCRIPTION} says")

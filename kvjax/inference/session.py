@@ -182,6 +182,19 @@ class Session:
         turns = found.get(TURNS)
         if turns is None:
             raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
+        if not _whole(turns, int(np.asarray(cache.seen)[0]), model.config.vocab_size):
+            raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts = turns["parts"]
         return session
+
+
+def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
+    """Whether saved turns are those of a conversation of which `seen` tokens were read."""
+    try:
+        texts = [x for message in turns["messages"] for x in (message["role"], message["content"])]
+        tokens = turns["tokens"]
+        whole = all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
+        return whole and all(isinstance(x, str) for x in [*texts, *turns["parts"]])
+    except (TypeError, KeyError):
+        return False
