@@ -15,7 +15,7 @@ import jinja2
 import markupsafe
 
 from kvjax.chat_worker import BYTES, SECONDS
-from kvjax.errors import UserError, shown
+from kvjax.errors import UserError, check_unicode, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for the text in a rendered template."""
@@ -27,8 +27,8 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
     """Return the text that the chat template makes of the messages, as `apply_chat_template` does. The model's turn is
     begun unless the options say otherwise.
 
-    Raises UserError in one line for a template that fails in any way, that takes longer than 5 s or more than 1 GiB,
-    or that writes more than 1 MiB and four times what it was given.
+    Raises UserError in one line for a template that fails in any way, that takes longer than 2 s of processor time or
+    more than 1 GiB, or that writes more than a million characters beside four times what it was given.
     """
     variables = {
         "messages": [_plain_message(message) for message in messages],
@@ -49,14 +49,14 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) ->
 def default_template(named: Any) -> str:
     """The template of a tokenizer's `chat_template`: the only one, or the one that is named `default`.
 
-    Raises UserError, which names them, if there are several and none is the default.
+    Raises UserError, which names them, if they have names and none is the default.
     """
     if isinstance(named, list | tuple) and all(isinstance(one, Mapping) for one in named):
         named = {one.get("name"): one.get("template") for one in named}
     if isinstance(named, Mapping) and "default" not in named:
+        names = ", ".join(sorted(map(shown, named))[:8])
         raise UserError(
-            f"there are several chat templates, {', '.join(sorted(map(shown, named)))[:200]}, and none is called "
-            "'default': set tokenizer.chat_template to the one to use"
+            f"none of the chat templates is called 'default', there are {names}: set tokenizer.chat_template to one"
         )
     template = named["default"] if isinstance(named, Mapping) else named
     if not isinstance(template, str):
@@ -143,6 +143,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         raise UserError(f"it takes longer than {SECONDS} s, or more memory than {BYTES >> 20} MiB")
     if "error" in reply:
         raise UserError(reply["error"])
+    check_unicode(reply["text"], "its text")
     return reply["text"]
 
 

@@ -129,9 +129,9 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
             if not isinstance(error, Exception) and not is_panic(error):
                 raise
             lines = str(error).strip().splitlines() or [""]
-            why = lines[0] if isinstance(error, OSError | ValueError) else shown(error)
-            why = why.replace(copies, str(folder))
-            raise UserError(f"{folder}: its tokenizer cannot be read ({why[:300]})") from None
+            why = lines[0].replace(copies, str(folder))[:300]
+            why = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {why}".strip()
+            raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
     return tokenizer
 

@@ -129,6 +129,10 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     of two that gives the same factors: everything else is refused.
     """
     tensor = file.tensors["rope_freqs.weight"]
+    if tensor.shape != (head_dim // 2,):
+        raise file.metadata.error(
+            f"rope_freqs.weight is not Llama 3's scaling: its shape is {tensor.shape}, expected {(head_dim // 2,)}"
+        )
     stored = np.zeros(tensor.shape, np.float32)
     tensor.fill(stored, 0)
     if (stored == 1).all():
@@ -139,7 +143,7 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     for length in (2**power for power in range(6, 21)):
         rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
         factors = unscaled / inverse_frequencies(rope, head_dim)
-        if factors.shape == stored.shape and np.allclose(factors, stored, rtol=1e-5, atol=0):
+        if np.allclose(factors, stored, rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -68,9 +68,10 @@ class RopeConfig:
                 f"rope low_freq_factor must be below high_freq_factor, got {self.low_freq_factor:g} and "
                 f"{self.high_freq_factor:g}"
             )
-        for name in ("original_length", "length"):
-            if not 0 <= getattr(self, name) <= LARGEST_INT:
-                raise UserError(f"rope {name} must be at most {LARGEST_INT}, got {getattr(self, name)}")
+        for name in ("original_length", "length", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= LARGEST_INT:
+                raise UserError(f"rope {name} must be at least 0 and at most {LARGEST_INT}, got {value:g}")
 
 
 def _wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
