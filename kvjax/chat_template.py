@@ -136,7 +136,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         request = json.dumps(
             {"template": template, "variables": variables}, default=lambda value: f"<{type(value).__name__}>"
         )
-    except (ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UserError(f"the messages are no JSON ({shown(error)})") from None
     reply = _worker.ask(request.encode())
     if reply is None:
@@ -152,7 +152,7 @@ class _Worker:
 
     def __init__(self):
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         atexit.register(self._end)
 
     def ask(self, request: bytes) -> dict[str, str] | None:
@@ -176,7 +176,7 @@ class _Worker:
             return json.loads(answer)
 
     def _begun(self) -> Any:
-        packages = {str(Path(module.__file__).parents[1]) for module in (jinja2, markupsafe)}
+        packages = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         program = str(Path(__file__).with_name("chat_worker.py"))
         try:
             # in a session of its own, so that Ctrl-C ends this process alone
@@ -200,10 +200,11 @@ def _stop(process: Any) -> None:
 def _forked() -> None:
     """A forked process must not speak to its parent's worker."""
     global _worker
-    _left.append(_worker)  # kept: its end would be waited for
+    _parents.append(_worker._process)  # kept, as Python warns of a process whose end nobody waits for
+    _worker._process = None
     _worker = _Worker()
 
 
 _worker = _Worker()
-_left: list[_Worker] = []
+_parents: list[Any] = []
 os.register_at_fork(after_in_child=_forked)

@@ -77,7 +77,7 @@ def compiled(template: str) -> Any:
     class Generation(Extension):
         """The tag around what the model wrote, which only a mask of an answer's tokens needs."""
 
-        tags = frozenset({"generation"})
+        tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser):
             line = next(parser.stream).lineno

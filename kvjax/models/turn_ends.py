@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kvjax.chat_template import PLACE, default_template, render
 from kvjax.errors import UserError
@@ -11,7 +12,7 @@ _KNOWN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
 """Tokens that end nothing but a turn or a message."""
 
 
-def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, str]) -> dict[str, int]:
+def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, Any]) -> dict[str, int]:
     """Return the tokens that end a turn in a chat template, and their ids.
 
     They are the known ones that it contains. If it contains none, it is the token that it shows behind an assistant's
