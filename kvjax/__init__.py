@@ -10,7 +10,7 @@ Names are imported when first used, so that `import kvjax` and `--help` cost not
 Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
 export, evaluate, generate, plan, convert, policies, cache. Files: step: what a layer shows methods; top: selection of
 the best scores; struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole
-files; chat_template: what a chat template puts around a text; plugins: what other packages bring.
+files; chat_template, chat_worker: what a chat template puts around a text; plugins: what other packages bring.
 """
 
 import importlib

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.chat_template import templated
+from kvjax.chat_template import templated, token_ids
 from kvjax.errors import Doubt, UserError, check_unicode, named_arguments, shown
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.sampling import stream
@@ -108,11 +108,7 @@ class Session:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
         check_unicode(text)
         new = self._next(text)
-        ids = list(
-            self.tokenizer(new, add_special_tokens=not (self._templated or self._parts), verbose=False)[
-                "input_ids"
-            ]
-        )
+        ids = token_ids(self.tokenizer, new, add_special_tokens=not (self._templated or self._parts))
         read = 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
         tokens, answer, cache = self.tokens + ids, [], self.cache
         for parts, held in stream(
@@ -133,7 +129,7 @@ class Session:
         """What a user's turn adds to the text so far."""
         if not self._templated:
             return text
-        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}], tokenize=False)
+        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}])
         if not self._parts:
             return whole
         # an answer may be shown without the white space around it
