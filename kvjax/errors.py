@@ -18,18 +18,44 @@ LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
 """Of float32."""
 
 
+LONGEST_LINE = 490
+"""Characters of a message, so that with `error: ` or `warning: ` before it there are fewer than 500."""
+
+
+def one_line(text: str) -> str:
+    """Return a text as one line of at most `LONGEST_LINE` characters that a terminal shows as they are.
+
+    What is not printable (control characters, those that change the direction of writing, half surrogates) becomes its
+    escape, such as `\\x1b`. The middle of a longer text is left out, since advice stands at the end.
+    """
+    line = " ".join(text.split())
+    if not line.isprintable():
+        line = "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in line)
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = LONGEST_LINE // 2
+    return f"{line[:half]}…{line[half + 1 - LONGEST_LINE :]}"
+
+
 class UserError(ValueError):
-    """Bad input from the user. The message is one line; the command-line programs print it alone and exit with 2."""
+    """Bad input from the user. The message is one line (`one_line`); the command-line programs print it alone and exit
+    with 2."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
 
 
 class Doubt(UserWarning):
-    """What is run as it was told, though it may not be what the user meant. The message is one line, which the
+    """Warning: the request is valid but probably not intended. The message is one line (`one_line`), which the
     command-line programs print alone."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
 
 
 def shown(value: Any) -> str:
     """Any value, short and on one line."""
-    return " ".join(reprlib.repr(value).split())
+    return one_line(reprlib.repr(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -118,7 +118,7 @@ def _prompt(config: GenerateConfig) -> str:
 
 def read_prompt(path: Path, option: str) -> str:
     """The text of a file that an option names. Raises UserError if there is none."""
-    text = read_text(path, option)
+    text = read_text(path, option, pipe=True)
     if not text:
         raise UserError(f"{option} {path}: the prompt is empty")
     return text
