@@ -133,7 +133,7 @@ class Session:
         """What a user's turn adds to the text so far."""
         if not self._templated:
             return text
-        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}], tokenize=False)
+        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}])
         if not self._parts:
             return whole
         # an answer may be shown without the white space around it

@@ -53,7 +53,7 @@ def _read_numbers(keys: JsonObject, inner: JsonObject, theta: float, max_length:
         declared = keys.get("original_max_position_embeddings", int, None)
         numbers["original_length"] = declared or numbers["original_length"] or context
     if rope_type == "yarn" and numbers["factor"] is None:
-        numbers["factor"] = context / numbers["original_length"]
+        numbers["factor"] = context / max(numbers["original_length"], 1)
     if rope_type == "dynamic":
         numbers |= {"original_length": context, "length": max(max_length or context, context)}
     numbers = {name: value for name, value in numbers.items() if value is not None}

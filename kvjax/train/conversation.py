@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.chat_template import templated
+from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, shown
 
 COLUMNS = "text", "messages"
@@ -39,7 +39,7 @@ class Conversation(str):
         messages = [dict(content="") | message for message in json.loads(self)]
         if "reasoning_content" not in str(template):
             messages = [_thinking(message) for message in messages]
-        return list(templated(tokenizer, messages, return_dict=False, add_generation_prompt=False))
+        return token_ids(tokenizer, templated(tokenizer, messages, add_generation_prompt=False))
 
 
 def document(record: Mapping[str, Any]) -> str:
