@@ -139,5 +139,5 @@ def _settings(folder: Path) -> tuple[JsonObject, str, float]:
 
 
 def _refused(keys: JsonObject, what: str) -> UserError:
-    base = shown(keys.data.get("base_model_name_or_path"))
-    return keys.error(f"{what}: merge it onto its base model {base} first (peft's merge_and_unload)")
+    base = few([str(keys.data.get("base_model_name_or_path"))])
+    return keys.error(f"{what}: merge it onto its base model, {base}, first (peft's merge_and_unload)")

@@ -41,18 +41,19 @@ _TENSORS = {
     r"\.g_idx$": "GPTQ-quantized weights",
     r"\.(qweight|qzeros)$": "AWQ- or GPTQ-quantized weights",
     r"\.(absmax|quant_map|SCB|quant_state\.\w+)$": "bitsandbytes-quantized weights",
-    r"\.weight_packed$": "quantized weights (compressed-tensors)",
-    r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale|[kv]_scale)$": "quantized weights (FP8 or INT8)",
-    r"\.(scales|biases)$": "quantized weights (MLX)",
+    r"\.weight_packed$": "quantized weights of compressed-tensors",
+    r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale|[kv]_scale)$": "FP8- or INT8-quantized weights",
+    r"\.(scales|biases)$": "MLX-quantized weights",
+    r" is F(4$|[68]_)": "FP8-quantized weights",
     r"\blora_|\.base_layer\.": "an adapter or a model with one that is not merged",
     r"(^|\.)(language_model|vision_model|vision_tower|visual|multi_modal_projector)\.": "a multimodal model",
     r"\.(experts|block_sparse_moe)\.": "a mixture of experts",
     r"^(model\.)?(score|classifier|v_head|reward_head|qa_outputs)\.": "a classifier or reward model",
-    r"(^|\.)(tok_embeddings|attention\.w[qkvo])\.": "weights in Meta's or Mistral's own layout (consolidated)",
+    r"(^|\.)(tok_embeddings|attention\.w[qkvo])\.": "weights in Meta's or Mistral's own layout",
     r"(^|\.)encoder\.": "an encoder",
-    r"^(transformer|gpt_neox|backbone|_orig_mod|module)\.": "weights by another program's names",
+    r"^(transformer|gpt_neox|backbone|base_model|_orig_mod|module)\.": "weights by another program's names",
 }
-"""What a folder's weights are, by the name of a tensor that kvjax does not have. The first that is there counts."""
+"""What a folder's weights are, by a tensor that kvjax does not have or read. The first that is there counts."""
 
 
 def kind_of_folder(folder: Path) -> str:
@@ -77,7 +78,7 @@ def kind_of_file(file: Path) -> str | None:
 
 
 def kind_of_tensors(names: Iterable[str]) -> str | None:
-    """Return what weights with these unknown tensors are; None where it is not known."""
+    """Return what weights with these faulty tensors are; None where it is not known."""
     names = list(names)
     for pattern, kind in _TENSORS.items():
         if found := next((name for name in names if re.search(pattern, name)), None):

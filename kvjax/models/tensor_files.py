@@ -116,16 +116,16 @@ def ignored_files(folder: Path) -> list[str]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files that hold a folder's weights. As in transformers, a single file goes before an index."""
-    if (folder / SINGLE).exists():
+    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
         return [folder / SINGLE]
     if not (folder / INDEX).exists():
         raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{kind_of_folder(folder)}")
     _check_regular(folder / INDEX)
     index = JsonObject.read(folder / INDEX)
-    files = list(dict.fromkeys(index.get("weight_map", dict).values()))
-    if odd := [str(name) for name in files if not _is_inside(name)]:
+    names = list(index.get("weight_map", dict).values())
+    if odd := [str(name) for name in names if not _is_inside(name)]:
         raise UserError(f"{folder / INDEX}: names {few(odd)}, expected files in the folder")
-    files = [folder / name for name in sorted(files)]
+    files = [folder / name for name in sorted(set(names))]
     if absent := [path.name for path in files if not _exists(path)]:
         raise UserError(f"{folder}: {INDEX} names {few(absent)}, not in the folder")
     return files
@@ -145,8 +145,8 @@ def _exists(path: Path) -> bool:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse a pipe, which would be waited for, and a device, which would be read for ever."""
-    if path.exists() and not path.is_file():
+    """Refuse a pipe, which would be waited for, a device, which would be read for ever, and a link to nothing."""
+    if not path.is_file():
         raise UserError(f"{path}: not a regular file")
 
 
