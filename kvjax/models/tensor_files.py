@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -97,10 +99,11 @@ def has_own_head(folder: Path) -> bool:
 
 def _equal(one: TensorInFile, other: TensorInFile) -> bool:
     """True if two tensors have the same values. They are read by pieces."""
-    if one.shape != other.shape or not {one.kind, other.kind} <= DTYPES.keys():
+    size = math.prod(one.shape)
+    if one.shape != other.shape or not size or not {one.kind, other.kind} <= DTYPES.keys():
         return False
     rows = one.shape[0] if one.shape else 0
-    step = max(1, _PIECE * rows // max(1, int(np.prod(one.shape)) * 4))
+    step = max(1, _PIECE * rows // (4 * size))
     for start in range(0, rows, step):
         x, y = (tensor.read(start, start + step) for tensor in (one, other))
         same = one.kind == other.kind and np.array_equal(x.view(np.uint8), y.view(np.uint8))
@@ -116,9 +119,9 @@ def ignored_files(folder: Path) -> list[str]:
 
 def _files(folder: Path) -> list[Path]:
     """Return the files that hold a folder's weights. As in transformers, a single file goes before an index."""
-    if (folder / SINGLE).exists() or (folder / SINGLE).is_symlink():
+    if os.path.lexists(folder / SINGLE):
         return [folder / SINGLE]
-    if not (folder / INDEX).exists():
+    if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{kind_of_folder(folder)}")
     _check_regular(folder / INDEX)
     index = JsonObject.read(folder / INDEX)
