@@ -159,8 +159,10 @@ class _Worker:
         """The answer to a request in JSON; None: the process did not survive it."""
         with self._lock:
             process, self._process = self._process, None
-            if process is None or process.poll() is not None:
-                process = self._begun()
+            if process is not None and process.poll() is not None:
+                _stop(process)
+                process = None
+            process = process or self._begun()
             try:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(request + b"\n")
