@@ -210,13 +210,18 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(str(error)) from None
     if added:
         named = ", ".join(f"{shown(token)} ({id_})" for token, id_ in added.items())
-        warnings.warn(
+        files = ", ".join(map(str, sorted(set(eos))[:8])) or "no token"
+        _warn_once(
             f"{folder}: answers also end at {named}, with which the chat template ends a turn; the model's files name "
-            f"{', '.join(map(str, sorted(set(eos))[:8])) or 'no token'}",
-            Doubt,
-            stacklevel=1,  # always from here, so that it is said once
+            f"{files}"
         )
     return config
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """A command reads the same configuration several times."""
+    warnings.warn(text, Doubt, stacklevel=3)
 
 
 def _eos_ids(folder: Path, keys: JsonObject) -> list[int]:
