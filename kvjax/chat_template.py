@@ -19,6 +19,8 @@ from kvjax.errors import UserError, check_unicode, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for the text in a rendered template."""
+CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+"""Three turns."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
 """The keys of a message's reasoning. Templates read the first."""
 
@@ -89,15 +91,12 @@ def between(tokenizer: Any, **options: Any) -> str:
 
     Raises UserError if it does not show three turns, each exactly once.
     """
-    parts = templated(tokenizer, _CONVERSATION, **options).split(PLACE)
-    if len(parts) != len(_CONVERSATION) + 1:
+    parts = templated(tokenizer, CONVERSATION, **options).split(PLACE)
+    if len(parts) != len(CONVERSATION) + 1:
         raise UserError(
             "the tokenizer's chat template does not show the turns of a conversation exactly once"
         )
     return parts[2]
-
-
-_CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:
