@@ -42,7 +42,7 @@ def check_regular(file: Path, option: str, *, pipe: bool = False) -> int:
         raise UserError(f"{option} {file}: cannot be read ({os_reason(error)})") from None
     if stat.S_ISDIR(found.st_mode):
         raise UserError(f"{option} {file}: is a folder, expected a file")
-    if not (stat.S_ISREG(found.st_mode) or pipe and stat.S_ISFIFO(found.st_mode)):
+    if not (stat.S_ISREG(found.st_mode) or (pipe and stat.S_ISFIFO(found.st_mode))):
         raise UserError(f"{option} {file}: is a pipe or a device, expected a file")
     return found.st_size
 
@@ -80,9 +80,8 @@ def not_utf8(begin: bytes, byte: int, at: int) -> str:
     """Return what is wrong with a file that is not UTF-8, by its first bytes and the first one that cannot be read."""
     if begin[:2] in UTF16:
         return "is not UTF-8 text but UTF-16: convert it (iconv -f UTF-16 -t UTF-8)"
-    return (
-        f"is not UTF-8 text: byte 0x{byte:02x} at offset {at}; if it is Latin-1, convert it (iconv -f LATIN1 -t UTF-8)"
-    )
+    advice = "if it is Latin-1, convert it (iconv -f LATIN1 -t UTF-8)"
+    return f"is not UTF-8 text: byte 0x{byte:02x} at offset {at}; {advice}"
 
 
 def write_text(file: Path, text: str, *, new: bool = False) -> None:

@@ -23,14 +23,26 @@ class Conversation(str):
         Raises ValueError for what is none.
         """
         listed = messages if isinstance(messages, list | tuple) else ()
-        if not listed or not all(isinstance(x, Mapping) and isinstance(x.get("role"), str) for x in listed):
+        if not listed or not all(map(_is_message, listed)):
             raise ValueError(f"messages must be a chat, [{{'role': …, 'content': …}}], got {shown(messages)}")
         kept = [{key: value for key, value in message.items() if value is not None} for message in listed]
-        return cls(json.dumps(kept, ensure_ascii=False))
+        try:
+            return cls(json.dumps(kept, ensure_ascii=False))
+        except (TypeError, RecursionError):
+            raise ValueError(f"messages must hold strings, got {shown(messages)}") from None
 
     def tokens(self, tokenizer: Any) -> list[int]:
-        """The whole chat as the tokenizer's template writes it, reasoning included. Raises UserError without a
-        template."""
+        """Return the tokens of the whole chat as the tokenizer's template writes it, reasoning included.
+
+        Raises UserError without a template, or for a chat that it does not take.
+        """
+        return list(self._templated(tokenizer, return_dict=False))
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise what `tokens` would, at less cost."""
+        self._templated(tokenizer, tokenize=False)
+
+    def _templated(self, tokenizer: Any, **options: Any) -> Any:
         template = getattr(tokenizer, "chat_template", None)
         if not template:
             raise UserError(
@@ -39,14 +51,42 @@ class Conversation(str):
         messages = [dict(content="") | message for message in json.loads(self)]
         if "reasoning_content" not in str(template):
             messages = [_thinking(message) for message in messages]
-        return list(templated(tokenizer, messages, return_dict=False, add_generation_prompt=False))
+        return templated(tokenizer, messages, add_generation_prompt=False, **options)
 
 
 def document(record: Mapping[str, Any]) -> str:
-    """A record's `text`, or the chat of its `messages`. Raises ValueError if it has neither."""
-    if isinstance(text := record.get("text"), str):
-        return text
-    return Conversation.of(record.get("messages"))
+    """Return a record's `text`, or the chat of its `messages`; "" where both are null.
+
+    Raises ValueError if it has neither, or half of a surrogate pair in it, which no tokenizer takes.
+    """
+    if not set(COLUMNS) & set(record):
+        raise ValueError(f"neither `text` nor `messages`, but {shown(', '.join(map(str, record)))}")
+    text, messages = record.get("text"), record.get("messages")
+    if not isinstance(text, str):
+        if text is None and messages is None:
+            return ""
+        if messages is None:
+            raise ValueError(f"text must be a string, got {shown(text)}")
+        text = Conversation.of(messages)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"half of a surrogate pair at character {error.start}") from None
+    return text
+
+
+def check_chat(text: str, tokenizer: Any) -> None:
+    """Refuse a chat that the tokenizer's template does not take. Raises UserError."""
+    if isinstance(text, Conversation):
+        text.check(tokenizer)
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping)
+        and isinstance(message.get("role"), str)
+        and all(isinstance(message.get(key), str | None) for key in ("content", "reasoning_content"))
+    )
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:

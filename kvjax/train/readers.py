@@ -1,16 +1,20 @@
 """Where documents come from: files on this machine, or a streamed hub data set."""
 
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from kvjax.errors import UserError
-from kvjax.train.conversation import document
-from kvjax.train.documents import KINDS, Documents
+from kvjax.errors import Doubt, UserError
+from kvjax.files import is_there
+from kvjax.train.conversation import COLUMNS, document
+from kvjax.train.documents import KINDS, Check, Documents
 
 HUB_SECONDS = 10.0
 """That the hub may take to say whether it has a data set."""
+BAD_ROWS, BAD_SHARE = 100, 0.01
+"""Rows of a hub data set that are skipped: so many, or of more so large a share of those that were read."""
 
 
 @runtime_checkable
@@ -45,52 +49,94 @@ class FileReader:
         self._next = state
 
 
+def hub_documents(
+    rows: Iterator[Any], source: str, check: Check | None = None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each row's document, "" for a bad one, with the row.
+
+    Raises:
+        UserError: the rows cannot be read, have neither column, or too many are bad (`BAD_SHARE`, `BAD_ROWS`).
+    """
+    read = bad = 0
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # the hub's client raises dozens of kinds
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UserError(f"--data {source}: row {read} of this pass cannot be read ({said})") from None
+        if row is None:
+            return
+        read, text = read + 1, ""
+        try:
+            text = document(row)
+            if text and check is not None:
+                check(text)
+        except ValueError as error:
+            text, bad = "", bad + 1
+            if bad == read and not set(COLUMNS) & set(row):
+                raise UserError(
+                    f"--data {source}: the data set has no `text` column of strings, it has {', '.join(row)}"
+                ) from None
+            said = f"--data {source}: {bad} of {read} rows are bad"
+            if bad > max(BAD_ROWS, BAD_SHARE * read):
+                raise UserError(f"{said}, which is too many; the last: {error}") from None
+            if str(bad).strip("0") == "1":  # 1, 10, 100, …
+                warnings.warn(f"{said} and skipped; the last: {error}", Doubt, stacklevel=2)
+        yield text, row
+
+
 class HubReader:
     """A streamed hub data set's `text` column, or chats in its `messages`, every `groups`-th document."""
 
-    def __init__(self, dataset: Any, group: int, groups: int):
+    def __init__(self, dataset: Any, group: int, groups: int, source: str = "", check: Check | None = None):
         from datasets.distributed import split_dataset_by_node
 
         self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
-        self._start = self._dataset.state_dict()
-        self._rows: Iterator[Any] = iter(self._dataset)
+        self._start, self._told = self._dataset.state_dict(), (source, check)
+        self._documents = hub_documents(iter(self._dataset), *self._told)
 
     def next(self) -> str | None:
-        row = next(self._rows, None)
-        if row is None:
+        text, _ = next(self._documents, (None, None))
+        if text is None:
             self.set_state(self._start)
-            return None
-        try:
-            return document(row)
-        except ValueError:
-            raise UserError(
-                f"the data set has no `text` column of strings, it has {', '.join(row)}"
-            ) from None
+        return text
 
     def get_state(self) -> Any:
         return self._dataset.state_dict()
 
     def set_state(self, state: Any) -> None:
         self._dataset.load_state_dict(state)
-        self._rows = iter(self._dataset)
+        self._documents = hub_documents(iter(self._dataset), *self._told)
 
 
-def open_source(source: str, seed: int, piece: int) -> Callable[[int, int], Reader]:
+def open_source(
+    source: str, seed: int, piece: int, check: Check | None = None
+) -> Callable[[int, int], Reader]:
     """What gives readers of a group's every `groups`-th document, by (group, groups).
 
     Args:
         source: a .txt, .jsonl or .parquet file or a folder of them, in an order drawn from `seed`; or a hub data set,
             in its own.
         piece: bytes of a .txt file that are a document (`Documents`).
+        check: raises ValueError for a document that cannot be used.
 
     Raises:
         UserError: nothing there, or nothing in it.
     """
-    if (path := Path(source).expanduser()).exists():
-        documents = Documents(path, seed, piece)
+    if (path := local_path(source)) is not None:
+        documents = Documents(path, seed, piece, check)
         return lambda group, groups: FileReader(documents, group, groups)
     hub = open_hub(source)
-    return lambda group, groups: HubReader(hub, group, groups)
+    return lambda group, groups: HubReader(hub, group, groups, source, check)
+
+
+def local_path(source: str) -> Path | None:
+    """Return the path of local data, None if there is none. Raises UserError for a name that no file can have."""
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # the home of nobody
+        return None
+    return path if is_there(path, "--data") else None
 
 
 def open_hub(name: str) -> Any:
