@@ -9,6 +9,7 @@ import tyro
 
 from kvjax.cache.saved import describe_cache
 from kvjax.command.launch import parse_command, run_command
+from kvjax.errors import printable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def size(count: int) -> str:
 
 def main(args: list[str] | None = None) -> None:
     """The command."""
-    print(shown(describe_cache(parse_command(CacheConfig, args).path)))
+    print(printable(shown(describe_cache(parse_command(CacheConfig, args).path))))
 
 
 if __name__ == "__main__":

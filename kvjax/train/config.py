@@ -48,7 +48,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     if find_value(arguments, "--out") == "":
         raise UserError("--out is empty, expected a folder")
     out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
-    if is_there(out, "--out") and not out.is_dir():
+    if _is_there(out) and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
     if (out / SAVED).is_file() and not config.dry_run:
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
@@ -92,6 +92,8 @@ def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None
         UserError: there is no run, it is none for that mesh, or of another method.
     """
     _, before = _saved(out, method)
+    if method not in (None, before.method):
+        raise UserError(f"--method {method}: the run in {out} is of --method {before.method}")
     config = dataclasses.replace(before, out=out, resume=True, mesh=mesh or before.mesh)
     if config.rows != before.batch:
         raise UserError(
@@ -105,12 +107,9 @@ def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None
 def _saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
     """The recipe of the run in a folder, which the command line may name, too, and what it was told."""
     file = out / SAVED
-    if not is_there(file, f"{where}--out"):
+    if not is_there(file, where):
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
-    written = _method(file)
-    if method not in (None, written):
-        raise UserError(f"{where}the run in {out} is of --method {written}, got {method}")
-    recipe = _recipe(method, file)
+    recipe = _recipe(method if method == _method(file) else None, file)
     return recipe, load_config(recipe, str(file))
 
 
@@ -150,6 +149,13 @@ def _recipe(method: str | None, file: Path | None) -> type[Recipe]:
 def _method(file: Path) -> str:
     """The method that a file names."""
     return str(read_values(file).get("method", DEFAULT))
+
+
+def _is_there(out: Path) -> bool:
+    try:
+        return out.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"--out {out} cannot be written: {error.strerror or error}") from None
 
 
 def _newest_run() -> int:
