@@ -7,6 +7,7 @@ import numpy as np
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig, inverse_frequencies
+from kvjax.models.turn_ends import turn_ends
 
 _UNLIKE = {
     "expert_count": (0,),
@@ -19,7 +20,8 @@ _UNLIKE = {
 }
 """What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
 and a factor of 1 changes nothing."""
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens."""
 
 
 def config_keys(file: GgufFile) -> JsonObject:
@@ -75,10 +77,24 @@ def _decimal(stored: float) -> float:
 def _eos_ids(metadata: JsonObject) -> list[int]:
     """The tokens that end a text, a turn or a message, and those that end a turn by the chat template."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot", "eom"))
-    template = metadata.get("tokenizer.chat_template", str, "")
-    tokens = metadata.get("tokenizer.ggml.tokens", list, [])
-    turns = (tokens.index(token) for token in _TURN_ENDS if token in template and token in tokens)
-    return sorted({id_ for id_ in (*named, *turns) if id_ is not None})
+    ids = {id_ for id_ in named if id_ is not None}
+    if template := metadata.get("tokenizer.chat_template", str, ""):
+        listed = metadata.get("tokenizer.ggml.tokens", list, [])
+        types = metadata.get("tokenizer.ggml.token_type", list, [_CONTROL] * len(listed))
+        tokens = {
+            token: id_
+            for id_, (token, type_) in enumerate(zip(listed, types, strict=False))
+            if type_ in (_CONTROL, _USER_DEFINED)
+        }
+        marks = {
+            f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id", int, None)
+            for name in ("bos", "eos")
+        }
+        special = {
+            name: listed[id_] for name, id_ in marks.items() if id_ is not None and 0 <= id_ < len(listed)
+        }
+        ids |= set(turn_ends(template, tokens, special).values())
+    return sorted(ids)
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
@@ -113,6 +129,10 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     of two that gives the same factors: everything else is refused.
     """
     tensor = file.tensors["rope_freqs.weight"]
+    if tensor.shape != (head_dim // 2,):
+        raise file.metadata.error(
+            f"rope_freqs.weight is not Llama 3's scaling: its shape is {tensor.shape}, expected {(head_dim // 2,)}"
+        )
     stored = np.zeros(tensor.shape, np.float32)
     tensor.fill(stored, 0)
     if (stored == 1).all():
@@ -123,7 +143,7 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     for length in (2**power for power in range(6, 21)):
         rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
         factors = unscaled / inverse_frequencies(rope, head_dim)
-        if factors.shape == stored.shape and np.allclose(factors, stored, rtol=1e-5, atol=0):
+        if np.allclose(factors, stored, rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -48,8 +48,8 @@ def load_model(
     compiled programs are kept on disk (`kvjax.command.programs`).
 
     Args:
-        path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), a wheel with one
-            inside, or a Hugging Face hub id.
+        path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), or a
+            Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" rope.

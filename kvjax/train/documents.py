@@ -1,7 +1,4 @@
-"""Local text as documents: .txt, .jsonl and .parquet files, in an order that reads from disk in blocks.
-
-All files are read once before the first document is given, so that no run ends at a bad line that comes late.
-"""
+"""Local text as documents: .txt, .jsonl and .parquet files, in an order that reads from disk in blocks."""
 
 import codecs
 import dataclasses
@@ -15,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import Doubt, UserError
-from kvjax.files import check_regular, not_utf8, os_reason
+from kvjax.errors import Doubt, UserError, shown
+from kvjax.files import UTF16, check_regular, is_there, not_utf8
 from kvjax.train.conversation import COLUMNS, document
 
 BLOCK_LINES = 1024
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 256 << 20
 """Bytes of a line of .jsonl."""
-CHUNK = 1 << 20
+CHUNK = 1 << 24
 """Bytes of a .txt file that are checked at a time."""
 
 Check = Callable[[str], object]
-"""Raises ValueError for a document that the run could not use."""
+"""Raises UserError for a document that the run could not use."""
 
 
 def digest(text: str) -> bytes:
-    """What a document is known by, so that no copy of a held-out one is trained on."""
+    """Return what a document is known by, so that no copy of a held-out one is trained on."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -39,73 +36,51 @@ class Block:
     """Documents that are read together: `count` of them in `file`, from `start` (a byte, or a parquet row group)."""
 
     file: Path
-    """Where."""
     start: int
-    """A byte, or a row group."""
     size: int
     """Bytes, or row groups."""
     count: int
-    """How many."""
-
-
-class Survey:
-    """A pass over all files: counts the documents without text and the bad ones, and keeps the first of these."""
-
-    def __init__(self, check: Check | None):
-        self._check = check
-        self.first, self.bad, self.empty, self.texts = "", 0, 0, 0
-
-    def add(self, at: str, read: Callable[[], str]) -> None:
-        """Read the document at a place."""
-        try:
-            text = read()
-            if text and self._check is not None:
-                self._check(text)
-        except ValueError as error:
-            self.bad, self.first = self.bad + 1, self.first or f"{at}: {error}"
-        else:
-            self.texts, self.empty = self.texts + bool(text), self.empty + (not text)
+    empty: int = 0
+    """How many of them have no text."""
 
 
 class Documents:
     """The documents of a file or of a folder's files, shuffled by `seed`: blocks, and documents within a block.
 
     A .txt file is one document, or one for every `piece` bytes of a long file; .jsonl has one a line under `text`, or
-    a chat under `messages`; .parquet has a column of either name. Those without text are "".
+    a chat under `messages`; .parquet has a column of either name. All of them are read and checked here, so that no
+    training ends at a line that it meets after hours. Documents without text are warned of once and are empty texts.
 
     Raises:
-        UserError: no such file, none of these kinds, a file that cannot be read, no text in it, or a bad document, also
-            one that `check` refuses; the first is named.
+        UserError: no such file, none of these kinds, a file that cannot be read, what is no document, by its file and
+            its line, what `check` refuses, or nothing in it.
     """
 
-    def __init__(self, path: Path, seed: int, piece: int, check: Check | None = None):
+    def __init__(self, path: Path, seed: int, piece: int, check: Check = lambda text: None):
         self.path = path
-        files = [path]
-        if path.is_dir():
-            files = sorted(f for f in path.rglob("*") if f.suffix in KINDS and not f.is_dir())
+        is_folder = is_there(path, "--data") and path.is_dir()
+        files = (
+            sorted(f for f in path.rglob("*") if f.suffix in KINDS and not f.is_dir())
+            if is_folder
+            else [path]
+        )
         if not files:
             raise UserError(f"--data {path}: the folder has no {', '.join(KINDS)} file")
-        survey = Survey(check)
-        blocks = [block for file in files for block in _blocks(file, piece, survey)]
-        if survey.bad:
-            more = f"; {survey.bad} documents are bad" if survey.bad > 1 else ""
-            raise UserError(f"--data {survey.first}{more}")
-        if not survey.texts:
-            raise UserError(f"--data {path}: there is no text in it")
-        if survey.empty:
-            warnings.warn(
-                f"--data {path}: {survey.empty} of its documents have no text and are skipped",
-                Doubt,
-                stacklevel=2,
-            )
+        blocks = [block for file in files for block in _blocks(file, piece, check)]
         rng = np.random.default_rng((seed, 7))
         self._blocks = [blocks[i] for i in rng.permutation(len(blocks))]
         self._ends = np.cumsum([block.count for block in self._blocks], dtype=np.int64)
         self._order = [rng.permutation(block.count) for block in self._blocks]
         self._read = functools.lru_cache(maxsize=8)(_read)
+        empty = sum(block.empty for block in blocks)
+        if empty == len(self):
+            raise UserError(f"--data {path}: there is no text in it")
+        if empty:
+            what = f"{empty:,} of {len(self):,} documents have no text and are skipped"
+            warnings.warn(f"--data {path}: {what}", Doubt, stacklevel=2)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, index: int) -> str:
         at = int(np.searchsorted(self._ends, index, side="right"))
@@ -114,175 +89,182 @@ class Documents:
         return self._read(block)[self._order[at][inside]]
 
 
-def _blocks(file: Path, piece: int, survey: Survey) -> list[Block]:
+def _blocks(file: Path, piece: int, check: Check) -> list[Block]:
     if file.suffix not in KINDS:
         raise UserError(f"--data {file}: expected a {', '.join(KINDS)} file, or a folder of them")
-    check_regular(file, "--data")
+    size = check_regular(file, "--data")
     try:
-        return KINDS[file.suffix][0](file, piece, survey)
+        return KINDS[file.suffix][0](file, size, piece, check)
     except OSError as error:
-        raise UserError(f"--data {file}: cannot be read ({os_reason(error)})") from None
+        raise UserError(f"--data {file}: cannot be read ({error.strerror or error})") from None
 
 
 def _read(block: Block) -> list[str]:
-    """Return a block's documents. What is wrong with one was found before, unless the file has changed."""
     try:
-        return KINDS[block.file.suffix][1](block)
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"--data {block.file}: has changed since the run began: {error}") from None
+        texts = KINDS[block.file.suffix][1](block)
+    except OSError as error:
+        raise UserError(f"--data {block.file}: cannot be read ({error.strerror or error})") from None
+    if len(texts) < block.count:
+        raise UserError(f"--data {block.file}: has become shorter since it was opened")
+    return texts
 
 
-def _text_blocks(file: Path, piece: int, survey: Survey) -> list[Block]:
-    survey.add(str(file), functools.partial(_check_text, file))
-    return [Block(file, start, piece, 1) for start in range(0, file.stat().st_size, piece)]
-
-
-def _check_text(file: Path) -> str:
-    """Return "text" for a file that has some, else "". Raises ValueError for one that is binary or not UTF-8."""
-    decoder, at, found = codecs.getincrementaldecoder("utf-8-sig")(), 0, ""
+def _text_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     with file.open("rb") as opened:
-        begin = opened.peek(2)[:2]
+        begin = opened.read(2)
+        opened.seek(0)
         while True:
-            chunk = opened.read(CHUNK)
-            at += len(chunk)
+            data = opened.read(CHUNK)
+            pending = len(decoder.getstate()[0])
             try:
-                text = decoder.decode(chunk, final=not chunk)
+                decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
-                byte = error.object[error.start]
-                raise ValueError(not_utf8(begin, byte, at - len(error.object) + error.start)) from None
-            if "\0" in text:
-                raise ValueError("is binary, not text: it has zero bytes")
-            found = found or ("text" if text.strip() else "")
-            if not chunk:
-                return found
+                offset = at - pending + error.start
+                raise UserError(
+                    f"--data {file}: {not_utf8(begin, error.object[error.start], offset)}"
+                ) from None
+            if (zero := data.find(0)) >= 0:
+                raise UserError(f"--data {file}: is not text, byte {at + zero} is 0")
+            if not data:
+                return [Block(file, start, piece, 1) for start in range(0, size, piece)]
+            at += len(data)
 
 
 def _read_text(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         data = file.read(block.size)
-    # a cut may go through a character, whose parts are left out
-    data = data.lstrip(bytes(range(0x80, 0xC0))) if block.start else data.removeprefix(codecs.BOM_UTF8)
-    text = codecs.getincrementaldecoder("utf-8")().decode(data)
+    # the file is UTF-8, and only a character that a piece's border cuts is left out
+    text = data.decode("utf-8", errors="ignore").removeprefix("\ufeff")
     return [text if text.strip() else ""]
 
 
-def _line_blocks(file: Path, piece: int, survey: Survey) -> list[Block]:
-    blocks, start, size, count = [], 0, 0, 0
+def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
+    blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults("line")
     with file.open("rb") as lines:
-        while line := lines.readline(LONGEST_LINE + 1):
-            at = f"{file}: line {len(blocks) * BLOCK_LINES + count + 1}"
-            if len(line) > LONGEST_LINE:
-                raise UserError(f"--data {at}: is longer than {LONGEST_LINE >> 20} MiB")
-            survey.add(at, functools.partial(_text_of, line))
-            size, count = size + len(line), count + 1
+        for line in iter(lambda: lines.readline(LONGEST_LINE), b""):
+            bytes_, count, number = bytes_ + len(line), count + 1, number + 1
+            if len(line) == LONGEST_LINE:
+                raise UserError(f"--data {file}: line {number} is longer than {LONGEST_LINE >> 20} MiB")
+            try:
+                text = _text_of(line)
+                empty += not text
+                check(text)
+            except UserError as error:
+                raise UserError(f"--data {file}: line {number}: {error}") from None
+            except ValueError as error:
+                if number == 1 and line[:2] in UTF16:
+                    raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}") from None
+                faults.add(f"line {number}", error)
             if count == BLOCK_LINES:
-                blocks.append(Block(file, start, size, count))
-                start, size, count = start + size, 0, 0
-    return [*blocks, Block(file, start, size, count)] if count else blocks
+                blocks.append(Block(file, start, bytes_, count, empty))
+                start, bytes_, count, empty = start + bytes_, 0, 0, 0
+    faults.check(file)
+    return [*blocks, Block(file, start, bytes_, count, empty)] if count else blocks
+
+
+class Faults:
+    """What is wrong with a file's documents: the first fault, and how many there are."""
+
+    def __init__(self, what: str):
+        self._what, self._first, self._count = what, "", 0
+
+    def add(self, where: str, error: Exception) -> None:
+        self._first = self._first or f"{where}: {error}"
+        self._count += 1
+
+    def check(self, file: Path) -> None:
+        """Raise UserError if there are any."""
+        if self._count:
+            others = self._count - 1
+            more = f"; {others:,} more {self._what}{'s are' if others > 1 else ' is'} wrong" if others else ""
+            raise UserError(f"--data {file}: {self._first}{more}")
 
 
 def _read_lines(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         lines = file.read(block.size).split(b"\n")
-    return [_text_of(line) for line in lines[: block.count]]
+    try:
+        return [_text_of(line) for line in lines[: block.count]]
+    except ValueError as error:
+        raise UserError(f"--data {block.file}: has changed since it was opened, {error}") from None
 
 
 def _text_of(line: bytes) -> str:
-    """Return the document of a line of JSON. Raises ValueError."""
-    line = line.strip().removeprefix(codecs.BOM_UTF8)
-    if not line:
+    """Return the document of a line, empty if it has no text. Raises ValueError if it is none."""
+    if not line.strip():
         return ""
     try:
-        record = json.loads(line.decode())
-        if not isinstance(record, dict):
-            raise ValueError("no JSON object")
-        text = document(record)
+        record = json.loads(line)
     except UnicodeDecodeError as error:
-        raise ValueError(not_utf8(line[:2], line[error.start], error.start)) from None
-    except RecursionError:
-        raise _bad_line(line, "nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise _bad_line(line, f"{error.msg}, character {error.pos + 1}") from None
-    except ValueError as error:
-        raise _bad_line(line, str(error)) from None
+        raise ValueError(not_utf8(line, line[error.start], error.start)) from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"expected JSON, got {shown(line[:200].decode(errors='replace'))}") from None
+    return _checked(record)
+
+
+def _checked(record: Any) -> str:
+    """Return a record's document, empty if it has no text. Raises ValueError if it is none, or not Unicode text."""
+    text = document(record)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        raise ValueError(f"has half of a surrogate pair, {half}, which is no character") from None
     return text if text.strip() else ""
 
 
-def _bad_line(line: bytes, why: str) -> ValueError:
-    found = line[:60].decode(errors="replace")
-    return ValueError(f'expected lines such as {{"text": "…"}}, found {found} ({why[:80]})')
-
-
-def _parquet_blocks(file: Path, piece: int, survey: Survey) -> list[Block]:
+def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     import pyarrow.parquet
 
+    faults, blocks = Faults("row"), []
     try:
-        parquet = pyarrow.parquet.ParquetFile(file)
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            name = _column(file, parquet)
+            for group in range(parquet.metadata.num_row_groups):
+                rows, empty = _rows(parquet, group, name), 0
+                for row, record in enumerate(rows, 1):
+                    try:
+                        text = _checked(record)
+                        empty += not text
+                        check(text)
+                    except UserError as error:
+                        raise UserError(f"--data {file}: row {row} of row group {group}: {error}") from None
+                    except ValueError as error:
+                        faults.add(f"row {row} of row group {group}", error)
+                blocks.append(Block(file, group, 1, len(rows), empty))
+    except UserError:
+        raise
     except Exception as error:  # of a damaged file pyarrow raises many kinds
-        raise UserError(f"--data {file}: is no parquet file ({error})") from None
-    with parquet:
-        _column(file, parquet)
-        groups = range(parquet.metadata.num_row_groups)
-        blocks = [Block(file, group, 1, parquet.metadata.row_group(group).num_rows) for group in groups]
-    for block in blocks:
-        for row, value in enumerate(_parquet_values(block)):
-            survey.add(
-                f"{file}: row {row} of row group {block.start}", functools.partial(_text_of_value, value)
-            )
+        raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
+    faults.check(file)
     return blocks
 
 
-def _parquet_values(block: Block) -> list[dict[str, Any]]:
-    """Return the rows of a row group, with one column."""
+def _read_parquet(block: Block) -> list[str]:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(block.file) as parquet:
-            name = _column(block.file, parquet)
-            rows = parquet.read_row_group(block.start, columns=[name]).to_pylist()
-        if len(rows) != block.count:
-            raise ValueError(f"{len(rows)} rows, expected {block.count}")
+            return [_checked(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
     except UserError:
         raise
-    except Exception as error:  # of a damaged page pyarrow raises many kinds
-        raise UserError(
-            f"--data {block.file}: row group {block.start} cannot be read ({error or type(error).__name__})"
-        ) from None
-    return rows
+    except Exception as error:
+        raise UserError(f"--data {block.file}: has changed since it was opened ({error})") from None
 
 
-def _text_of_value(row: dict[str, Any]) -> str:
-    text = document(row) if any(row.values()) else ""
-    return text if text.strip() else ""
-
-
-def _read_parquet(block: Block) -> list[str]:
-    return [_text_of_value(row) for row in _parquet_values(block)]
+def _rows(parquet: Any, group: int, name: str) -> list[dict[str, Any]]:
+    return [{name: value} for value in parquet.read_row_group(group, columns=[name]).column(name).to_pylist()]
 
 
 def _column(file: Path, parquet: Any) -> str:
-    """Return the name of the column that holds documents."""
-    from pyarrow import types
-
-    schema = parquet.schema_arrow
+    names = parquet.schema_arrow.names
     for name in COLUMNS:
-        if name not in schema.names:
-            continue
-        if len(found := schema.get_all_field_indices(name)) > 1:
-            raise UserError(f"--data {file}: has {len(found)} columns `{name}`, expected one")
-        kind = schema.field(name).type
-        plain = kind.value_type if types.is_dictionary(kind) else kind
-        strings = str(plain) in ("string", "large_string", "string_view")
-        chats = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
-        if not (types.is_null(kind) or (strings if name == "text" else chats)):
-            expected = "strings" if name == "text" else "chats, lists of {role, content}"
-            raise UserError(f"--data {file}: its column `{name}` is of {kind}, expected {expected}")
-        return name
-    raise UserError(f"--data {file}: has no column `text`, it has {', '.join(schema.names)}")
+        if name in names:
+            return name
+    raise UserError(f"--data {file}: has no column `text`, it has {', '.join(names)}")
 
 
 KINDS = {
@@ -290,3 +272,4 @@ KINDS = {
     ".jsonl": (_line_blocks, _read_lines),
     ".parquet": (_parquet_blocks, _read_parquet),
 }
+"""What finds and checks the blocks of a kind of file, and what reads one."""

@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.errors import Doubt, UserError
 from kvjax.train.documents import Documents
-from kvjax.train.readers import FileReader, HubReader, hub_documents, local_path, open_hub
+from kvjax.train.readers import FileReader, HubReader, Records, local_path, open_hub
 from tests.train.texts import hub
 
 
@@ -41,7 +41,7 @@ def test_readers_tell_when_a_pass_is_over(tmp_path):
     pass_ = [reader.next() for _ in range(4)]
     assert pass_[3] is None
     assert pass_[:3] == [reader.next() for _ in range(3)]
-    split = HubReader(hub(tmp_path, 4), 1, 2)
+    split = HubReader(hub(tmp_path, 4), 1, 2, "a/set")
     assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
 
 
@@ -51,34 +51,26 @@ def tmp_path_of(folder, count):
     return folder
 
 
-def test_bad_rows_of_a_hub_data_set_are_skipped_and_counted():
-    rows = [{"text": "a"}, {"text": "\ud83d"}, {"text": None}, {"text": 3}, {"text": "b"}]
-    with pytest.warns(
-        Doubt, match="^--data my/set: 1 of 2 rows are bad and skipped; the last: half of a sur"
-    ):
-        assert [text for text, _ in hub_documents(iter(rows), "my/set")] == ["a", "", "", "", "b"]
+def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
+    bad, good = {"text": "\ud83d"}, {"text": "a"}
+    said = "^--data my/set: records that are no documents are skipped"
+    with pytest.warns(Doubt, match=said):
+        passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
+    assert passed == ["a", "", "", "a"]
+    many = Records(iter([good] * 5 + [bad] * 11), "my/set")
+    with pytest.warns(Doubt, match=said), pytest.raises(UserError, match="11 of its first 16 records are no"):
+        list(many)
 
 
-@pytest.mark.parametrize(("good", "bad", "ends"), [(1, 100, False), (1, 101, True), (11_000, 110, False)])
-@pytest.mark.filterwarnings("ignore::kvjax.errors.Doubt")
-def test_a_hub_data_set_may_have_so_many_bad_rows(good, bad, ends):
-    rows = hub_documents(iter([{"text": "a"}] * good + [{"text": 3}] * bad), "my/set")
-    if not ends:
-        assert sum(text == "" for text, _ in rows) == bad
-        return
-    with pytest.raises(
-        UserError, match="^--data my/set: 101 of 102 rows are bad, which is too many; the last"
-    ):
-        list(rows)
-
-
-def test_a_hub_data_set_that_breaks_off_is_one_line():
-    def rows():
+def test_a_stream_that_breaks_off_is_one_line():
+    def records():
         yield {"text": "a"}
         raise OSError("JSON parse error:\n\x1b[31m")
 
-    with pytest.raises(UserError, match=r"^--data my/set: row 1 of this pass cannot be read \(OSError: JSON"):
-        list(hub_documents(rows(), "my/set"))
+    with pytest.raises(
+        UserError, match=r"^--data my/set: record 2 of this pass cannot be read \(OSError: JSON"
+    ):
+        list(Records(records(), "my/set"))
 
 
 def test_a_name_that_no_file_can_have_is_one_line():
