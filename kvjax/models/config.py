@@ -12,11 +12,13 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
+from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JSON_BYTES, JsonObject, read_file
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
+from kvjax.models.tensor_files import has_own_head
 from kvjax.models.turn_ends import folder_turn_ends
 
 ACTIVATIONS = {
@@ -152,6 +154,9 @@ class ModelConfig:
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
     """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
 
+    An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
+    hold a head of other values.
+
     A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none. A chat model also
     stops at the token with which its chat template ends a turn; a warning says so if the files do not name it.
 
@@ -166,7 +171,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
     """
-    folder = Path(folder)
+    folder = base_of(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type not in FAMILIES:
@@ -182,6 +187,15 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     eos = _eos_ids(folder, keys)
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
+    tied = keys.get("tie_word_embeddings", bool, False)
+    if tied and not is_gguf(folder) and has_own_head(folder):
+        tied = False
+        warnings.warn(
+            f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
+            "the file's head is used",
+            Doubt,
+            stacklevel=1,
+        )
     read: dict[str, Any] = {
         "vocab_size": keys.get("vocab_size", int),
         "num_layers": keys.get("num_hidden_layers", int),
@@ -197,7 +211,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "attention_out_bias": bias if family.out_bias is None else family.out_bias,
         "mlp_bias": family.mlp_bias and keys.get("mlp_bias", bool, False),
         "activation": keys.get("hidden_act", str, "silu"),
-        "tied": keys.get("tie_word_embeddings", bool, False),
+        "tied": tied,
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.errors import UserError
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig, inverse_frequencies
@@ -41,7 +42,8 @@ def config_keys(file: GgufFile) -> JsonObject:
             raise file.metadata.error(f"{file.architecture}.{name} is {other}, but heads have {head_dim}")
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
-        raise file.metadata.error("the tensor token_embd.weight is missing")
+        alone = "" if file.tensors else ", it has a vocabulary alone"
+        raise file.metadata.error(f"the tensor token_embd.weight is missing{alone}")
     context = file.get("context_length", int)
     window = file.get("attention.sliding_window", int, 0)
     if 0 < window < context:
@@ -137,12 +139,15 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     tensor.fill(stored, 0)
     if (stored == 1).all():
         return None
+    fits = ((stored > 0) & np.isfinite(stored)).all()
     factor = _decimal(float(stored.max()))
     theta = _decimal(file.get("rope.freq_base", float, 10_000.0))
-    unscaled = inverse_frequencies(RopeConfig(theta=theta), head_dim)
-    for length in (2**power for power in range(6, 21)):
-        rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
-        factors = unscaled / inverse_frequencies(rope, head_dim)
+    for length in (2**power for power in range(6, 21) if fits):
+        try:
+            rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
+        except UserError as error:
+            raise file.metadata.error(str(error)) from None
+        factors = inverse_frequencies(RopeConfig(theta=theta), head_dim) / inverse_frequencies(rope, head_dim)
         if np.allclose(factors, stored, rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
