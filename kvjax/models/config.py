@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
+from kvjax.models.tensor_files import has_own_head
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -127,7 +129,8 @@ class ModelConfig:
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
     """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
 
-    A folder's eos ids are those of `generation_config.json`, if there is one.
+    Tied embeddings count as untied where the folder's weights hold a head of other values. A folder's eos ids are those
+    of `generation_config.json`, if there is one.
 
     Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
     with full attention would silently be another model. Set `sliding_window` to null there to have just that.
@@ -153,6 +156,15 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
+    tied = keys.get("tie_word_embeddings", bool, False)
+    if tied and not is_gguf(folder) and has_own_head(folder):
+        tied = False
+        warnings.warn(
+            f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
+            "the file's head is used",
+            Doubt,
+            stacklevel=2,
+        )
     generation = folder / "generation_config.json"
     # as in transformers: what the one file says counts alone
     eos = JsonObject.read(generation) if generation.exists() else keys
@@ -171,7 +183,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "attention_out_bias": bias if family.out_bias is None else family.out_bias,
         "mlp_bias": family.mlp_bias and keys.get("mlp_bias", bool, False),
         "activation": keys.get("hidden_act", str, "silu"),
-        "tied": keys.get("tie_word_embeddings", bool, False),
+        "tied": tied,
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),

@@ -11,7 +11,9 @@ from kvjax.errors import UserError, named_arguments, shown
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject
+from kvjax.models.kinds import few, kind_of_folder
 from kvjax.models.quiet import quiet
+from kvjax.models.tensor_files import ADAPTER, INDEX, SINGLE
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -42,10 +44,7 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return builtin_model()
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir() or (is_gguf(path) and path.is_file()):
-        inside = sorted(file.name for file in path.glob("*.gguf"))
-        if inside and not (path / "config.json").exists():
-            raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {', '.join(inside)}")
-        return path
+        return _checked(path)
     if path.exists():
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
@@ -54,7 +53,26 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise UserError(f"{path_or_hub_id}: no such file")
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
         raise UserError(f"{path_or_hub_id}: no such folder")
-    return _fetch(path_or_hub_id)
+    return _checked(_fetch(path_or_hub_id))
+
+
+def _checked(folder: Path) -> Path:
+    """Return a folder or GGUF file, unless it is an adapter or a folder of another kind without a config."""
+    if folder.is_file():
+        return folder
+    if (folder / ADAPTER).exists() and not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        base = JsonObject.read(folder / ADAPTER).get("base_model_name_or_path", str, "its base model")
+        raise UserError(
+            f"{folder}: a PEFT adapter ({ADAPTER}), not a model: merge it into {few([base])} first (peft's "
+            "merge_and_unload), and pass what that saves"
+        )
+    inside = sorted(file.name for file in folder.glob("*.gguf"))
+    if inside and not (folder / "config.json").exists():
+        raise UserError(f"{folder}: has no config.json; pass one of its GGUF files: {few(inside)}")
+    own = "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"
+    if not any((folder / name).exists() for name in own) and (kind := kind_of_folder(folder)):
+        raise UserError(f"{folder}: not a model folder, it has no config.json{kind}")
+    return folder
 
 
 def _fetch(hub_id: str) -> Path:
