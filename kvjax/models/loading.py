@@ -25,7 +25,7 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies
-from kvjax.models.tensor_files import DTYPES, SINGLE, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.tensor_files import DTYPES, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import math
-import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -14,7 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import UserError
-from kvjax.files import check_regular, is_there
+from kvjax.files import check_regular
 from kvjax.models.json_file import JsonObject
 from kvjax.models.kinds import few, kind_of_file, kind_of_folder
 from kvjax.models.names import TOP, canonical
@@ -23,6 +21,8 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 MOST_TENSORS = 100_000
 """Tensors of a folder. A dense model has about ten a layer."""
+_LONGEST_NAME = 255
+"""Bytes of a file's name, which file systems limit."""
 _PIECE = 8 << 20
 """Bytes of a tensor that are compared at a time."""
 
@@ -133,14 +133,16 @@ def _files(folder: Path) -> list[Path]:
     if odd := [str(name) for name in names if not _is_inside(name)]:
         raise UserError(f"{folder / INDEX}: names {few(odd)}, expected files in the folder")
     files = [folder / name for name in sorted(set(names))]
-    if absent := [path.name for path in files if not is_there(path, INDEX)]:
+    if absent := [path.name for path in files if not path.exists()]:
         raise UserError(f"{folder}: {INDEX} names {few(absent)}, not in the folder")
     return files
 
 
 def _is_inside(name: object) -> bool:
     """True if a name in an index is that of a file in or below the folder."""
-    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else PurePosixPath("..")
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
+        return False
+    path = PurePosixPath(name)
     return path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
