@@ -163,7 +163,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
             f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
             "the file's head is used",
             Doubt,
-            stacklevel=2,
+            # one place, so that it is said once to commands that read the config twice
+            stacklevel=1,
         )
     generation = folder / "generation_config.json"
     # as in transformers: what the one file says counts alone

@@ -25,7 +25,7 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies
-from kvjax.models.tensor_files import DTYPES, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.tensor_files import DTYPES, INDEX, SINGLE, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -136,7 +136,8 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
     else:
         stored = stored_tensors(model)
         if ignored := ignored_files(model):
-            text = f"{model}: the model's own weights are read, and {' and '.join(ignored)} is ignored"
+            read = SINGLE if (model / SINGLE).exists() else INDEX
+            text = f"{model}: {' and '.join(ignored)} ignored, the weights are those of {read}"
             warnings.warn(text, Doubt, stacklevel=4)
     # before names are made for every layer
     if config.num_layers > len(stored):
