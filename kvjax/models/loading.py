@@ -210,9 +210,9 @@ def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
     with np.errstate(over="ignore"):
         over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
     if over:
-        most = float(jnp.finfo(dtype).max)
+        most, wider = float(jnp.finfo(dtype).max), "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise UserError(
-            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use bfloat16 or float32"
+            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use {wider}"
         )
 
 
