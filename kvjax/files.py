@@ -149,10 +149,9 @@ def partial_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_left(parent: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of `partial_folder`: for a target in `parent`, or for all. To be called with
-    `parent` locked."""
-    for left in parent.glob(f".{'*' if name is None else glob.escape(name)}.partial-*"):
+def remove_left(parent: Path, name: str) -> None:
+    """Remove what killed processes left of `partial_folder` for a target in `parent`, which must be locked."""
+    for left in parent.glob(f".{glob.escape(name)}.partial-*"):
         with locked(left, wait=False) as unused:
             if unused:
                 shutil.rmtree(left, ignore_errors=True)

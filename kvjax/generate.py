@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -68,9 +68,6 @@ class GenerateConfig:
     save_cache: Path | None = None
     """Read the prompt as a context, save what the policy keeps of it in this folder, and answer nothing: it is asked
     with --cache, as often as wanted."""
-    save_cache_entries: Literal["exact", "int8"] | None = None
-    """How --save-cache writes keys and values: exact, which is the default, or int8, each in 8 bits with a scale of its
-    own, a quarter of float32 and about half of bfloat16."""
     cache: Path | None = None
     """A folder with a context that was read before (--save-cache), which the prompt continues; model and policy as it
     was read with."""
@@ -211,11 +208,10 @@ def _saved(
     from kvjax.inference.saving import save_cache, saved_bytes
 
     cache = prefill(model, [prompt], policy=policy, capacity=capacity, page_size=config.page_size)
-    entries, held = config.save_cache_entries or "exact", caches.stats(cache, 1)
-    size = saved_bytes(cache, model, policy, entries=entries) / 2**20
+    held, size = caches.stats(cache, 1), saved_bytes(cache, model, policy) / 2**20
     print(f"{config.save_cache}: {size:.2f} MiB to write", file=sys.stderr)
     assert config.save_cache is not None
-    save_cache(config.save_cache, cache, model, policy, entries=entries)
+    save_cache(config.save_cache, cache, model, policy)
     return (
         f"{policy.name}: {len(prompt)} tokens, kept {held.entries.mean():.0f} entries a kv head "
         f"({100 * held.kv_ratio:.0f}%), saved; --cache {config.save_cache} asks of it"
@@ -238,8 +234,6 @@ def _check(config: GenerateConfig) -> None:
     check_samples(config.samples, draw.greedy)
     if config.cache is not None and config.save_cache is not None:
         raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
-    if config.save_cache is None and config.save_cache_entries is not None:
-        raise UserError("--save-cache-entries says how --save-cache writes: give a folder with --save-cache")
     checked_stop(config.stop)
     if config.save_cache is not None:
         checked_place(config.save_cache)

@@ -74,13 +74,6 @@ def test_a_head_of_its_own_goes_with_the_model(tmp_path):
         assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-def test_a_gguf_with_numbers_that_are_not_finite_is_refused(tmp_path):
-    tensors, name = weights(CASE), "model.embed_tokens.weight"
-    tensors[name][-1, -1] = float("nan")
-    file = write_gguf(tmp_path / "model.gguf", CASE, tensors)
-    assert refused(file, tmp_path / "new") == f"{file}: NaN or infinite numbers in {name}"
-
-
 def test_an_export_that_overflows_is_refused(tmp_path):
     tensors = weights(CASE)
     tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5

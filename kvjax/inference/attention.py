@@ -105,6 +105,7 @@ def cached_attention(
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
+        pages = caches.if_finite(pages, _scored(priority, seen, valid, step.q.shape[2], window))
         chosen = None
         # of the cache: what wrote the biases may be done
         bias = policy.bias(states, step) if BIAS in pages.planes else None
@@ -135,6 +136,12 @@ def cached_attention(
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
     whole = gather(policy, "data", "fsdp")
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
+
+
+def _scored(priority, seen, valid, tokens, window) -> Bool[Array, "b k t"]:
+    """True unless a token leaves the ring whose priority is NaN: the method computed no number."""
+    leaving = caches.leaving(seen, valid, tokens, window)[:, None]
+    return ~(leaving & jnp.isnan(priority[..., :tokens]))
 
 
 def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:

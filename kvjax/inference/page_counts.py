@@ -67,5 +67,6 @@ def shared_pages(cache: Cache) -> int:
 
 
 def free_pages(cache: Cache) -> int:
-    """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
-    return int(np.asarray(cache.pages.free_count).min())
+    """The fewest free pages of a shard; below 0: it ran out, and owes so many. Raises UserError if something that was
+    computed was not finite."""
+    return int(caches.free_counts(cache).min())

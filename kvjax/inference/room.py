@@ -237,9 +237,6 @@ def begin(
         shape = model.config
         entry_bytes = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * model.embed.dtype.itemsize
         policy.plan.check_bound(policy.name, policy.window - 1, entry_bytes)
-        if policy.eviction is not None and policy.eviction.rereads:
-            prefix = [policy.eviction.prefix_of(row) for row in rows]
-            policy.plan.of_prompts(policy.name, [row.size for row in rows], prefix, entry_bytes)
     longest = max(row.size for row in rows) + room
     if max_tokens is not None and longest > max_tokens:
         raise UserError(

@@ -206,7 +206,7 @@ def prefill(
 
     Raises:
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
-            that compacts while it decodes, or that looks at no tokens.
+            that compacts while it decodes, or that looks at no tokens; activations or scores that are not finite.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
     check_arguments("prefill", model, policy, calls, implementation=implementation)
@@ -227,12 +227,17 @@ def prefill(
         policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, calls, implementation, behind
-        return schedule.read(model, policy, cache, rows, *arguments)[0]
+        cache = schedule.read(model, policy, cache, rows, *arguments)[0]
+        caches.check(cache, policy.name, max_new_tokens)
+        return cache
 
 
 @named_arguments(OTHERS)
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
-    """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    """Next-token logits after every token of sequences of one length, by plain causal attention (float32).
+
+    Raises UserError for sequences of several lengths, and if the logits are not finite.
+    """
     check_arguments("logits", model)
     with use_mesh(model):
         rows = token_rows(model, tokens)
@@ -240,13 +245,17 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
             raise UserError(
                 f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
             )
-        batch, _ = padded(rows, rows[0].size)
-        return np.asarray(_all_logits(model, batch))[: len(rows)]
+        batch, valid = padded(rows, rows[0].size)
+        found, finite = _all_logits(model, batch, valid)
+        if not np.asarray(finite):
+            raise caches.not_finite(model.embed.dtype)
+        return np.asarray(found)[: len(rows)]
 
 
 @jax.jit
-def _all_logits(model, tokens):
-    return model.logits(model.hidden(tokens))
+def _all_logits(model, tokens, valid):
+    found = model.logits(model.hidden(tokens))
+    return found, (jnp.isfinite(found).all((1, 2)) | (valid == 0)).all()
 
 
 @named_arguments(OTHERS)
@@ -342,6 +351,7 @@ def stream(
         running = put(live, BATCH) & ~draw.ends(token)
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
         parts = _parts(first, live, order, draw, logprobs)
+        caches.check(held, policy.name, max_new_tokens)
         running = _still(running, watch, order, parts)
         again = schedule.recurring(policy, held)
     yield parts, held
@@ -467,7 +477,8 @@ def sample(
         `Sampled`: tokens, stop reasons and the cache's sizes.
 
     Raises:
-        UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
+        UserError, CapacityError: as in `prefill`, and for logits that are not finite; never after a wrong token was
+            returned.
     """
     one_of("sample", "logprobs", logprobs, (True, False))
     stop, ids = stop_texts(stop, tokenizer)

@@ -133,7 +133,9 @@ def _observed(
         if calls is not None:
             calls.feed(cache, np.array(sizes))
         tokens, valid = padded(list(observers), bucket(max(sizes)))
-        cache = _remembering(cache, *memories(model, policy.reading, cache, tokens, valid))
+        *memory, count = memories(model, policy.reading, cache, tokens, valid)
+        pages = dataclasses.replace(cache.pages, free_count=count)
+        cache = _remembering(dataclasses.replace(cache, pages=pages), *memory)
     if calls is not None:
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
     return cache, sizes if policy.stores_all else [0] * len(sizes)

@@ -1,5 +1,6 @@
 """The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
 
+import contextlib
 import dataclasses
 import functools
 import warnings
@@ -10,13 +11,15 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
+from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
-from kvjax.models.json_file import JsonObject
-from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, inverse_frequencies
+from kvjax.models.json_file import JSON_BYTES, JsonObject, read_file
+from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
 from kvjax.models.tensor_files import has_own_head
+from kvjax.models.turn_ends import folder_turn_ends
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -40,13 +43,25 @@ class Family:
     """The same of the output projection."""
     mlp_bias: bool = False
     """Whether the key of that name is read."""
-    sliding_window: int | None = None
-    """What a missing key of that name means."""
+    always_slides: bool = False
+    """Every layer has the sliding window, unless it is null; in the other families only those that the file names."""
 
+
+_MOST = {
+    "vocab_size": 2**24,
+    "num_layers": 10_000,
+    "width": 2**24,
+    "mlp_width": 2**24,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position": LARGEST_INT,
+}
+"""The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window=4096),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, always_slides=True),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
     "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
 }
@@ -57,8 +72,8 @@ class ModelConfig:
     """Sizes and flags of a decoder.
 
     Raises:
-        UserError: a size below 1, query heads that the kv heads do not divide, an odd head_dim, an unknown activation
-            or rope type.
+        UserError: a number out of its range, query heads that the kv heads do not divide, an odd head_dim, an unknown
+            activation or rope type.
     """
 
     vocab_size: int
@@ -99,14 +114,21 @@ class ModelConfig:
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
+    turn_ends: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """Those of `eos_ids` that only the chat template names, not the model's files."""
     name: str = dataclasses.field(default="", compare=False)
     """Where the model was read from, for messages."""
 
     def __post_init__(self):
-        sizes = "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"
-        for name in (*sizes, "max_position"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
+                raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
+        if not 0 <= self.norm_eps < 1:
+            raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
+        for id_ in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
+            if not 0 <= id_ <= LARGEST_INT:
+                raise UserError(f"a token id must be at least 0 and at most {LARGEST_INT}, got {id_}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
@@ -115,6 +137,9 @@ class ModelConfig:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+        check_rotation(self.rope, self.head_dim)
+        if self.longest > LARGEST_INT:
+            raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
 
     @property
     def longest(self) -> int:
@@ -129,8 +154,11 @@ class ModelConfig:
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
     """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
 
-    Tied embeddings count as untied where the folder's weights hold a head of other values. A folder's eos ids are those
-    of `generation_config.json`, if there is one.
+    An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
+    hold a head of other values.
+
+    A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none. A chat model also
+    stops at the token with which its chat template ends a turn; a warning says so if the files do not name it.
 
     Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
     with full attention would silently be another model. Set `sliding_window` to null there to have just that.
@@ -143,7 +171,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
     """
-    folder = Path(folder)
+    folder = base_of(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type not in FAMILIES:
@@ -156,6 +184,9 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
+    eos = _eos_ids(folder, keys)
+    ends = {} if is_gguf(folder) else folder_turn_ends(folder)
+    added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
     if tied and not is_gguf(folder) and has_own_head(folder):
         tied = False
@@ -163,12 +194,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
             f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
             "the file's head is used",
             Doubt,
-            # one place, so that it is said once to commands that read the config twice
             stacklevel=1,
         )
-    generation = folder / "generation_config.json"
-    # as in transformers: what the one file says counts alone
-    eos = JsonObject.read(generation) if generation.exists() else keys
     read: dict[str, Any] = {
         "vocab_size": keys.get("vocab_size", int),
         "num_layers": keys.get("num_hidden_layers", int),
@@ -188,12 +215,33 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
-        "eos_ids": tuple(sorted(set(eos.ids("eos_token_id")))),
+        "eos_ids": tuple(sorted({*eos, *added.values()})),
+        "turn_ends": tuple(added.values()),
     }
     try:
-        return ModelConfig(**read)
+        config = ModelConfig(**read)
     except UserError as error:
         raise keys.error(str(error)) from None
+    if added:
+        named = ", ".join(f"{shown(token)} ({id_})" for token, id_ in added.items())
+        warnings.warn(
+            f"{folder}: answers also end at {named}, with which the chat template ends a turn; the model's files name "
+            f"{', '.join(map(str, sorted(set(eos))[:8])) or 'no token'}",
+            Doubt,
+            stacklevel=1,  # always from here, so that it is said once
+        )
+    return config
+
+
+def _eos_ids(folder: Path, keys: JsonObject) -> list[int]:
+    """The token ids that end a text: those of `generation_config.json`, else of the configuration."""
+    with contextlib.suppress(FileNotFoundError):
+        file = folder / "generation_config.json"
+        if not is_gguf(folder) and (
+            ids := JsonObject.parse(read_file(file, JSON_BYTES), str(file)).ids("eos_token_id")
+        ):
+            return ids
+    return keys.ids("eos_token_id")
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -243,7 +291,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         written["attention_bias"] = config.attention_bias
     if family.mlp_bias:
         written["mlp_bias"] = config.mlp_bias
-    if family.sliding_window is not None:
+    if family.always_slides:
         written["sliding_window"] = None
     return written
 
@@ -256,19 +304,24 @@ def _trained_context(keys: JsonObject) -> int:
 
 
 def _refuse_sliding_window(keys: JsonObject, family: Family) -> None:
-    """Raise unless every layer attends to the whole context."""
-    kinds = set(keys.get("layer_types", list, [])) - {"full_attention"}
-    if kinds:
+    """Raise unless every layer attends to the whole context, as transformers reads the same keys."""
+    kinds = keys.get("layer_types", list, [])
+    if others := set(map(str, kinds)) - {"full_attention"}:
         raise keys.error(
-            f"layer_types has {', '.join(sorted(map(str, kinds)))}; only full_attention is supported"
+            f"layer_types has {', '.join(sorted(others)[:3])[:200]}; only full_attention is supported"
         )
-    always = family.sliding_window is not None
-    if not always and not keys.get("use_sliding_window", bool, False):
-        return
-    present = "sliding_window" in keys.data
-    window = keys.get("sliding_window", int, None) if present or not always else family.sliding_window
+    window = keys.get("sliding_window", int, None) if "sliding_window" in keys.data else 4096
+    if not family.always_slides:
+        layers = keys.get("num_hidden_layers", int)
+        if (
+            kinds
+            or not keys.get("use_sliding_window", bool, False)
+            or layers <= keys.get("max_window_layers", int, 28)
+        ):
+            return
     if window is not None and window < keys.get("max_position_embeddings", int):
+        default = "" if "sliding_window" in keys.data else " (its default)"
         raise keys.error(
-            f"sliding_window is {window}{'' if present else ' (its default)'}, but sliding-window attention is not "
-            "supported: set sliding_window to null to run the model with full attention"
+            f"sliding_window is {window}{default}, but sliding-window attention is not supported: set sliding_window "
+            "to null to run the model with full attention"
         )

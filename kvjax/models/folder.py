@@ -3,30 +3,23 @@
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
+from kvjax.chat_template import is_panic
 from kvjax.errors import UserError, named_arguments, shown
+from kvjax.models.adapter import base_of, is_adapter
+from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
-from kvjax.models.json_file import JsonObject
+from kvjax.models.json_file import JsonObject, write_json
 from kvjax.models.kinds import few, kind_of_folder
 from kvjax.models.quiet import quiet
-from kvjax.models.tensor_files import ADAPTER, INDEX, SINGLE
+from kvjax.models.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, copy_tokenizer_files
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_FILES = (
-    *_VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 
 
 def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
@@ -44,7 +37,13 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         return builtin_model()
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir() or (is_gguf(path) and path.is_file()):
-        return _checked(path)
+        inside = sorted(file.name for file in path.glob("*.gguf"))
+        if not (path / "config.json").exists() and not is_adapter(path):
+            if inside:
+                raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {few(inside)}")
+            if kind := kind_of_folder(path):
+                raise UserError(f"{path}: not a model folder, it has no config.json{kind}")
+        return path
     if path.exists():
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
@@ -53,26 +52,7 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         raise UserError(f"{path_or_hub_id}: no such file")
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
         raise UserError(f"{path_or_hub_id}: no such folder")
-    return _checked(_fetch(path_or_hub_id))
-
-
-def _checked(folder: Path) -> Path:
-    """Return a folder or GGUF file, unless it is an adapter or a folder of another kind without a config."""
-    if folder.is_file():
-        return folder
-    if (folder / ADAPTER).exists() and not any((folder / name).exists() for name in (SINGLE, INDEX)):
-        base = JsonObject.read(folder / ADAPTER).get("base_model_name_or_path", str, "its base model")
-        raise UserError(
-            f"{folder}: a PEFT adapter ({ADAPTER}), not a model: merge it into {few([base])} first (peft's "
-            "merge_and_unload), and pass what that saves"
-        )
-    inside = sorted(file.name for file in folder.glob("*.gguf"))
-    if inside and not (folder / "config.json").exists():
-        raise UserError(f"{folder}: has no config.json; pass one of its GGUF files: {few(inside)}")
-    own = "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"
-    if not any((folder / name).exists() for name in own) and (kind := kind_of_folder(folder)):
-        raise UserError(f"{folder}: not a model folder, it has no config.json{kind}")
-    return folder
+    return _fetch(path_or_hub_id)
 
 
 def _fetch(hub_id: str) -> Path:
@@ -103,44 +83,71 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     Raises:
         UserError: no such model, or one without a tokenizer that can be read, or with another model's.
     """
-    folder = find_model(path_or_hub_id)
+    model = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(model)
     if is_gguf(folder):
         return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"{folder}: no tokenizer, expected {' or '.join(_VOCABULARIES)}")
-
-    with quiet():
-        from transformers import AutoTokenizer
-
+    if not any((folder / name).is_file() for name in VOCABULARIES):
+        raise UserError(f"{folder}: no tokenizer, expected {' or '.join(VOCABULARIES)}")
     # what is wrong with config.json is not said of the tokenizer
-    config = JsonObject.read(folder / "config.json") if (folder / "config.json").is_file() else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the libraries raise whatever a damaged file makes them trip over
-        raise UserError(f"{folder}: its tokenizer cannot be read ({_why(folder, error)})") from None
+    config = read_config(model) if (base_of(model) / "config.json").exists() else None
+    tokenizer = _read_tokenizer(folder, config)
     if config is not None:
-        _check_vocabulary(folder, tokenizer, config.get("vocab_size", int, None))
+        _check_vocabulary(folder, tokenizer, config.vocab_size)
     return tokenizer
 
 
-def _why(folder: Path, error: Exception) -> str:
-    """What tokenizer.json is not, else what the libraries tripped over."""
-    file = folder / "tokenizer.json"
-    try:
-        if file.is_file():
-            parts = JsonObject.read(file)
-            parts.get("added_tokens", list)
-            parts.get("model", dict)
-    except UserError as wrong:
-        return str(wrong)
-    return str(error).strip().splitlines()[0] if isinstance(error, OSError | ValueError) else repr(error)
+def _tokenizer_folder(model: Path) -> Path:
+    """Return where a model's tokenizer is: an adapter without one has that of its base."""
+    return model if any((model / name).is_file() for name in VOCABULARIES) else base_of(model)
 
 
-def _check_vocabulary(folder: Path, tokenizer: Any, rows: int | None) -> None:
+def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
+    """The tokenizer, as transformers reads it from copies of the files that make one.
+
+    Nothing else of the folder is within its reach: no code, no other file that one of these names. `auto_map`, which
+    names code, is not copied either.
+    """
+    with quiet():
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+    own = {} if config is None else JsonObject.read(base_of(folder) / "config.json").data
+    with tempfile.TemporaryDirectory(prefix="kvjax-tokenizer-") as copies:
+        try:
+            told = copy_tokenizer_files(folder, Path(copies))
+            if config is None and "auto_map" in told.data:
+                raise told.error("it needs code of its own (auto_map), and such code is never run")
+            # of the model's own configuration transformers looks at these two
+            known = {key: own[key] for key in ("model_type", "transformers_version") if key in own}
+            write_json(Path(copies) / "config.json", known)
+            kind = {"name_or_path": str(folder), "tokenizer_class": own.get("tokenizer_class")}
+            tokenizer = AutoTokenizer.from_pretrained(
+                copies,
+                config=AutoConfig.for_model(config.model_type, **kind)
+                if config
+                else PreTrainedConfig(**kind),
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+            if not isinstance(tokenizer, PreTrainedTokenizerBase):
+                raise told.error(f"tokenizer_class is not a tokenizer, got {type(tokenizer).__name__}")
+            tokenizer("a")  # what the library trips over is often seen at the first text
+        except BaseException as error:  # the libraries raise whatever a damaged file makes them trip over
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            lines = str(error).strip().splitlines() or [""]
+            why = lines[0].replace(copies, str(folder))[:300]
+            why = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {why}".strip()
+            raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
+    return tokenizer
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, rows: int) -> None:
     """Refuse the tokenizer of another model: one with ordinary tokens beyond the model's, or with less than half of
     them. Many models pad their vocabulary, and some have a token added for padding that they have no row for."""
-    if rows is not None and not (tokenizer.vocab_size <= rows <= 2 * len(tokenizer)):
+    if not (tokenizer.vocab_size <= rows <= 2 * len(tokenizer)):
         raise UserError(
             f"{folder}: its tokenizer is of another model: it has {len(tokenizer):,} tokens, the model's vocabulary "
             f"(vocab_size) {rows:,}"
@@ -155,10 +162,10 @@ def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
     """Copy what makes a tokenizer, and the generation defaults, from another model."""
-    folder = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(find_model(path_or_hub_id))
     if is_gguf(folder):
         save_gguf_tokenizer(GgufFile.read(folder), to)
         return
-    for name in _TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "chat_template.json", "generation_config.json"):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, to / name)

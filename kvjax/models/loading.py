@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
+from kvjax.models.adapter import base_of, merge
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
@@ -25,7 +26,7 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies
-from kvjax.models.tensor_files import DTYPES, INDEX, SINGLE, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.tensor_files import DTYPES, SINGLE, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -52,8 +53,8 @@ def load_model(
     disk (`kvjax.command.programs`).
 
     Args:
-        path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), or a
-            Hugging Face hub id.
+        path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
+            is merged onto it, a GGUF file (llama, qwen2, qwen3), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" rope.
@@ -131,15 +132,15 @@ def parameter_dtype(wanted: Any) -> np.dtype:
 
 def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
     """The tensors of a model by their Hugging Face names, without those that say nothing new."""
-    if is_gguf(model):
-        stored = GgufFile.read(model).hugging_face_tensors()
+    base = base_of(model)
+    if is_gguf(base):
+        stored = GgufFile.read(base).hugging_face_tensors()
     else:
-        stored = stored_tensors(model)
-        if ignored := ignored_files(model):
-            read = SINGLE if (model / SINGLE).exists() else INDEX
-            text = f"{model}: {' and '.join(ignored)} ignored, the weights are those of {read}"
+        stored = stored_tensors(base)
+        if ignored := ignored_files(base):
+            text = f"{base}: {SINGLE} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
             warnings.warn(text, Doubt, stacklevel=4)
-    # before names are made for every layer
+    # names are made for every layer from here on
     if config.num_layers > len(stored):
         raise UserError(
             f"{model}: the config has {config.num_layers:,} layers, but the weights only {len(stored):,} tensors"
@@ -150,7 +151,7 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
             stored.setdefault(TOP["embed"], head)
     for name in [name for name in stored if is_rotary_table(name, config.num_layers)]:
         _check_rotary_table(model, config, stored.pop(name))
-    return stored
+    return stored if base == model else merge(model, stored)
 
 
 def _check_rotary_table(model: Path, config: ModelConfig, table: TensorInFile) -> None:

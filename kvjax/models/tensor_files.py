@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 import ml_dtypes
@@ -11,7 +12,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import UserError
-from kvjax.files import check_regular
 from kvjax.models.json_file import JsonObject
 from kvjax.models.kinds import few, kind_of_file, kind_of_folder
 from kvjax.models.names import TOP, canonical
@@ -20,8 +20,6 @@ DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.d
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
 LARGEST_HEADER = 8 << 20
 """Bytes of a file's header. A dense model has about ten tensors a layer, and each takes about 120 bytes there."""
-_LONGEST_NAME = 255
-"""Bytes of a file's name, which file systems limit."""
 _PIECE = 8 << 20
 """Bytes of a tensor that are compared at a time."""
 
@@ -67,24 +65,22 @@ def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
     """
     tensors: dict[str, TensorInFile] = {}
     for path in _files(folder):
-        _check_header(path)
-        with _open(path) as file:
-            for own in file.keys():  # noqa: SIM118  (the handle is no mapping)
-                name, header = canonical(own), file.get_slice(own)
-                if name in tensors:
-                    files = few(sorted({tensors[name].file.name, path.name}))
-                    raise UserError(f"{folder}: {few([own])} is stored twice, in {files}")
-                tensors[name] = TensorInFile(own, path, tuple(header.get_shape()), header.get_dtype())
+        for tensor in tensors_of(path):
+            name = canonical(tensor.name)
+            if name in tensors:
+                files = few(sorted({tensors[name].file.name, path.name}))
+                raise UserError(f"{folder}: {few([tensor.name])} is stored twice, in {files}")
+            tensors[name] = tensor
     return tensors
 
 
-def _check_header(file: Path) -> None:
-    """Refuse a header with so many tensors that reading it takes minutes."""
-    size = check_regular(file, "")
-    with file.open("rb") as opened:
-        header = int.from_bytes(opened.read(8), "little")
-    if LARGEST_HEADER < header < size:
-        raise UserError(f"{file}: its header has {header:,} bytes, expected at most {LARGEST_HEADER:,}")
+def tensors_of(file: Path) -> Iterator[TensorInFile]:
+    """Yield every tensor of a safetensors file, from its header alone."""
+    _check_header(file)
+    with _open(file) as opened:
+        for name in opened.keys():  # noqa: SIM118  (the handle is no mapping)
+            header = opened.get_slice(name)
+            yield TensorInFile(name, file, tuple(header.get_shape()), header.get_dtype())
 
 
 def has_own_head(folder: Path) -> bool:
@@ -115,9 +111,8 @@ def _equal(one: TensorInFile, other: TensorInFile) -> bool:
 
 
 def ignored_files(folder: Path) -> list[str]:
-    """Return the names of files of a folder with weights that could be meant as well and are not read."""
-    others = (INDEX, ADAPTER) if (folder / SINGLE).exists() else (ADAPTER,)
-    return [name for name in others if (folder / name).exists()]
+    """Return the names of files that could be meant as weights and are not read, because `SINGLE` is there."""
+    return [name for name in (INDEX, ADAPTER) if (folder / SINGLE).exists() and (folder / name).exists()]
 
 
 def _files(folder: Path) -> list[Path]:
@@ -126,27 +121,47 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{kind_of_folder(folder)}")
-    check_regular(folder / INDEX, "")
+    _check_regular(folder / INDEX)
     index = JsonObject.read(folder / INDEX)
     names = list(index.get("weight_map", dict).values())
     if odd := [str(name) for name in names if not _is_inside(name)]:
         raise UserError(f"{folder / INDEX}: names {few(odd)}, expected files in the folder")
     files = [folder / name for name in sorted(set(names))]
-    if absent := [path.name for path in files if not path.exists()]:
+    if absent := [path.name for path in files if not _exists(path)]:
         raise UserError(f"{folder}: {INDEX} names {few(absent)}, not in the folder")
     return files
 
 
 def _is_inside(name: object) -> bool:
     """True if a name in an index is that of a file in or below the folder."""
-    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > _LONGEST_NAME:
-        return False
-    path = PurePosixPath(name)
+    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else PurePosixPath("..")
     return path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the name is too long
+        return False
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, which would be waited for, a device, which would be read for ever, and a link to nothing."""
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file")
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a header with so many tensors that reading it takes minutes."""
+    _check_regular(file)
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+    if LARGEST_HEADER < header < file.stat().st_size:
+        raise UserError(f"{file}: its header has {header:,} bytes, expected at most {LARGEST_HEADER:,}")
+
+
 def _open(path: Path):
-    check_regular(path, "")
+    _check_regular(path)
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

@@ -183,8 +183,7 @@ class Serving:
         plan, context = policy.plan, self.told.context
         if plan is None:
             return context
-        beside = plan.prefix if plan.in_ranges else 0
-        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + beside)
+        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + plan.prefix)
         return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
 
     def prefill(self) -> Program:
@@ -233,7 +232,10 @@ class Serving:
             (self.model, reading, traced, cache, tokens, valid, parts),
             _parts(self.model, (reading, traced), cache, tokens, valid, parts),
             donated=3,
-            static={"first": bucket(eviction.needs.prefix), "implementation": None},
+            static={
+                "first": bucket(max(eviction.needs.prefix, eviction.needs.first)),
+                "implementation": None,
+            },
         )
 
     def decode(self) -> Program:

@@ -1,6 +1,7 @@
 r"""Answers of mathematics contests: what stands in an answer's last \boxed{…}, and whether it is the right one.
 
-AIME's are integers from 0 to 999. HMMT's are expressions, and lists of them, which math-verify compares.
+AIME's are integers from 0 to 999. HMMT's are expressions, and lists of them. What is said may be any expression of
+their value, which math-verify compares.
 """
 
 import importlib
@@ -14,6 +15,8 @@ ESCAPED = re.compile(r"\\[{}]")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 SPACES = re.compile(r"\\[,;:! ]|~")
 WORTHLESS = re.compile(r"\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)")
+CHOICE = re.compile(r"^\\text(?:bf)?\s*\{\s*\([A-E]\)\s*\}")
+"""The letter of a choice before its value."""
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
 """Of so many digits that Python reads it; with one "… =" before it."""
 
@@ -49,21 +52,6 @@ def integer(text: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-class Integers:
-    """AIME's answers: integers from 0 to 999."""
-
-    expects = "an integer from 0 to 999"
-
-    def valid(self, true: str) -> bool:
-        """Whether it may be the true answer of a problem."""
-        value = integer(true)
-        return value is not None and value <= 999
-
-    def __call__(self, said: str, true: str) -> bool:
-        """Whether what is in the box is the true answer."""
-        return integer(said) is not None and integer(said) == integer(true)
-
-
 class Expressions:
     """HMMT's answers, compared by math-verify: equal as expressions, lists and sets in any order.
 
@@ -77,7 +65,7 @@ class Expressions:
             self._verify: Any = importlib.import_module("math_verify")
         except ImportError:
             raise UserError(
-                "HMMT's answers are expressions, which math-verify compares: pip install 'kvjax[math]'"
+                "answers of contests may be expressions, which math-verify compares: pip install 'kvjax[math]'"
             ) from None
 
     def _parsed(self, text: str) -> list[Any]:
@@ -91,6 +79,21 @@ class Expressions:
     def __call__(self, said: str, true: str) -> bool:
         """Whether what is in the box is the true answer."""
         return said == true or bool(self._verify.verify(self._parsed(true), self._parsed(said)))
+
+
+class Integers(Expressions):
+    """AIME's answers: integers from 0 to 999. As in MathArena's parser, an expression of that value is right, too."""
+
+    expects = "an integer from 0 to 999"
+
+    def valid(self, true: str) -> bool:
+        value = integer(true)
+        return value is not None and value <= 999
+
+    def __call__(self, said: str, true: str) -> bool:
+        if (value := integer(said)) is not None:
+            return value == integer(true)
+        return super().__call__(CHOICE.sub("", said), str(integer(true)))
 
 
 Grader = Integers | Expressions

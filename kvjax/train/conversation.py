@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.chat_template import templated
+from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, shown
 
 COLUMNS = "text", "messages"
@@ -18,14 +18,14 @@ class Conversation(str):
 
     @classmethod
     def of(cls, messages: Any) -> "Conversation":
-        """Of a record's `messages`: each a `role`, a `content`, which may be None, and perhaps a `reasoning_content`.
+        """Return the chat of a record's `messages`: each a `role`, a `content`, which may be None, and perhaps a
+        `reasoning_content`.
 
         Raises ValueError for what is none.
         """
-        listed = messages if isinstance(messages, list | tuple) else ()
-        if not listed or not all(isinstance(x, Mapping) and isinstance(x.get("role"), str) for x in listed):
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise ValueError(f"messages must be a chat, [{{'role': …, 'content': …}}], got {shown(messages)}")
-        kept = [{key: value for key, value in message.items() if value is not None} for message in listed]
+        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
         return cls(json.dumps(kept, ensure_ascii=False))
 
     def tokens(self, tokenizer: Any) -> list[int]:
@@ -39,14 +39,27 @@ class Conversation(str):
         messages = [dict(content="") | message for message in json.loads(self)]
         if "reasoning_content" not in str(template):
             messages = [_thinking(message) for message in messages]
-        return list(templated(tokenizer, messages, return_dict=False, add_generation_prompt=False))
+        return token_ids(tokenizer, templated(tokenizer, messages, add_generation_prompt=False))
 
 
-def document(record: Mapping[str, Any]) -> str:
-    """A record's `text`, or the chat of its `messages`. Raises ValueError if it has neither."""
-    if isinstance(text := record.get("text"), str):
+def document(record: Any) -> str:
+    """Return a record's `text`, or the chat of its `messages`; an empty text if what it has of these is null or empty.
+
+    Raises ValueError if it has neither.
+    """
+    found = record if isinstance(record, Mapping) else {}
+    if isinstance(text := found.get("text"), str):
         return text
-    return Conversation.of(record.get("messages"))
+    if text is None and found.get("messages"):
+        return Conversation.of(found["messages"])
+    if text is None and found.get("messages") in (None, []) and found.keys() & set(COLUMNS):
+        return ""
+    raise ValueError(f'expected a record such as {{"text": "…"}}, got {shown(record)}')
+
+
+def _is_message(one: Any) -> bool:
+    texts = [one.get(name) for name in ("content", "reasoning_content")] if isinstance(one, Mapping) else [0]
+    return all(isinstance(text, str | None) for text in texts) and isinstance(one.get("role"), str)
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:

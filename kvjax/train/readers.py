@@ -1,14 +1,17 @@
 """Where documents come from: files on this machine, or a streamed hub data set."""
 
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Documents
 
+BAD, SHARE = 10, 0.01
+"""A streamed data set may have so many records that are no documents, and this share of those read besides."""
 HUB_SECONDS = 10.0
 """That the hub may take to say whether it has a data set."""
 
@@ -45,27 +48,49 @@ class FileReader:
         self._next = state
 
 
+class Records:
+    """The documents of a streamed data set's records, which cannot be checked beforehand: those that are none are
+    skipped, up to a share (`BAD`, `SHARE`)."""
+
+    def __init__(self, name: str):
+        self._name, self._read, self._bad = name, 0, 0
+
+    def document(self, record: Mapping[str, Any]) -> str:
+        """Return a record's document, empty if it has no text. Raises UserError once too many are none."""
+        self._read += 1
+        try:
+            text = document(record)
+            text.encode()
+            return text
+        except ValueError as error:
+            self._bad += 1
+            if self._bad == 1:
+                what = "records that are no documents are skipped, up to 1% of them"
+                warnings.warn(f"--data {self._name}: {what} ({error})", Doubt, stacklevel=2)
+            if self._bad > BAD + SHARE * self._read:
+                raise UserError(
+                    f"--data {self._name}: {self._bad:,} of its first {self._read:,} records are no documents ({error})"
+                ) from None
+            return ""
+
+
 class HubReader:
     """A streamed hub data set's `text` column, or chats in its `messages`, every `groups`-th document."""
 
-    def __init__(self, dataset: Any, group: int, groups: int):
+    def __init__(self, dataset: Any, group: int, groups: int, name: str):
         from datasets.distributed import split_dataset_by_node
 
         self._dataset = split_dataset_by_node(dataset, rank=group, world_size=groups)
         self._start = self._dataset.state_dict()
         self._rows: Iterator[Any] = iter(self._dataset)
+        self._records = Records(name)
 
     def next(self) -> str | None:
         row = next(self._rows, None)
         if row is None:
             self.set_state(self._start)
             return None
-        try:
-            return document(row)
-        except ValueError:
-            raise UserError(
-                f"the data set has no `text` column of strings, it has {', '.join(row)}"
-            ) from None
+        return self._records.document(row)
 
     def get_state(self) -> Any:
         return self._dataset.state_dict()
@@ -90,7 +115,7 @@ def open_source(source: str, seed: int, piece: int) -> Callable[[int, int], Read
         documents = Documents(path, seed, piece)
         return lambda group, groups: FileReader(documents, group, groups)
     hub = open_hub(source)
-    return lambda group, groups: HubReader(hub, group, groups)
+    return lambda group, groups: HubReader(hub, group, groups, source)
 
 
 def open_hub(name: str) -> Any:

@@ -210,7 +210,9 @@ def test_sharded_files(tmp_path, whole):
         load_model(folder)
     # as in transformers, one file goes before an index, be that of now or of long ago
     write_folder(folder, CASE)
-    with pytest.warns(Doubt, match=r"index\.json ignored, the weights are those of model\.safetensors$"):
+    with pytest.warns(
+        Doubt, match=r"model\.safetensors is read, .* model\.safetensors\.index\.json is ignored"
+    ):
         assert_equal(load_model(folder), whole)
 
 
@@ -397,24 +399,6 @@ def test_folders_of_other_kinds_are_called_by_their_kind(name, kind, config, tmp
     if config:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert kind in error(tmp_path)
-
-
-@pytest.mark.parametrize("beside", [(), ("config.json",), ("tokenizer.json",)], ids=str)
-def test_an_adapter_is_refused_by_the_name_of_its_base(beside, tmp_path):
-    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base", "r": 8}')
-    (tmp_path / "adapter_model.safetensors").touch()
-    for name in beside:
-        (tmp_path / name).write_text(json.dumps(LLAMA))
-    message = error(tmp_path)
-    assert "a PEFT adapter" in message
-    assert "merge it into some/base first" in message
-
-
-def test_an_adapter_beside_weights_is_ignored_with_a_warning(tmp_path):
-    folder = write_folder(tmp_path, LLAMA)
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.warns(Doubt, match=r"adapter_config\.json ignored"):
-        load_model(folder)
 
 
 def test_a_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):

@@ -43,15 +43,10 @@ def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (os.mkfifo, "is a pipe or a device"),
-        (os.mkdir, "is a folder"),
-        (lambda path: path.symlink_to("/dev/zero"), "is a pipe or a device"),
-        (lambda path: path.symlink_to("x"), "cannot be read"),
-    ],
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("x")],
 )
-def test_what_is_no_regular_file_is_not_opened(make, kind, name, tmp_path):
+def test_what_is_no_regular_file_is_not_opened(make, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     make(tmp_path / name)
-    assert error(tmp_path).startswith(f"{tmp_path / name}: {kind}")
+    assert error(tmp_path) == f"{tmp_path / name}: not a regular file"

@@ -41,7 +41,7 @@ def test_readers_tell_when_a_pass_is_over(tmp_path):
     pass_ = [reader.next() for _ in range(4)]
     assert pass_[3] is None
     assert pass_[:3] == [reader.next() for _ in range(3)]
-    split = HubReader(hub(tmp_path, 4), 1, 2)
+    split = HubReader(hub(tmp_path, 4), 1, 2, "a/set")
     assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
 
 
