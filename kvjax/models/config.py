@@ -1,6 +1,5 @@
 """The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -15,7 +14,7 @@ from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
 from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
-from kvjax.models.json_file import JSON_BYTES, JsonObject, read_file
+from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
 from kvjax.models.tensor_files import has_own_head
@@ -124,6 +123,10 @@ class ModelConfig:
             if not 1 <= getattr(self, name) <= most:
                 bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
                 raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
+        if self.num_heads * self.head_dim > _MOST["width"]:
+            raise UserError(
+                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_MOST['width']:,} in all"
+            )
         if not 0 <= self.norm_eps < 1:
             raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
         for id_ in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
@@ -184,7 +187,10 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
-    eos = _eos_ids(folder, keys)
+    generation = folder / "generation_config.json"
+    eos = JsonObject.read(generation).ids("eos_token_id") if generation.exists() else []
+    eos = eos or keys.ids("eos_token_id")
+    # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
@@ -224,24 +230,18 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(str(error)) from None
     if added:
         named = ", ".join(f"{shown(token)} ({id_})" for token, id_ in added.items())
-        warnings.warn(
+        files = ", ".join(map(str, sorted(set(eos))[:8])) or "no token"
+        _warn_once(
             f"{folder}: answers also end at {named}, with which the chat template ends a turn; the model's files name "
-            f"{', '.join(map(str, sorted(set(eos))[:8])) or 'no token'}",
-            Doubt,
-            stacklevel=1,  # always from here, so that it is said once
+            f"{files}"
         )
     return config
 
 
-def _eos_ids(folder: Path, keys: JsonObject) -> list[int]:
-    """The token ids that end a text: those of `generation_config.json`, else of the configuration."""
-    with contextlib.suppress(FileNotFoundError):
-        file = folder / "generation_config.json"
-        if not is_gguf(folder) and (
-            ids := JsonObject.parse(read_file(file, JSON_BYTES), str(file)).ids("eos_token_id")
-        ):
-            return ids
-    return keys.ids("eos_token_id")
+@functools.cache
+def _warn_once(text: str) -> None:
+    """A command reads the same configuration several times."""
+    warnings.warn(text, Doubt, stacklevel=3)
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
 from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
@@ -79,19 +79,18 @@ def load_model(
         placed = _zeros(tuple(layers.items()))
         mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
-        largest: Arrays = {}
         for index in range(config.num_layers):
-            tensors = {path: stored[layer_name(path, index)] for path in layers}
-            raw = {path: _read(tensor, mesh, axes[path]) for path, tensor in tensors.items()}
+            names = {path: layer_name(path, index) for path in layers}
+            raw = {path: _read(stored[name], mesh, axes[path]) for path, name in names.items()}
             # waiting keeps one layer at a time in host memory
-            placed, found = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
+            placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
             del raw
-            largest |= {tensors[path].name: x for path, x in found.items()}
+            _check_finite(model, dtype, {stored[name].name: largest[path] for path, name in names.items()})
         for path in (path for path in wanted if path in TOP):
-            tensor, rows = stored[TOP[path]], wanted[path].shape[0]
+            rows, tensor = wanted[path].shape[0], stored[TOP[path]]
             pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
-            placed[path], largest[tensor.name] = _place_top(pieces, axes[path], dtype)
-        _check_finite(model, dtype, largest)
+            placed[path], largest = _place_top(pieces, axes[path], dtype)
+            _check_finite(model, dtype, {tensor.name: largest})
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
@@ -204,9 +203,9 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
 
 
 def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
-    """Refuse tensors with numbers that are not finite, or no longer are in the given dtype."""
-    found = {name: np.float32(x) for name, x in jax.device_get(largest).items()}
-    if broken := [name for name, x in found.items() if np.isinf(x)]:
+    """Refuse tensors by name whose largest magnitude is not finite, or no longer is in the model's dtype."""
+    found: dict[str, np.ndarray] = jax.device_get(largest)
+    if broken := [name for name, x in found.items() if not np.isfinite(x)]:
         raise UserError(f"{model}: NaN or infinite numbers in {few(broken)}")
     with np.errstate(over="ignore"):
         over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
@@ -274,22 +273,21 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))
 
 
-def _largest(x: Array) -> Array:
-    """Return the largest absolute value, infinity where there is a NaN, which a maximum over devices may lose."""
-    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max()
+def _largest(x: Array) -> Float32[Array, ""]:
+    """Return the largest magnitude, infinity where there is a NaN, which a maximum over devices may lose."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return the tensor in the given dtype, and its largest absolute value in the file."""
+    """The tensor in the given dtype, and `_largest` of it before the cast."""
     x = _join(pieces, axes)
     return x.astype(dtype), _largest(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> tuple[Arrays, Arrays]:
-    """Return `layers` with one of them replaced by what the files hold, and the largest absolute value of each tensor
-    there."""
+    """`layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
     placed, largest = {}, {}
     for path, stack in layers.items():
         x = _join(raw[path], split(path, stack))
