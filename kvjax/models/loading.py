@@ -210,9 +210,9 @@ def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
     with np.errstate(over="ignore"):
         over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
     if over:
-        most = float(jnp.finfo(dtype).max)
+        most, wider = float(jnp.finfo(dtype).max), "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise UserError(
-            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use bfloat16 or float32"
+            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use {wider}"
         )
 
 
@@ -274,8 +274,8 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
 
 
 def _largest(x: Array) -> Float32[Array, ""]:
-    """The largest magnitude, NaN where there is a NaN."""
-    return jnp.abs(x).max().astype(jnp.float32)
+    """Return the largest magnitude, infinity where there is a NaN, which a maximum over devices may lose."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
