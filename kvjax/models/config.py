@@ -222,7 +222,7 @@ def warn_of_turn_ends(config: ModelConfig) -> None:
         f"{config.name}: answers also end at {tokens}, with which the chat template ends a turn; the model's files "
         f"name {named[:100] or 'no token'}",
         Doubt,
-        stacklevel=3,
+        stacklevel=4,
     )
 
 

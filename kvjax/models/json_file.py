@@ -24,9 +24,11 @@ def read_file(file: Path, most: int) -> bytes:
     try:
         # without O_NONBLOCK a pipe would wait for its writer
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode):
                 raise UserError(f"{file}: is not a regular file")
-            data = opened.read(most + 1)
+            # as many bytes as are asked for are allocated
+            data = opened.read(min(found.st_size, most) + 1)
     except FileNotFoundError:
         raise
     except OSError as error:
