@@ -49,13 +49,17 @@ def run(config: ConvertConfig) -> None:
 def _read(config: ConvertConfig):
     """The model, from whatever holds it."""
     import jax
+    import jax.numpy as jnp
     from flax import nnx
 
+    from kvjax.errors import UserError
     from kvjax.exported.orbax import abstract, restore_export
     from kvjax.models import Decoder, load_model, read_config
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject
+    from kvjax.models.kinds import few
     from kvjax.models.loading import parameter_dtype
+    from kvjax.struct import leaves_by_path
 
     source = find_model(config.source)
     if not (source / ORBAX).is_dir():
@@ -64,7 +68,11 @@ def _read(config: ConvertConfig):
     stored = JsonObject.read(source / "config.json").get("torch_dtype", str)
     dtype = parameter_dtype(config.dtype or stored)
     like = abstract(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=dtype), jax.sharding.get_mesh())
-    return restore_export(source / ORBAX, like)
+    model = restore_export(source / ORBAX, like)
+    finite = jax.jit(lambda arrays: {name: jnp.isfinite(x).all() for name, x in arrays.items()})
+    if broken := [name for name, good in jax.device_get(finite(leaves_by_path(model))).items() if not good]:
+        raise UserError(f"{source / ORBAX}: NaN or infinite numbers in {few(broken)}, read as {dtype.name}")
+    return model
 
 
 def main(args: list[str] | None = None) -> None:

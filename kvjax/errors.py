@@ -22,15 +22,24 @@ LONGEST_LINE = 490
 """Characters of a message, so that with `error: ` or `warning: ` before it there are fewer than 500."""
 
 
-def one_line(text: str) -> str:
-    """Return a text as one line of at most `LONGEST_LINE` characters that a terminal shows as they are.
+def printable(text: str) -> str:
+    """Return a text that a terminal shows as it is.
 
-    What is not printable (control characters, those that change the direction of writing, half surrogates) becomes its
-    escape, such as `\\x1b`. The middle of a longer text is left out, since advice stands at the end.
+    All but line feeds that is not printable (control characters, those that change the direction of writing, half
+    surrogates) becomes its escape, such as `\\x1b`.
     """
-    line = " ".join(text.split())
-    if not line.isprintable():
-        line = "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in line)
+    if text.isprintable():
+        return text
+    escape = lambda x: x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode()  # noqa: E731
+    return "".join(map(escape, text))
+
+
+def one_line(text: str) -> str:
+    """Return a text as one printable line of at most `LONGEST_LINE` characters.
+
+    The middle of a longer text is left out, since advice stands at the end.
+    """
+    line = printable(" ".join(text.split()))
     if len(line) <= LONGEST_LINE:
         return line
     half = LONGEST_LINE // 2

@@ -62,6 +62,26 @@ def test_an_orbax_export_and_back(file, tmp_path):
     assert_equal(load_model(tmp_path / "wide", "bfloat16"), load_model(tmp_path / "back"))
 
 
+@pytest.mark.filterwarnings("ignore::kvjax.errors.Doubt")
+def test_a_head_of_its_own_goes_with_the_model(tmp_path):
+    tied = CASE | {"tie_word_embeddings": True}
+    folder = write_folder(tmp_path / "original", tied, weights(CASE))
+    run(folder, tmp_path / "straight")
+    run(folder, tmp_path / "export", "--to", "orbax")
+    run(tmp_path / "export", tmp_path / "back")
+    for name in ("straight", "back"):
+        assert_equal(load_model(tmp_path / name), load_model(write_folder(tmp_path / "untied", CASE)))
+        assert json.loads((tmp_path / name / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_an_export_that_overflows_is_refused(tmp_path):
+    tensors = weights(CASE)
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = 1e5
+    run(write_folder(tmp_path / "original", CASE, tensors), tmp_path / "export", "--to", "orbax")
+    message = refused(tmp_path / "export", tmp_path / "new", "--dtype", "float16")
+    assert "NaN or infinite numbers in layers.up.value, read as float16" in message
+
+
 def test_arguments_that_are_missing_are_named():
     assert refused() == "missing: SOURCE, OUT; --help says more"
     assert refused("a.gguf") == "missing: OUT; --help says more"

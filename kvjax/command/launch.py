@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, one_line
+from kvjax.plugins import only_named
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -261,7 +262,7 @@ def run_command(main: Callable[[], None]) -> None:
     before = signal.signal(signal.SIGTERM, _terminate)
     usual, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
-        with _stops_come_again():
+        with _stops_come_again(), only_named(sys.argv[1:]):
             main()
         return
     except UserError as error:

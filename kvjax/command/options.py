@@ -111,7 +111,7 @@ def read_values(file: Path) -> dict[str, Any]:
             option = str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a key"
             if option in values:
                 raise UserError(f"{file}: gives {shown(option)} twice")
-            listed = isinstance(node, yaml.SequenceNode)
+            listed = node.tag == "tag:yaml.org,2002:seq" and isinstance(node, yaml.SequenceNode)
             nodes = node.value if listed else [node]
             found = [loader.construct_object(x) if isinstance(x, yaml.ScalarNode) else None for x in nodes]
             if not all(isinstance(x, str | int | float | datetime.date) for x in found):

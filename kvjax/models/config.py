@@ -1,6 +1,5 @@
 """The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
@@ -12,11 +11,13 @@ import numpy as np
 from jaxtyping import Float32
 
 from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
+from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
-from kvjax.models.json_file import JSON_BYTES, JsonObject, read_file
+from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
+from kvjax.models.tensor_files import has_own_head
 from kvjax.models.turn_ends import folder_turn_ends
 
 ACTIVATIONS = {
@@ -122,6 +123,10 @@ class ModelConfig:
             if not 1 <= getattr(self, name) <= most:
                 bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
                 raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
+        if self.num_heads * self.head_dim > _MOST["width"]:
+            raise UserError(
+                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_MOST['width']:,} in all"
+            )
         if not 0 <= self.norm_eps < 1:
             raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
         for id_ in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
@@ -152,6 +157,9 @@ class ModelConfig:
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
     """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
+    An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
+    hold a head of other values.
+
     A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none, and the token with
     which its chat template ends a turn.
 
@@ -166,7 +174,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     Raises:
         UserError: no such file, a key missing or of the wrong kind, and whatever is not supported, by name.
     """
-    folder = Path(folder)
+    folder = base_of(Path(folder))
     keys = config_keys(GgufFile.read(folder)) if is_gguf(folder) else JsonObject.read(folder / "config.json")
     model_type = keys.get("model_type", str)
     if model_type not in FAMILIES:
@@ -178,9 +186,21 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         )
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
-    eos = _eos_ids(folder, keys)
+    generation = folder / "generation_config.json"
+    eos = JsonObject.read(generation).ids("eos_token_id") if generation.exists() else []
+    eos = eos or keys.ids("eos_token_id")
+    # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
+    tied = keys.get("tie_word_embeddings", bool, False)
+    if tied and not is_gguf(folder) and has_own_head(folder):
+        tied = False
+        warnings.warn(
+            f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
+            "the file's head is used",
+            Doubt,
+            stacklevel=1,
+        )
     read: dict[str, Any] = {
         "vocab_size": keys.get("vocab_size", int),
         "num_layers": keys.get("num_hidden_layers", int),
@@ -196,7 +216,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "attention_out_bias": bias if family.out_bias is None else family.out_bias,
         "mlp_bias": family.mlp_bias and keys.get("mlp_bias", bool, False),
         "activation": keys.get("hidden_act", str, "silu"),
-        "tied": keys.get("tie_word_embeddings", bool, False),
+        "tied": tied,
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
@@ -224,17 +244,6 @@ def warn_of_turn_ends(config: ModelConfig) -> None:
         Doubt,
         stacklevel=4,
     )
-
-
-def _eos_ids(folder: Path, keys: JsonObject) -> list[int]:
-    """The token ids that end a text: those of `generation_config.json`, else of the configuration."""
-    with contextlib.suppress(FileNotFoundError):
-        file = folder / "generation_config.json"
-        if not is_gguf(folder) and (
-            ids := JsonObject.parse(read_file(file, JSON_BYTES), str(file)).ids("eos_token_id")
-        ):
-            return ids
-    return keys.ids("eos_token_id")
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:

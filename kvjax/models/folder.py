@@ -10,10 +10,12 @@ from typing import Any
 from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.chat_template import is_panic
 from kvjax.errors import UserError, named_arguments, shown
+from kvjax.models.adapter import base_of, is_adapter
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
 from kvjax.models.json_file import JsonObject, write_json
+from kvjax.models.kinds import few, kind_of_folder
 from kvjax.models.quiet import quiet
 from kvjax.models.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, copy_tokenizer_files
 
@@ -36,8 +38,11 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir() or (is_gguf(path) and path.is_file()):
         inside = sorted(file.name for file in path.glob("*.gguf"))
-        if inside and not (path / "config.json").exists():
-            raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {', '.join(inside)}")
+        if not (path / "config.json").exists() and not is_adapter(path):
+            if inside:
+                raise UserError(f"{path}: has no config.json; pass one of its GGUF files: {few(inside)}")
+            if kind := kind_of_folder(path):
+                raise UserError(f"{path}: not a model folder, it has no config.json{kind}")
         return path
     if path.exists():
         raise UserError(
@@ -78,18 +83,24 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     Raises:
         UserError: no such model, or one without a tokenizer that can be read, or with another model's.
     """
-    folder = find_model(path_or_hub_id)
+    model = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(model)
     if is_gguf(folder):
         return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
     if not any((folder / name).exists() for name in VOCABULARIES):
         raise UserError(f"{folder}: no tokenizer, expected {' or '.join(VOCABULARIES)}")
     # what is wrong with config.json is not said of the tokenizer
-    config = read_config(folder) if (folder / "config.json").exists() else None
+    config = read_config(model) if (base_of(model) / "config.json").exists() else None
     tokenizer = _read_tokenizer(folder, config)
     if config is not None:
         _check_vocabulary(folder, tokenizer, config.vocab_size)
     return tokenizer
+
+
+def _tokenizer_folder(model: Path) -> Path:
+    """Return where a model's tokenizer is: an adapter without one has that of its base."""
+    return model if any((model / name).is_file() for name in VOCABULARIES) else base_of(model)
 
 
 def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
@@ -101,7 +112,7 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
     with quiet():
         from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
-    own = {} if config is None else JsonObject.read(folder / "config.json").data
+    own = {} if config is None else JsonObject.read(base_of(folder) / "config.json").data
     with tempfile.TemporaryDirectory(prefix="kvjax-tokenizer-") as copies:
         try:
             told = copy_tokenizer_files(folder, Path(copies))
@@ -163,7 +174,7 @@ def speaks_builtin(path_or_hub_id: str | os.PathLike[str]) -> bool:
 
 def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
     """Copy what makes a tokenizer, and the generation defaults, from another model."""
-    folder = find_model(path_or_hub_id)
+    folder = _tokenizer_folder(find_model(path_or_hub_id))
     if is_gguf(folder):
         save_gguf_tokenizer(GgufFile.read(folder), to)
         return

@@ -139,8 +139,7 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     tensor.fill(stored, 0)
     if (stored == 1).all():
         return None
-    # a wrong head_dim, which may be any number, costs nothing here
-    fits = stored.shape == (head_dim // 2,) and ((stored > 0) & np.isfinite(stored)).all()
+    fits = ((stored > 0) & np.isfinite(stored)).all()
     factor = _decimal(float(stored.max()))
     theta = _decimal(file.get("rope.freq_base", float, 10_000.0))
     for length in (2**power for power in range(6, 21) if fits):

@@ -24,18 +24,16 @@ def read_file(file: Path, most: int) -> bytes:
     try:
         # without O_NONBLOCK a pipe would wait for its writer
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            found = os.fstat(opened.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{file}: is not a regular file")
-            # as many bytes as are asked for are allocated
-            data = opened.read(min(found.st_size, most) + 1)
+            if status.st_size > most:
+                raise UserError(f"{file}: has {status.st_size:,} bytes, expected at most {most:,}")
+            return opened.read(status.st_size)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    if len(data) > most:
-        raise UserError(f"{file}: has more than {most:,} bytes")
-    return data
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""Hugging Face folders and GGUF files to models sharded over the current mesh."""
+"""Read Hugging Face folders and GGUF files as models sharded over the current mesh."""
 
 import dataclasses
 import functools
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
 from kvjax.command.programs import keep_programs
-from kvjax.errors import UserError, named_arguments, shown, whole_number
+from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
+from kvjax.models.adapter import base_of, merge
 from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
-from kvjax.models.names import TOP, by_path, from_hf, harmless, hf_shape, layer_name, split
-from kvjax.models.tensor_files import DTYPES, TensorInFile, stored_tensors
+from kvjax.models.kinds import few, kind_of_tensors
+from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
+from kvjax.models.rope import inverse_frequencies
+from kvjax.models.tensor_files import DTYPES, SINGLE, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -43,26 +47,27 @@ def load_model(
 ) -> Decoder:
     """Read a Llama, Qwen2, Qwen3 or Mistral model onto the current mesh.
 
-    Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice.
-    Host memory peaks near one layer's share, because a layer is on the devices before the next is read. From here on
-    compiled programs are kept on disk (`kvjax.command.programs`).
+    Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice,
+    except those of a tied model's head, which every process compares with the embedding. Host memory peaks near one
+    layer's share, because a layer is on the devices before the next is read. From here on compiled programs are kept on
+    disk (`kvjax.command.programs`).
 
     Args:
-        path_or_hub_id: a folder with `config.json` and safetensors, a GGUF file (llama, qwen2, qwen3), or a
-            Hugging Face hub id.
+        path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
+            is merged onto it, a GGUF file (llama, qwen2, qwen3), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" rope.
 
     Raises:
-        UserError: whatever is wrong with the files, in one line; missing, unexpected and misshapen tensors together. A
-            mesh axis that does not divide what it splits.
+        UserError: whatever is wrong with the files, in one line; a weight that is NaN or infinite, in the file or in
+            `dtype`; a mesh axis that does not divide what it splits.
     """
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
     warn_of_turn_ends(config)
-    stored = GgufFile.read(model).hugging_face_tensors() if is_gguf(model) else stored_tensors(model)
+    stored = _stored(model, config)
     keep_programs()
     with use_mesh():
         dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else dtype
@@ -76,15 +81,17 @@ def load_model(
         mesh = jax.sharding.get_mesh()
         axes = {path: split(path, leaf) for path, leaf in wanted.items()}
         for index in range(config.num_layers):
-            raw = {path: _read(stored[layer_name(path, index)], mesh, axes[path]) for path in layers}
+            names = {path: layer_name(path, index) for path in layers}
+            raw = {path: _read(stored[name], mesh, axes[path]) for path, name in names.items()}
             # waiting keeps one layer at a time in host memory
-            placed = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
+            placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
             del raw
+            _check_finite(model, dtype, {stored[name].name: largest[path] for path, name in names.items()})
         for path in (path for path in wanted if path in TOP):
-            rows = wanted[path].shape[0]
-            placed[path] = _place_top(
-                _read(stored[TOP[path]], mesh, axes[path], rows, layer_bytes), axes[path], dtype
-            )
+            rows, tensor = wanted[path].shape[0], stored[TOP[path]]
+            pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
+            placed[path], largest = _place_top(pieces, axes[path], dtype)
+            _check_finite(model, dtype, {tensor.name: largest})
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
@@ -123,8 +130,49 @@ def parameter_dtype(wanted: Any) -> np.dtype:
     return names[name]
 
 
+def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
+    """The tensors of a model by their Hugging Face names, without those that say nothing new."""
+    base = base_of(model)
+    if is_gguf(base):
+        stored = GgufFile.read(base).hugging_face_tensors()
+    else:
+        stored = stored_tensors(base)
+        if ignored := ignored_files(base):
+            text = f"{base}: {SINGLE} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
+            warnings.warn(text, Doubt, stacklevel=4)
+    # names are made for every layer from here on
+    if config.num_layers > len(stored):
+        raise UserError(
+            f"{model}: the config has {config.num_layers:,} layers, but the weights only {len(stored):,} tensors"
+        )
+    if config.tied:
+        head = stored.pop(TOP["head"], None)
+        if head is not None:
+            stored.setdefault(TOP["embed"], head)
+    for name in [name for name in stored if is_rotary_table(name, config.num_layers)]:
+        _check_rotary_table(model, config, stored.pop(name))
+    return stored if base == model else merge(model, stored)
+
+
+def _check_rotary_table(model: Path, config: ModelConfig, table: TensorInFile) -> None:
+    """Refuse rotary frequencies in a file that are not the config's, because the weights are then another model's."""
+    # a sequence's length changes those of "dynamic"; older code stored those of "linear" before it divided them
+    scaled = dataclasses.replace(config.rope, length=0)
+    accepted = [scaled] + [dataclasses.replace(scaled, type="default")] * (scaled.type == "linear")
+    if table.shape == (config.head_dim // 2,) and table.kind in DTYPES:
+        found = table.read().astype(np.float32)
+        # float16 has no finer steps for the slowest pairs
+        rtol = 1e-3 if table.kind == "F32" else 2**-7
+        for rope in accepted:
+            if np.allclose(found, inverse_frequencies(rope, config.head_dim), rtol=rtol, atol=6e-8):
+                return
+    raise UserError(
+        f"{model}: {few([table.name])} are not the rotary frequencies of the config (rope_theta, rope_scaling)"
+    )
+
+
 def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wanted: dict[str, Any]) -> None:
-    """Raise one UserError that names every tensor that is not as the config says."""
+    """Raise one UserError that says how the tensors are not as the config says."""
     shapes = {}
     for path, leaf in wanted.items():
         if path in TOP:
@@ -132,7 +180,7 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
         else:
             for layer in range(config.num_layers):
                 shapes[layer_name(path, layer)] = hf_shape(path, leaf.shape[1:])
-    unexpected = [name for name in stored if name not in shapes and not harmless(name, config.tied)]
+    unexpected = [tensor.name for name, tensor in stored.items() if name not in shapes]
     both = [(stored[name], shape) for name, shape in shapes.items() if name in stored]
     faults = {
         "missing": [name for name in shapes if name not in stored],
@@ -140,9 +188,33 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
         "misshapen": [f"{t.name} is {t.shape}, expected {shape}" for t, shape in both if t.shape != shape],
         "of an unsupported dtype": [f"{t.name} is {t.kind}" for t, _ in both if t.kind not in DTYPES],
     }
-    if any(faults.values()):
-        lines = "; ".join(f"{fault}: {', '.join(names)}" for fault, names in faults.items() if names)
-        raise UserError(f"{model}: the weights are not those of its config; {lines}")
+    faults = {fault: names for fault, names in faults.items() if names}
+    if not faults:
+        return
+    if kind := kind_of_tensors([*unexpected, *faults.get("of an unsupported dtype", [])]):
+        raise UserError(f"{model}: holds {kind}, expected the plain weights of a {config.model_type} model")
+    if faults == {"missing": [TOP["head"]]}:
+        raise UserError(
+            f"{model}: the output head ({TOP['head']}) is missing, and the config does not say tie_word_embeddings"
+        )
+    lines = "; ".join(
+        f"{fault}: {few(names, 3 if len(faults) < 3 else 2)}" for fault, names in faults.items()
+    )
+    raise UserError(f"{model}: the weights are not those of its config; {lines}")
+
+
+def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
+    """Refuse tensors by name whose largest magnitude is not finite, or no longer is in the model's dtype."""
+    found: dict[str, np.ndarray] = jax.device_get(largest)
+    if broken := [name for name, x in found.items() if not np.isfinite(x)]:
+        raise UserError(f"{model}: NaN or infinite numbers in {few(broken)}")
+    with np.errstate(over="ignore"):
+        over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
+    if over:
+        most = float(jnp.finfo(dtype).max)
+        raise UserError(
+            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use bfloat16 or float32"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -202,18 +274,25 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))
 
 
+def _largest(x: Array) -> Float32[Array, ""]:
+    """The largest magnitude, NaN where there is a NaN."""
+    return jnp.abs(x).max().astype(jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> Array:
-    return _join(pieces, axes).astype(dtype)
+def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array, Array]:
+    """The tensor in the given dtype, and `_largest` of it before the cast."""
+    x = _join(pieces, axes)
+    return x.astype(dtype), _largest(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> Arrays:
-    """`layers` with one of them replaced by what the files hold."""
-
-    def place(path, stack):
-        x = _join(raw[path], split(path, stack)).astype(stack.dtype)
-        layer = from_hf(path, x, stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
-        return jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
-
-    return {path: place(path, stack) for path, stack in layers.items()}
+def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> tuple[Arrays, Arrays]:
+    """`layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
+    placed, largest = {}, {}
+    for path, stack in layers.items():
+        x = _join(raw[path], split(path, stack))
+        largest[path] = _largest(x)
+        layer = from_hf(path, x.astype(stack.dtype), stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
+        placed[path] = jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
+    return placed, largest

@@ -6,6 +6,7 @@ their own, so that a `PartitionSpec` can name it.
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -53,9 +54,17 @@ def layer_name(path: str, layer: int) -> str:
     return f"model.layers.{layer}.{LAYER[path].hf}"
 
 
-def harmless(name: str, tied: bool) -> bool:
-    """Whether a tensor in a file says nothing new: rotary tables, and the head where it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == TOP["head"])
+def canonical(name: str) -> str:
+    """Return the name of a tensor in a causal model. Like transformers, this takes the names of the model below its
+    head, which lack the prefix "model.", and those that have it once too often."""
+    inner = name.removeprefix("model.").removeprefix("model.")
+    return inner if inner.startswith("lm_head.") else f"model.{inner}"
+
+
+def is_rotary_table(name: str, layers: int) -> bool:
+    """True for the rotary frequencies that older files hold, of each of so many layers or once for all."""
+    table = re.fullmatch(r"model\.(?:layers\.(\d{1,9})\.self_attn\.)?rotary_emb\.inv_freq", name)
+    return table is not None and int(table[1] or 0) < layers
 
 
 def by_path(model: Any) -> tuple[dict[str, Any], Any]:

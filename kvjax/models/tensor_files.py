@@ -1,8 +1,11 @@
 """The safetensors files of a model folder: what is in them, and rows of it."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
-from pathlib import Path
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 
 import ml_dtypes
 import numpy as np
@@ -10,9 +13,15 @@ from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import UserError
 from kvjax.models.json_file import JsonObject
+from kvjax.models.kinds import few, kind_of_file, kind_of_folder
+from kvjax.models.names import TOP, canonical
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+MOST_TENSORS = 100_000
+"""Tensors of a folder. A dense model has about ten a layer."""
+_PIECE = 8 << 20
+"""Bytes of a tensor that are compared at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,41 +48,115 @@ class TensorInFile:
             with _open(self.file) as file:
                 out[: stop - start] = file.get_slice(self.name)[start:stop]
 
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the rows from `start` to `stop`, or to the end."""
+        rows = min(self.shape[0] if stop is None else stop, self.shape[0]) - start
+        out = np.empty((rows, *self.shape[1:]), self.dtype)
+        self.fill(out, start)
+        return out
+
 
 def stored_tensors(folder: Path) -> dict[str, TensorInFile]:
-    """Every tensor of a model folder, by name, from the headers alone.
+    """Return every tensor of a model folder, by the name that a whole causal model gives it, from the headers alone.
 
     Raises:
-        UserError: no safetensors in the folder, a file of the index that is not there, a file that is cut off.
+        UserError: no safetensors in the folder, a file of the index that is not there, a file that is cut off, a tensor
+            that is there twice.
     """
-    tensors = {}
+    tensors: dict[str, TensorInFile] = {}
     for path in _files(folder):
-        with _open(path) as file:
-            for name in file.keys():  # noqa: SIM118  (the handle is no mapping)
-                header = file.get_slice(name)
-                tensors[name] = TensorInFile(name, path, tuple(header.get_shape()), header.get_dtype())
+        for tensor in tensors_of(path):
+            name = canonical(tensor.name)
+            if name in tensors:
+                files = few(sorted({tensors[name].file.name, path.name}))
+                raise UserError(f"{folder}: {few([tensor.name])} is stored twice, in {files}")
+            tensors[name] = tensor
     return tensors
 
 
-def _files(folder: Path) -> Iterable[Path]:
-    if (folder / INDEX).is_file():
-        index = JsonObject.read(folder / INDEX)
-        files = sorted({folder / str(name) for name in index.get("weight_map", dict).values()})
-        absent = [path.name for path in files if not path.is_file()]
-        if absent:
-            raise UserError(f"{folder}: {INDEX} names {', '.join(absent)}, not in the folder")
-        return files
-    if (folder / SINGLE).is_file():
+def tensors_of(file: Path) -> Iterator[TensorInFile]:
+    """Yield every tensor of a safetensors file, from its header alone."""
+    with _open(file) as opened:
+        names = opened.keys()
+        if len(names) > MOST_TENSORS:
+            raise UserError(f"{file}: has {len(names):,} tensors, expected at most {MOST_TENSORS:,}")
+        for name in names:
+            header = opened.get_slice(name)
+            yield TensorInFile(name, file, tuple(header.get_shape()), header.get_dtype())
+
+
+def has_own_head(folder: Path) -> bool:
+    """True if a folder's weights hold an output head whose values are not those of its embedding.
+
+    False where the weights cannot be read: who loads them says why.
+    """
+    with contextlib.suppress(UserError):
+        stored = stored_tensors(folder)
+        head, embed = stored.get(TOP["head"]), stored.get(TOP["embed"])
+        return head is not None and embed is not None and not _equal(head, embed)
+    return False
+
+
+def _equal(one: TensorInFile, other: TensorInFile) -> bool:
+    """True if two tensors have the same values. They are read by pieces."""
+    size = math.prod(one.shape)
+    if one.shape != other.shape or not size or not {one.kind, other.kind} <= DTYPES.keys():
+        return False
+    rows = one.shape[0] if one.shape else 0
+    step = max(1, _PIECE * rows // (4 * size))
+    for start in range(0, rows, step):
+        x, y = (tensor.read(start, start + step) for tensor in (one, other))
+        same = one.kind == other.kind and np.array_equal(x.view(np.uint8), y.view(np.uint8))
+        if not same and not np.array_equal(x.astype(np.float32), y.astype(np.float32), equal_nan=True):
+            return False
+    return True
+
+
+def ignored_files(folder: Path) -> list[str]:
+    """Return the names of files that could be meant as weights and are not read, because `SINGLE` is there."""
+    return [name for name in (INDEX, ADAPTER) if (folder / SINGLE).exists() and (folder / name).exists()]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the files that hold a folder's weights. As in transformers, a single file goes before an index."""
+    if os.path.lexists(folder / SINGLE):
         return [folder / SINGLE]
-    other = sorted(
-        path.name for pattern in ("*.bin", "*.pth", "*.pt", "*.gguf") for path in folder.glob(pattern)
-    )
-    found = f" ({', '.join(other)}: only safetensors are read from a folder)" if other else ""
-    raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{found}")
+    if not os.path.lexists(folder / INDEX):
+        raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{kind_of_folder(folder)}")
+    _check_regular(folder / INDEX)
+    index = JsonObject.read(folder / INDEX)
+    names = list(index.get("weight_map", dict).values())
+    if odd := [str(name) for name in names if not _is_inside(name)]:
+        raise UserError(f"{folder / INDEX}: names {few(odd)}, expected files in the folder")
+    files = [folder / name for name in sorted(set(names))]
+    if absent := [path.name for path in files if not _exists(path)]:
+        raise UserError(f"{folder}: {INDEX} names {few(absent)}, not in the folder")
+    return files
+
+
+def _is_inside(name: object) -> bool:
+    """True if a name in an index is that of a file in or below the folder."""
+    path = PurePosixPath(name) if isinstance(name, str) and "\0" not in name else PurePosixPath("..")
+    return path.parts != () and not path.is_absolute() and ".." not in path.parts
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # the name is too long
+        return False
+
+
+def _check_regular(path: Path) -> None:
+    """Refuse a pipe, which would be waited for, a device, which would be read for ever, and a link to nothing."""
+    if not path.is_file():
+        raise UserError(f"{path}: not a regular file")
 
 
 def _open(path: Path):
+    _check_regular(path)
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not a whole safetensors file, it may be cut off ({error})") from None
+        kind = kind_of_file(path) or f"not a whole safetensors file, it may be cut off ({error})"
+        raise UserError(f"{path}: {kind}") from None

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.chat_template import PLACE, default_template, render
+from kvjax.chat_template import CONVERSATION, PLACE, default_template, render
 from kvjax.errors import UserError
 from kvjax.models.json_file import JSON_BYTES, VOCABULARY_BYTES, JsonObject, read_file
 
@@ -33,15 +33,12 @@ def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, An
     """
     ends = [token for token in _KNOWN if token in template and token in tokens]
     if not ends:
-        roles = "user", "assistant", "user"
-        messages = [{"role": role, "content": PLACE} for role in roles]
         try:
-            parts = render(template, {"messages": messages, "add_generation_prompt": False, **special}).split(
-                PLACE
-            )
+            shown = render(template, {"messages": CONVERSATION, "add_generation_prompt": False, **special})
         except UserError:
             return {}
-        behind = parts[2].lstrip() if len(parts) == len(roles) + 1 else ""
+        parts = shown.split(PLACE)
+        behind = parts[2].lstrip() if len(parts) == len(CONVERSATION) + 1 else ""
         ends = sorted((token for token in tokens if token and behind.startswith(token)), key=len)[-1:]
     return {token: tokens[token] for token in ends}
 

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN
 from kvjax.train.documents import Documents, digest
-from kvjax.train.readers import Records, open_hub
+from kvjax.train.readers import Records, local_path, open_hub
 
 TokenRow = Int[np.ndarray, " _"]
 JOINED_BY = "\n\n"
@@ -101,14 +100,13 @@ def chosen(documents: Callable[[], Iterator[Document]], choice: Choice) -> Itera
 def source_documents(source: str, seed: int, tokens: int, count: Callable[[str], int]) -> Iterator[Document]:
     """A hub data set's documents in its own order, or local ones in an order drawn from the seed, each once; of a long
     .txt file pieces of about so many tokens."""
-    if (path := Path(source).expanduser()).exists():
+    if (path := local_path(source)) is not None:
         documents = Documents(path, seed, piece=BYTES * tokens)
         texts = (documents[index] for index in range(len(documents)))
         yield from ((text, count(text)) for text in texts if text)
         return
-    records = Records(source)
-    for row in open_hub(source):
-        if text := records.document(row):
+    for text, row in Records(iter(open_hub(source)), source):
+        if text:
             known = row.get("token_count")
             yield text, known if isinstance(known, int) else count(text)
 

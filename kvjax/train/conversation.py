@@ -26,20 +26,33 @@ class Conversation(str):
         if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise ValueError(f"messages must be a chat, [{{'role': …, 'content': …}}], got {shown(messages)}")
         kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        return cls(json.dumps(kept, ensure_ascii=False))
+        try:
+            return cls(json.dumps(kept, ensure_ascii=False))
+        except (TypeError, RecursionError):  # a Parquet file's dates, bytes and depths
+            raise ValueError(f"messages must hold what JSON does, got {shown(messages)}") from None
 
-    def tokens(self, tokenizer: Any) -> list[int]:
-        """The whole chat as the tokenizer's template writes it, reasoning included. Raises UserError without a
-        template."""
+    def written(self, tokenizer: Any) -> str:
+        """Return the whole chat as the tokenizer's template writes it, reasoning included.
+
+        Raises UserError without a template, or for a chat that it does not take.
+        """
         template = getattr(tokenizer, "chat_template", None)
         if not template:
-            raise UserError(
-                "--data: has chats, for which the model's tokenizer has no chat template: give texts"
-            )
+            raise UserError("has chats, for which the model's tokenizer has no chat template: give texts")
         messages = [dict(content="") | message for message in json.loads(self)]
         if "reasoning_content" not in str(template):
             messages = [_thinking(message) for message in messages]
-        return token_ids(tokenizer, templated(tokenizer, messages, add_generation_prompt=False))
+        return templated(tokenizer, messages, add_generation_prompt=False)
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """Return the tokens of what is `written`."""
+        return token_ids(tokenizer, self.written(tokenizer))
+
+
+def check_chat(text: str, tokenizer: Any) -> None:
+    """Refuse a chat that the tokenizer's template does not take. Raises UserError."""
+    if isinstance(text, Conversation):
+        text.written(tokenizer)
 
 
 def document(record: Any) -> str:

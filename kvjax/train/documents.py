@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ LONGEST_LINE = 256 << 20
 """Bytes of a line of .jsonl."""
 CHUNK = 1 << 24
 """Bytes of a .txt file that are checked at a time."""
+
+Check = Callable[[str], object]
+"""Raises UserError for a document that the run could not use."""
 
 
 def digest(text: str) -> bytes:
@@ -49,10 +53,10 @@ class Documents:
 
     Raises:
         UserError: no such file, none of these kinds, a file that cannot be read, what is no document, by its file and
-            its line, or nothing in it.
+            its line, what `check` refuses, or nothing in it.
     """
 
-    def __init__(self, path: Path, seed: int, piece: int):
+    def __init__(self, path: Path, seed: int, piece: int, check: Check = lambda text: None):
         self.path = path
         is_folder = is_there(path, "--data") and path.is_dir()
         files = (
@@ -62,7 +66,7 @@ class Documents:
         )
         if not files:
             raise UserError(f"--data {path}: the folder has no {', '.join(KINDS)} file")
-        blocks = [block for file in files for block in _blocks(file, piece)]
+        blocks = [block for file in files for block in _blocks(file, piece, check)]
         rng = np.random.default_rng((seed, 7))
         self._blocks = [blocks[i] for i in rng.permutation(len(blocks))]
         self._ends = np.cumsum([block.count for block in self._blocks], dtype=np.int64)
@@ -85,12 +89,12 @@ class Documents:
         return self._read(block)[self._order[at][inside]]
 
 
-def _blocks(file: Path, piece: int) -> list[Block]:
+def _blocks(file: Path, piece: int, check: Check) -> list[Block]:
     if file.suffix not in KINDS:
         raise UserError(f"--data {file}: expected a {', '.join(KINDS)} file, or a folder of them")
     size = check_regular(file, "--data")
     try:
-        return KINDS[file.suffix][0](file, size, piece)
+        return KINDS[file.suffix][0](file, size, piece, check)
     except OSError as error:
         raise UserError(f"--data {file}: cannot be read ({error.strerror or error})") from None
 
@@ -105,7 +109,7 @@ def _read(block: Block) -> list[str]:
     return texts
 
 
-def _text_blocks(file: Path, size: int, piece: int) -> list[Block]:
+def _text_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
     with file.open("rb") as opened:
         begin = opened.read(2)
@@ -136,7 +140,7 @@ def _read_text(block: Block) -> list[str]:
     return [text if text.strip() else ""]
 
 
-def _line_blocks(file: Path, size: int, piece: int) -> list[Block]:
+def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults("line")
     with file.open("rb") as lines:
         for line in iter(lambda: lines.readline(LONGEST_LINE), b""):
@@ -144,7 +148,11 @@ def _line_blocks(file: Path, size: int, piece: int) -> list[Block]:
             if len(line) == LONGEST_LINE:
                 raise UserError(f"--data {file}: line {number} is longer than {LONGEST_LINE >> 20} MiB")
             try:
-                empty += not _text_of(line)
+                text = _text_of(line)
+                empty += not text
+                check(text)
+            except UserError as error:
+                raise UserError(f"--data {file}: line {number}: {error}") from None
             except ValueError as error:
                 if number == 1 and line[:2] in UTF16:
                     raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}") from None
@@ -190,6 +198,8 @@ def _text_of(line: bytes) -> str:
         return ""
     try:
         record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(line, line[error.start], error.start)) from None
     except (ValueError, RecursionError):
         raise ValueError(f"expected JSON, got {shown(line[:200].decode(errors='replace'))}") from None
     return _checked(record)
@@ -206,8 +216,7 @@ def _checked(record: Any) -> str:
     return text if text.strip() else ""
 
 
-def _parquet_blocks(file: Path, size: int, piece: int) -> list[Block]:
-    import pyarrow
+def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     import pyarrow.parquet
 
     faults, blocks = Faults("row"), []
@@ -218,24 +227,31 @@ def _parquet_blocks(file: Path, size: int, piece: int) -> list[Block]:
                 rows, empty = _rows(parquet, group, name), 0
                 for row, record in enumerate(rows, 1):
                     try:
-                        empty += not _checked(record)
+                        text = _checked(record)
+                        empty += not text
+                        check(text)
+                    except UserError as error:
+                        raise UserError(f"--data {file}: row {row} of row group {group}: {error}") from None
                     except ValueError as error:
                         faults.add(f"row {row} of row group {group}", error)
                 blocks.append(Block(file, group, 1, len(rows), empty))
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # of a damaged file pyarrow raises many kinds
         raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
     faults.check(file)
     return blocks
 
 
 def _read_parquet(block: Block) -> list[str]:
-    import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(block.file) as parquet:
             return [_checked(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
-    except (pyarrow.ArrowException, ValueError) as error:
+    except UserError:
+        raise
+    except Exception as error:
         raise UserError(f"--data {block.file}: has changed since it was opened ({error})") from None
 
 

@@ -136,6 +136,7 @@ HUGE = 10**400
         ({"hidden_size": 2**31}, "width must be at least 1 and at most"),
         ({"head_dim": 2**20}, "head_dim must be at least 1 and at most 65,536"),
         ({"num_attention_heads": 2**20}, "num_heads must be at least 1 and at most 65,536"),
+        ({"num_attention_heads": 2**12, "head_dim": 2**14}, "4,096 heads of 16,384, expected at most"),
         ({"max_position_embeddings": 2**31}, "max_position must be at least 1 and at most"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a finite number, got inf"),

@@ -284,6 +284,16 @@ def test_sizes_without_measure(name, keys, message, tmp_path):
         load_tokenizer(tmp_path / "model")
 
 
+def test_a_sentencepiece_model_with_a_piece_without_measure(tmp_path):
+    def message(size: int) -> bytes:
+        length = bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14])
+        return b"\x0a" + length + bytes(size)
+
+    (tmp_path / "tokenizer.model").write_bytes(message(30) + b"\x12\x03abc" + message(5000))
+    with pytest.raises(UserError, match=r"tokenizer\.model: a piece has 5,000 bytes, expected at most 4,096"):
+        load_tokenizer(tmp_path)
+
+
 def test_transformers_is_not_given_the_model_s_configuration(tmp_path):
     """It would make a list of so many labels."""
     shutil.copytree(BUILTIN, tmp_path / "model")

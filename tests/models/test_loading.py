@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,9 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.mesh import make_mesh, use_mesh
-from kvjax.models import load_model
+from kvjax.models import load_model, save_model
 from kvjax.models.tensor_files import TensorInFile
 from tests.models.cases import CASES, LLAMA, hf_shapes, weights, write_folder
 from tests.models.files import WIDE, assert_equal
@@ -206,38 +208,165 @@ def test_sharded_files(tmp_path, whole):
     (folder / "b.safetensors").unlink()
     with pytest.raises(UserError, match=r"index\.json names b\.safetensors, not in the folder"):
         load_model(folder)
+    # as in transformers, one file goes before an index, be that of now or of long ago
+    write_folder(folder, CASE)
+    with pytest.warns(
+        Doubt, match=r"model\.safetensors is read, .* model\.safetensors\.index\.json is ignored"
+    ):
+        assert_equal(load_model(folder), whole)
 
 
-def test_harmless_extras_are_ignored(tmp_path):
-    config = LLAMA | {"tie_word_embeddings": True}
-    tensors = weights(config)
-    extras = {
-        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(6, np.float32),
-        "lm_head.weight": tensors["model.embed_tokens.weight"],
-    }
-    assert load_model(write_folder(tmp_path, config, tensors | extras)).head is None
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../../x", "x" * 5000, "a\0b", "", 5, ["x"]], ids=repr
+)
+def test_an_index_names_files_in_its_folder(name, tmp_path):
+    folder = split_files(write_folder(tmp_path, CASE), weights(CASE))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    assert len(error(folder).removeprefix(str(tmp_path))) < 200
 
 
-def test_all_wrong_tensors_are_named_at_once(tmp_path):
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    folder = split_files(write_folder(tmp_path, CASE), weights(CASE))
+    shutil.copy(folder / "a.safetensors", folder / "b.safetensors")
+    assert re.search(r"is stored twice, in a\.safetensors, b\.safetensors$", error(folder))
+
+
+TIED = LLAMA | {"tie_word_embeddings": True}
+EMBED, HEAD, DOWN = "model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"
+ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+
+
+def frequencies(theta: float = 10_000.0) -> np.ndarray:
+    """The rotary frequencies of `LLAMA`, whose heads have 12 dimensions."""
+    return (theta ** -(np.arange(0, 12, 2) / 12)).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_tensors_that_say_nothing_new_are_skipped(dtype, tmp_path):
+    tensors = weights(TIED)
+    tensors[EMBED] = tensors[EMBED].astype(dtype).astype(np.float32)
+    extras = {ROTARY: frequencies().astype(dtype), HEAD: tensors[EMBED].astype(dtype)}
+    model = load_model(write_folder(tmp_path, TIED, tensors | extras))
+    assert model.head is None
+    assert model.config.tied
+
+
+@pytest.mark.parametrize(
+    "table",
+    [frequencies(10_100), frequencies()[:5], frequencies() * np.nan, frequencies().astype(np.float64)],
+)
+def test_rotary_frequencies_of_another_model_are_refused(table, tmp_path):
+    folder = write_folder(tmp_path, LLAMA, weights(LLAMA) | {ROTARY: table})
+    assert f"{ROTARY} are not the rotary frequencies of the config" in error(folder)
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_a_head_of_its_own_is_used_although_the_config_ties_it(shape, tmp_path):
+    tensors = weights(TIED)
+    tensors[HEAD] = tensors[EMBED].copy()
+    tensors[HEAD][-1, -1] += 1
+    folder = write_folder(tmp_path / "from", TIED, tensors)
+    with (
+        jax.set_mesh(make_mesh(**shape)),
+        pytest.warns(Doubt, match=r"lm_head\.weight are not the embedding"),
+    ):
+        model = load_model(folder)
+    assert model.head is not None
+    np.testing.assert_array_equal(np.asarray(model.head[...])[: TIED["vocab_size"]], tensors[HEAD])
+    np.testing.assert_array_equal(np.asarray(model.embed[...])[: TIED["vocab_size"]], tensors[EMBED])
+    save_model(model, tmp_path / "to")
+    assert json.loads((tmp_path / "to" / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_tied_model_that_stores_only_its_head(tmp_path):
+    tensors = weights(TIED)
+    stored = {HEAD if name == EMBED else name: x for name, x in tensors.items()}
+    model = load_model(write_folder(tmp_path, TIED, stored))
+    np.testing.assert_array_equal(np.asarray(model.embed[...])[: TIED["vocab_size"]], tensors[EMBED])
+
+
+def test_an_untied_model_without_a_head_is_refused(tmp_path):
     tensors = weights(LLAMA)
-    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["lm_head.weight"]
+    del tensors[HEAD]
+    assert "the output head (lm_head.weight) is missing" in error(write_folder(tmp_path, LLAMA, tensors))
+
+
+@pytest.mark.parametrize(
+    "renamed",
+    [
+        lambda name: name.removeprefix("model."),
+        lambda name: name.replace("model.layers.1", "layers.1"),
+        lambda name: f"model.{name}",
+    ],
+    ids=["without the prefix", "some without it", "with it twice"],
+)
+def test_names_of_a_model_below_its_head(renamed, tmp_path, whole):
+    tensors = {renamed(name): x for name, x in weights(CASE).items()}
+    assert_equal(load_model(write_folder(tmp_path, CASE, tensors)), whole)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", [DOWN, EMBED, "model.norm.weight"])
+def test_numbers_that_are_not_finite_are_refused_by_name(name, value, tmp_path):
+    tensors = weights(LLAMA)
+    tensors[name].flat[-1] = value
+    assert error(write_folder(tmp_path, LLAMA, tensors)).endswith(f": NaN or infinite numbers in {name}")
+
+
+def test_a_cast_that_overflows_is_refused(tmp_path):
+    tensors = weights(LLAMA)
+    tensors[DOWN][3, 4] = 7e4
+    folder = write_folder(tmp_path, LLAMA, tensors)
+    message = error(folder, "float16")
+    assert f"{DOWN} has numbers beyond 65,504, the largest of float16: use bfloat16" in message
+    assert load_model(folder, "bfloat16").config.num_layers == 3
+
+
+def test_wrong_tensors_are_named_at_once_and_not_all(tmp_path):
+    tensors = weights(LLAMA)
+    tensors = {name: x for name, x in tensors.items() if "layers.1.mlp" not in name}
     tensors["model.layers.3.mlp.up_proj.weight"] = np.ones((80, 48), np.float32)
     tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(12, np.float32)
     tensors["model.layers.2.self_attn.k_proj.weight"] = np.ones((48, 48), np.float32)
     tensors["model.norm.weight"] = np.ones(48, np.int8)
     message = error(write_folder(tmp_path, LLAMA, tensors))
     assert message.startswith(str(tmp_path))
-    parts = message.split("; ")[1:]
-    assert sorted(parts[0].removeprefix("missing: ").split(", ")) == [
-        "lm_head.weight",
-        "model.layers.1.mlp.up_proj.weight",
-    ]
-    assert sorted(parts[1].removeprefix("unexpected: ").split(", ")) == [
+    missing, *parts = message.split("; ")[1:]
+    assert re.fullmatch(r"missing: (model\.layers\.1\.mlp\.\w+\.weight(, )?){2} and 1 more", missing)
+    assert sorted(parts[0].removeprefix("unexpected: ").split(", ")) == [
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.3.mlp.up_proj.weight",
     ]
-    assert parts[2] == "misshapen: model.layers.2.self_attn.k_proj.weight is (48, 48), expected (24, 48)"
-    assert parts[3] == "of an unsupported dtype: model.norm.weight is I8"
+    assert parts[1] == "misshapen: model.layers.2.self_attn.k_proj.weight is (48, 48), expected (24, 48)"
+    assert parts[2] == "of an unsupported dtype: model.norm.weight is I8"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("model.layers.0.mlp.up_proj.g_idx", "GPTQ"),
+        ("model.layers.0.mlp.up_proj.qweight", "AWQ"),
+        ("model.layers.0.mlp.up_proj.weight.absmax", "bitsandbytes"),
+        ("model.layers.0.mlp.up_proj.weight_scale", "FP8"),
+        ("model.layers.0.self_attn.k_scale", "FP8"),
+        ("language_model.model.norm.weight", "multimodal"),
+        ("model.layers.0.mlp.experts.0.up_proj.weight", "experts"),
+        ("layers.0.attention.wq.weight", "Meta"),
+        ("model.layers.0.self_attn.q_proj.lora_A.weight", "adapter"),
+        ("score.weight", "classifier"),
+    ],
+)
+def test_weights_of_other_kinds_are_called_by_their_kind(name, kind, tmp_path):
+    message = error(write_folder(tmp_path, LLAMA, weights(LLAMA) | {name: np.ones(4, np.float32)}))
+    assert kind in message
+    assert message.endswith(f"({name}), expected the plain weights of a llama model")
+
+
+@pytest.mark.parametrize("layers", [10**9, 2**63])
+def test_layers_that_the_weights_cannot_have_are_refused_before_they_are_named(layers, tmp_path):
+    folder = write_folder(tmp_path, LLAMA)
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
+    assert f"the config has {layers:,} layers, but the weights only 30 tensors" in error(folder)
 
 
 def test_folders_that_are_none(tmp_path, monkeypatch):
@@ -248,6 +377,28 @@ def test_folders_that_are_none(tmp_path, monkeypatch):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "(pytorch_model.bin: only safetensors are read from a folder)" in error(tmp_path)
     assert "is a file; pass the folder" in error(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("config", [True, False], ids=["config", "no config"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("consolidated.00.pth", "Meta's or Mistral's own layout"),
+        ("params.json", "Meta's or Mistral's own layout"),
+        ("manifest.ocdbt", "an Orbax checkpoint; kvjax reads only those that python -m kvjax.convert"),
+        ("0/items/_METADATA", "a folder of Orbax checkpoints"),
+        ("orbax/_METADATA", "an Orbax export of kvjax: python -m kvjax.convert writes it"),
+        ("model-00001-of-00002.safetensors", "shards without model.safetensors.index.json"),
+        ("gates.safetensors", "gates, which belong to --gates"),
+        ("checkpoint-5/config.json", "a folder of model folders"),
+    ],
+)
+def test_folders_of_other_kinds_are_called_by_their_kind(name, kind, config, tmp_path):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    assert kind in error(tmp_path)
 
 
 def test_a_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):

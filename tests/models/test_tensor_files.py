@@ -1,4 +1,7 @@
-"""A safetensors file that is cut off."""
+"""Safetensors files that cannot be read."""
+
+import json
+import os
 
 import pytest
 
@@ -11,3 +14,32 @@ def test_a_truncated_file_is_named(kept, tmp_path):
     file = write_folder(tmp_path, LLAMA) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     assert error(tmp_path).startswith(f"{file}: not a whole safetensors file")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:00\n",
+            "a Git LFS pointer, not the weights",
+        ),
+        (b"<!DOCTYPE html>", "a web page"),
+        (b"PK\3\4", "a PyTorch file"),
+        (b"GGUF\3", "a GGUF file"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_its_kind(content, kind, tmp_path):
+    file = write_folder(tmp_path, LLAMA) / "model.safetensors"
+    file.write_bytes(content)
+    assert error(tmp_path).startswith(f"{file}: {kind}")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("x")],
+)
+def test_what_is_no_regular_file_is_not_opened(make, name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    make(tmp_path / name)
+    assert error(tmp_path) == f"{tmp_path / name}: not a regular file"

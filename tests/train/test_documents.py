@@ -1,8 +1,10 @@
 """Files of texts as documents: pieces, order, and files that are none."""
 
 import codecs
+import functools
 import json
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
@@ -11,6 +13,7 @@ import pytest
 
 from kvjax.errors import Doubt, UserError
 from kvjax.train import documents as module
+from kvjax.train.conversation import check_chat
 from kvjax.train.documents import BLOCK_LINES, Documents
 
 
@@ -86,7 +89,7 @@ SURROGATE = rb'{"text": "bad \ud83d half"}'
         ),
         ("x.jsonl", b'{"words": "no"}\n', "line 1: expected a record such as .*words"),
         ("x.jsonl", b'{"text": 3}\n', "line 1: expected a record"),
-        ("x.jsonl", b'{"text": "f\xfcr"}\n', "line 1: expected JSON"),
+        ("x.jsonl", b'{"text": "f\xfcr"}\n', "line 1: is not UTF-8 text: byte 0xfc at offset 11"),
         ("x.jsonl", b"[" * 100_000, "line 1: expected JSON"),
         ("x.jsonl", b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "line 1: expected JSON"),
         ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is not UTF-8 text but UTF-16"),
@@ -162,3 +165,22 @@ def test_a_parquet_file_without_text_names_its_columns(tmp_path):
 def test_a_folder_without_data_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no .txt, .jsonl, .parquet file"):
         Documents(tmp_path, 0, 100)
+
+
+def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
+    """Not at the update that meets it."""
+    tokenizer = SimpleNamespace(
+        chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    file = tmp_path / "a.jsonl"
+    chats = [[{"role": role, "content": "x"}] for role in ("user", "system")]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    with pytest.raises(UserError, match=rf"^--data {file}: line 2: the tokenizer's .* \(of system\): no"):
+        Documents(file, 0, 64, functools.partial(check_chat, tokenizer=tokenizer))
+
+
+def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
+    """The order of a file is part of what a checkpoint says. Lines without text have a place, too."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
+    with pytest.warns(Doubt, match="2 of 5 documents"):
+        assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

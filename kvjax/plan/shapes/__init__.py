@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvjax.builtin import BUILTIN
 from kvjax.errors import Doubt, UserError
+from kvjax.models.adapter import base_of
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.folder import find_model
 from kvjax.models.gguf_file import is_gguf
@@ -41,7 +42,7 @@ def find_shape(name: str, max_length: int | None = None) -> ModelShape:
     """
     path = Path(name).expanduser()
     if name == BUILTIN or path.exists():
-        found = find_model(name)
+        found = base_of(find_model(name))
     else:
         stem = name.rpartition("/")[2].lower()
         named = [own for own in known() if stem == own or stem.startswith(own + "-")]
