@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError, shown
+from kvjax.files import not_utf8
 
 JSON_BYTES = 16 << 20
 """Size of the largest JSON file that is read, other than a vocabulary."""
@@ -57,6 +58,10 @@ class JsonObject:
         """Read UTF-8, with a byte-order mark or without."""
         try:
             data = json.loads(text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}: {not_utf8(text[:2], error.object[error.start], error.start)}"
+            ) from None
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise UserError(f"{where}: cannot be read as JSON ({why})") from None

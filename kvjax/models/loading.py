@@ -19,7 +19,7 @@ from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
-from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
@@ -66,6 +66,7 @@ def load_model(
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
+    warn_of_turn_ends(config)
     stored = _stored(model, config)
     keep_programs()
     with use_mesh():

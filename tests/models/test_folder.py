@@ -126,11 +126,15 @@ CODE = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", "evil.T"], "AutoProc
             {"auto_map": {"AutoTokenizer": ["some/repository--evil.T", None]}},
             "it needs code of its own",
         ),
-        ({"auto_map": CODE}, {"auto_map": CODE, "tokenizer_class": "AutoTokenizer"}, "RecursionError"),
+        (
+            {"auto_map": CODE},
+            {"auto_map": CODE, "tokenizer_class": "AutoTokenizer"},
+            "must be a tokenizer, got 'Auto",
+        ),
         (
             {"auto_map": CODE},
             {"auto_map": CODE, "tokenizer_class": "AutoConfig"},
-            "is not a tokenizer, got Qwen",
+            "tokenizer_class must be a tokenizer, got 'AutoConfig'",
         ),
         ({"auto_map": CODE}, {"auto_map": CODE, "tokenizer_class": ["T"]}, "tokenizer cannot be read"),
         (
@@ -169,6 +173,7 @@ def test_a_folder_s_code_is_never_run_nor_asked_about(config, tokenizer, refused
         "tokenizer_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
+        "tokenizer.json",
         "merges.txt",
         "chat_template.jinja",
         "additional_chat_templates/rag.jinja",
