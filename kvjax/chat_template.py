@@ -19,6 +19,8 @@ from kvjax.errors import UserError, check_unicode, shown
 
 PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for the text in a rendered template."""
+CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
+"""Three turns."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
 """The keys of a message's reasoning. Templates read the first."""
 
@@ -89,15 +91,12 @@ def between(tokenizer: Any, **options: Any) -> str:
 
     Raises UserError if it does not show three turns, each exactly once.
     """
-    parts = templated(tokenizer, _CONVERSATION, **options).split(PLACE)
-    if len(parts) != len(_CONVERSATION) + 1:
+    parts = templated(tokenizer, CONVERSATION, **options).split(PLACE)
+    if len(parts) != len(CONVERSATION) + 1:
         raise UserError(
             "the tokenizer's chat template does not show the turns of a conversation exactly once"
         )
     return parts[2]
-
-
-_CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
 
 
 def opening(tokenizer: Any) -> tuple[int, ...]:
@@ -159,8 +158,10 @@ class _Worker:
         """The answer to a request in JSON; None: the process did not survive it."""
         with self._lock:
             process, self._process = self._process, None
-            if process is None or process.poll() is not None:
-                process = self._begun()
+            if process is not None and process.poll() is not None:
+                _stop(process)
+                process = None
+            process = process or self._begun()
             try:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.write(request + b"\n")

@@ -379,7 +379,7 @@ def _read(path: Path, found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDt
         with ocp.StandardCheckpointer() as checkpointer:
             read = checkpointer.restore(folder.absolute(), like)
     except Exception as error:  # Orbax's and TensorStore's, of any kind
-        raise UserError(f"{folder}: damaged ({shown(str(error))})") from None
+        raise UserError(f"{folder}: damaged ({str(error)[:200]})") from None
     arrays |= {name: np.asarray(read[name]) for name in like}
     for name, x in arrays.items():
         if (x.shape, x.dtype) != (wanted[name].shape, wanted[name].dtype):

@@ -1,11 +1,10 @@
 """The shape of a model, read from a Hugging Face `config.json` or a GGUF file, and written as the former."""
 
-import contextlib
 import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
 from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
-from kvjax.models.json_file import JSON_BYTES, JsonObject, read_file
+from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
 from kvjax.models.tensor_files import has_own_head
@@ -43,8 +42,8 @@ class Family:
     """The same of the output projection."""
     mlp_bias: bool = False
     """Whether the key of that name is read."""
-    always_slides: bool = False
-    """Every layer has the sliding window, unless it is null; in the other families only those that the file names."""
+    sliding_window: Literal["no layer", "upper layers", "all layers"] = "no layer"
+    """Which layers may have one."""
 
 
 _MOST = {
@@ -61,9 +60,9 @@ _MOST = {
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, always_slides=True),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window="all layers"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False, sliding_window="upper layers"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, sliding_window="upper layers"),
 }
 
 
@@ -114,8 +113,8 @@ class ModelConfig:
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
-    turn_ends: tuple[int, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    """Those of `eos_ids` that only the chat template names, not the model's files."""
+    turn_ends: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """The tokens of `eos_ids` that only the chat template names, and their ids."""
     name: str = dataclasses.field(default="", compare=False)
     """Where the model was read from, for messages."""
 
@@ -124,6 +123,10 @@ class ModelConfig:
             if not 1 <= getattr(self, name) <= most:
                 bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
                 raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
+        if self.num_heads * self.head_dim > _MOST["width"]:
+            raise UserError(
+                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_MOST['width']:,} in all"
+            )
         if not 0 <= self.norm_eps < 1:
             raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
         for id_ in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
@@ -152,16 +155,16 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
-    """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
+    """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
     An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
     hold a head of other values.
 
-    A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none. A chat model also
-    stops at the token with which its chat template ends a turn; a warning says so if the files do not name it.
+    A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none, and the token with
+    which its chat template ends a turn.
 
-    Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
-    with full attention would silently be another model. Set `sliding_window` to null there to have just that.
+    Sliding-window attention is not supported: a model with a layer whose window is shorter than its context is refused,
+    because full attention would silently make it another model. To run it so nonetheless, set `sliding_window` to null.
 
     Args:
         folder: holds `config.json`; or the GGUF file.
@@ -181,10 +184,12 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(
             "quantized weights (quantization_config) are not supported: pass the unquantized model"
         )
-    _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
-    eos = _eos_ids(folder, keys)
+    generation = folder / "generation_config.json"
+    eos = JsonObject.read(generation).ids("eos_token_id") if generation.exists() else []
+    eos = eos or keys.ids("eos_token_id")
+    # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
     added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
@@ -216,32 +221,29 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
         "eos_ids": tuple(sorted({*eos, *added.values()})),
-        "turn_ends": tuple(added.values()),
+        "turn_ends": tuple(added.items()),
     }
     try:
         config = ModelConfig(**read)
     except UserError as error:
         raise keys.error(str(error)) from None
-    if added:
-        named = ", ".join(f"{shown(token)} ({id_})" for token, id_ in added.items())
-        warnings.warn(
-            f"{folder}: answers also end at {named}, with which the chat template ends a turn; the model's files name "
-            f"{', '.join(map(str, sorted(set(eos))[:8])) or 'no token'}",
-            Doubt,
-            stacklevel=1,  # always from here, so that it is said once
-        )
+    _refuse_sliding_window(keys, family, config.longest)
     return config
 
 
-def _eos_ids(folder: Path, keys: JsonObject) -> list[int]:
-    """The token ids that end a text: those of `generation_config.json`, else of the configuration."""
-    with contextlib.suppress(FileNotFoundError):
-        file = folder / "generation_config.json"
-        if not is_gguf(folder) and (
-            ids := JsonObject.parse(read_file(file, JSON_BYTES), str(file)).ids("eos_token_id")
-        ):
-            return ids
-    return keys.ids("eos_token_id")
+def warn_of_turn_ends(config: ModelConfig) -> None:
+    """Say which tokens end an answer although the model's files do not name them as its end."""
+    if not config.turn_ends:
+        return
+    added = {id_ for _, id_ in config.turn_ends}
+    tokens = ", ".join(f"{shown(token)} ({id_})" for token, id_ in config.turn_ends)
+    named = ", ".join(str(id_) for id_ in config.eos_ids if id_ not in added)
+    warnings.warn(
+        f"{config.name}: answers also end at {tokens}, with which the chat template ends a turn; the model's files "
+        f"name {named[:100] or 'no token'}",
+        Doubt,
+        stacklevel=4,
+    )
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -291,7 +293,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         written["attention_bias"] = config.attention_bias
     if family.mlp_bias:
         written["mlp_bias"] = config.mlp_bias
-    if family.always_slides:
+    if family.sliding_window == "all layers":
         written["sliding_window"] = None
     return written
 
@@ -303,25 +305,24 @@ def _trained_context(keys: JsonObject) -> int:
     return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
-def _refuse_sliding_window(keys: JsonObject, family: Family) -> None:
+def _refuse_sliding_window(keys: JsonObject, family: Family, longest: int) -> None:
     """Raise unless every layer attends to the whole context, as transformers reads the same keys."""
-    kinds = keys.get("layer_types", list, [])
-    if others := set(map(str, kinds)) - {"full_attention"}:
+    missing = "sliding_window" not in keys.data and family.sliding_window != "no layer"
+    window = 4096 if missing else keys.get("sliding_window", int, None)
+    kinds = [str(kind) for kind in keys.get("layer_types", list, [])]
+    if family.sliding_window == "upper layers":
+        window = window if keys.get("use_sliding_window", bool, False) else None
+        first = keys.get("max_window_layers", int, 28)
+        slides = "sliding_attention" in kinds if kinds else first < keys.get("num_hidden_layers", int)
+    else:
+        slides = family.sliding_window == "all layers"
+    whole = (
+        {"full_attention"} if window is None or window < longest else {"full_attention", "sliding_attention"}
+    )
+    if others := sorted(set(kinds) - whole):
+        raise keys.error(f"layer_types has {', '.join(others[:3])[:200]}; only full_attention is supported")
+    if slides and window is not None and window < longest:
         raise keys.error(
-            f"layer_types has {', '.join(sorted(others)[:3])[:200]}; only full_attention is supported"
-        )
-    window = keys.get("sliding_window", int, None) if "sliding_window" in keys.data else 4096
-    if not family.always_slides:
-        layers = keys.get("num_hidden_layers", int)
-        if (
-            kinds
-            or not keys.get("use_sliding_window", bool, False)
-            or layers <= keys.get("max_window_layers", int, 28)
-        ):
-            return
-    if window is not None and window < keys.get("max_position_embeddings", int):
-        default = "" if "sliding_window" in keys.data else " (its default)"
-        raise keys.error(
-            f"sliding_window is {window}{default}, but sliding-window attention is not supported: set sliding_window "
-            "to null to run the model with full attention"
+            f"sliding_window is {window}{' (its default)' if missing else ''}, but sliding-window attention is not "
+            "supported: set sliding_window to null to run the model with full attention"
         )

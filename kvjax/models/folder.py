@@ -88,7 +88,7 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     if is_gguf(folder):
         return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
-    if not any((folder / name).is_file() for name in VOCABULARIES):
+    if not any((folder / name).exists() for name in VOCABULARIES):
         raise UserError(f"{folder}: no tokenizer, expected {' or '.join(VOCABULARIES)}")
     # what is wrong with config.json is not said of the tokenizer
     config = read_config(model) if (base_of(model) / "config.json").exists() else None
@@ -110,7 +110,7 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
     names code, is not copied either.
     """
     with quiet():
-        from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
     own = {} if config is None else JsonObject.read(base_of(folder) / "config.json").data
     with tempfile.TemporaryDirectory(prefix="kvjax-tokenizer-") as copies:
@@ -122,6 +122,8 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
             known = {key: own[key] for key in ("model_type", "transformers_version") if key in own}
             write_json(Path(copies) / "config.json", known)
             kind = {"name_or_path": str(folder), "tokenizer_class": own.get("tokenizer_class")}
+            for keys in (JsonObject(own, str(folder / "config.json")), told):
+                _check_class(keys)
             tokenizer = AutoTokenizer.from_pretrained(
                 copies,
                 config=AutoConfig.for_model(config.model_type, **kind)
@@ -130,8 +132,6 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
                 local_files_only=True,
                 trust_remote_code=False,
             )
-            if not isinstance(tokenizer, PreTrainedTokenizerBase):
-                raise told.error(f"tokenizer_class is not a tokenizer, got {type(tokenizer).__name__}")
             tokenizer("a")  # what the library trips over is often seen at the first text
         except BaseException as error:  # the libraries raise whatever a damaged file makes them trip over
             if not isinstance(error, Exception) and not is_panic(error):
@@ -142,6 +142,18 @@ def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
             raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
     tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
     return tokenizer
+
+
+def _check_class(keys: JsonObject) -> None:
+    """Raise UserError if `tokenizer_class` is a class of transformers that is no tokenizer, such as AutoModel."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    name = keys.get("tokenizer_class", str, None)
+    for spelled in (name, name.removesuffix("Fast"), f"{name}Fast") if name else ():
+        found = tokenizer_class_from_name(spelled)
+        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise keys.error(f"tokenizer_class must be a tokenizer, got {shown(name)}")
 
 
 def _check_vocabulary(folder: Path, tokenizer: Any, rows: int) -> None:

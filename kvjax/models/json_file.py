@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError, shown
+from kvjax.files import not_utf8
 
 JSON_BYTES = 16 << 20
 """Size of the largest JSON file that is read, other than a vocabulary."""
@@ -23,16 +24,16 @@ def read_file(file: Path, most: int) -> bytes:
     try:
         # without O_NONBLOCK a pipe would wait for its writer
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
-            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise UserError(f"{file}: is not a regular file")
-            data = opened.read(most + 1)
+            if status.st_size > most:
+                raise UserError(f"{file}: has {status.st_size:,} bytes, expected at most {most:,}")
+            return opened.read(status.st_size)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
-    if len(data) > most:
-        raise UserError(f"{file}: has more than {most:,} bytes")
-    return data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,10 @@ class JsonObject:
         """Read UTF-8, with a byte-order mark or without."""
         try:
             data = json.loads(text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}: {not_utf8(text[:2], error.object[error.start], error.start)}"
+            ) from None
         except (ValueError, RecursionError) as error:
             why = "nested too deeply" if isinstance(error, RecursionError) else error
             raise UserError(f"{where}: cannot be read as JSON ({why})") from None

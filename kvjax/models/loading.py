@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
 from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
-from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
@@ -66,6 +66,7 @@ def load_model(
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
+    warn_of_turn_ends(config)
     stored = _stored(model, config)
     keep_programs()
     with use_mesh():
@@ -83,14 +84,14 @@ def load_model(
             names = {path: layer_name(path, index) for path in layers}
             raw = {path: _read(stored[name], mesh, axes[path]) for path, name in names.items()}
             # waiting keeps one layer at a time in host memory
-            placed, finite = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
+            placed, largest = jax.block_until_ready(_place_layer(placed, np.int32(index), raw))
             del raw
-            _check_finite(model, dtype, {stored[name].name: finite[path] for path, name in names.items()})
+            _check_finite(model, dtype, {stored[name].name: largest[path] for path, name in names.items()})
         for path in (path for path in wanted if path in TOP):
             rows, tensor = wanted[path].shape[0], stored[TOP[path]]
             pieces = _read(tensor, mesh, axes[path], rows, layer_bytes)
-            placed[path], finite = _place_top(pieces, axes[path], dtype)
-            _check_finite(model, dtype, {tensor.name: finite})
+            placed[path], largest = _place_top(pieces, axes[path], dtype)
+            _check_finite(model, dtype, {tensor.name: largest})
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
@@ -202,15 +203,17 @@ def _check(model: Path, config: ModelConfig, stored: dict[str, TensorInFile], wa
     raise UserError(f"{model}: the weights are not those of its config; {lines}")
 
 
-def _check_finite(model: Path, dtype: np.dtype, finite: dict[str, Array]) -> None:
-    """Refuse tensors that `_finite` says are not."""
-    found = jax.device_get(finite)
-    if broken := [name for name, times in found.items() if times == 0]:
+def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
+    """Refuse tensors by name whose largest magnitude is not finite, or no longer is in the model's dtype."""
+    found: dict[str, np.ndarray] = jax.device_get(largest)
+    if broken := [name for name, x in found.items() if not np.isfinite(x)]:
         raise UserError(f"{model}: NaN or infinite numbers in {few(broken)}")
-    if over := [name for name, times in found.items() if times == 1]:
-        most = float(jnp.finfo(dtype).max)
+    with np.errstate(over="ignore"):
+        over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
+    if over:
+        most, wider = float(jnp.finfo(dtype).max), "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise UserError(
-            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use bfloat16 or float32"
+            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use {wider}"
         )
 
 
@@ -271,26 +274,25 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
     return jnp.reshape(x, (-1, *x.shape[2:]), out_sharding=P(rows_axis, *columns))
 
 
-def _finite(x: Array, cast: Array) -> Int[Array, ""]:
-    """2 if all numbers are finite, 1 if those of the file are but no longer in the dtype of `cast`, else 0."""
-    return jnp.isfinite(x).all().astype(jnp.int32) + jnp.isfinite(cast).all()
+def _largest(x: Array) -> Float32[Array, ""]:
+    """Return the largest magnitude, infinity where there is a NaN, which a maximum over devices may lose."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _place_top(pieces: list[Array], axes: Axes, dtype: np.dtype) -> tuple[Array, Array]:
-    """The tensor in the given dtype, and `_finite` of it."""
+    """The tensor in the given dtype, and `_largest` of it before the cast."""
     x = _join(pieces, axes)
-    return x.astype(dtype), _finite(x, x.astype(dtype))
+    return x.astype(dtype), _largest(x)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _place_layer(layers: Arrays, index: Int[Array, ""], raw: dict[str, list[Array]]) -> tuple[Arrays, Arrays]:
-    """`layers` with one of them replaced by what the files hold, and `_finite` of each tensor."""
-    placed, finite = {}, {}
+    """`layers` with one of them replaced by what the files hold, and `_largest` of each tensor."""
+    placed, largest = {}, {}
     for path, stack in layers.items():
         x = _join(raw[path], split(path, stack))
-        cast = x.astype(stack.dtype)
-        finite[path] = _finite(x, cast)
-        layer = from_hf(path, cast, stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
+        largest[path] = _largest(x)
+        layer = from_hf(path, x.astype(stack.dtype), stack.shape[1:], jax.typeof(stack).sharding.spec[1:])
         placed[path] = jax.lax.dynamic_update_index_in_dim(stack, layer, index, 0)
-    return placed, finite
+    return placed, largest

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import shown
+from kvjax.errors import UserError, shown
 from kvjax.models.json_file import JSON_BYTES, VOCABULARY_BYTES, JsonObject, read_file
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -52,7 +52,9 @@ def copy_tokenizer_files(folder: Path, to: Path) -> JsonObject:
             continue
         large = file.name in (*VOCABULARIES, "merges.txt")
         data = read_file(file, VOCABULARY_BYTES if large else JSON_BYTES)
-        if file.suffix != ".model":
+        if file.suffix == ".model":
+            _check_pieces(data, file)
+        else:
             data = data.removeprefix(codecs.BOM_UTF8)
         if file.suffix == ".json":
             keys = JsonObject.parse(data, str(file))
@@ -82,6 +84,30 @@ def _check(name: str, keys: JsonObject) -> None:
         for id_ in added.values() if name == "added_tokens.json" else added:
             if not str(id_).isdecimal() or int(id_) >= _IDS:
                 raise keys.error(f"an added token has the id {shown(id_)}, expected one below {_IDS:,}")
+
+
+def _check_pieces(data: bytes, file: Path) -> None:
+    """Refuse a SentencePiece model with a piece so long that taking it apart would not end: field 1 of the message."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while at < len(data):
+            value, shift, at = value | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128 or shift > 63:
+                break
+        return value
+
+    while at < len(data):
+        field, kind = divmod(number(), 8)
+        size = {0: 0, 1: 8, 2: -1, 5: 4}.get(kind, len(data))
+        if kind == 0:
+            number()
+        size = number() if size < 0 else size
+        if field == 1 and size > 4 * _LETTERS:
+            raise UserError(f"{file}: a piece has {size:,} bytes, expected at most {4 * _LETTERS:,}")
+        at += size
 
 
 def _check_steps(keys: JsonObject) -> None:

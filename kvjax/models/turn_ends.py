@@ -4,12 +4,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.chat_template import PLACE, default_template, render
+from kvjax.chat_template import CONVERSATION, PLACE, default_template, render
 from kvjax.errors import UserError
 from kvjax.models.json_file import JSON_BYTES, VOCABULARY_BYTES, JsonObject, read_file
 
-_KNOWN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
-"""Tokens that end nothing but a turn or a message."""
+_KNOWN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|eot|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|endofturn|>",
+    "[|endofturn|]",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|return|>",
+)
+"""Tokens that end nothing but a turn or a message. `<|end|>` also ends parts of some models' turns."""
 
 
 def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, Any]) -> dict[str, int]:
@@ -22,15 +33,12 @@ def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, An
     """
     ends = [token for token in _KNOWN if token in template and token in tokens]
     if not ends:
-        roles = "user", "assistant", "user"
-        messages = [{"role": role, "content": PLACE} for role in roles]
         try:
-            parts = render(template, {"messages": messages, "add_generation_prompt": False, **special}).split(
-                PLACE
-            )
+            shown = render(template, {"messages": CONVERSATION, "add_generation_prompt": False, **special})
         except UserError:
             return {}
-        behind = parts[2].lstrip() if len(parts) == len(roles) + 1 else ""
+        parts = shown.split(PLACE)
+        behind = parts[2].lstrip() if len(parts) == len(CONVERSATION) + 1 else ""
         ends = sorted((token for token in tokens if token and behind.startswith(token)), key=len)[-1:]
     return {token: tokens[token] for token in ends}
 
@@ -48,7 +56,7 @@ def folder_turn_ends(folder: Path) -> dict[str, int]:
             for name, token in keys.data.items()
             if name.endswith("_token")
         }
-        return turn_ends(template, _special_ids(folder, config), special)
+        return turn_ends(template, _added_tokens(folder, config), special)
     except UserError:
         return {}
 
@@ -67,17 +75,17 @@ def _template(folder: Path, config: JsonObject) -> str | None:
     return None if named is None else default_template(named)
 
 
-def _special_ids(folder: Path, config: JsonObject) -> dict[str, int]:
-    """The tokenizer's special tokens. Its configuration lists them, or else the file of its vocabulary."""
+def _added_tokens(folder: Path, config: JsonObject) -> dict[str, int]:
+    """Return the tokenizer's added tokens. The vocabulary, a large file, is read if no other file lists them."""
     listed = config.get("added_tokens_decoder", dict, {})
     tokens = [
         {"id": int(id_), **token}
         for id_, token in listed.items()
         if id_.isdecimal() and isinstance(token, dict)
     ]
+    if not tokens and (old := _read(folder / "added_tokens.json").data):
+        tokens = [{"id": id_, "content": token} for token, id_ in old.items()]
     if not tokens:
         tokens = _read(folder / "tokenizer.json", VOCABULARY_BYTES).get("added_tokens", list, [])
     each = [JsonObject(token, config.where) for token in tokens if isinstance(token, dict)]
-    return {
-        token.get("content", str): token.get("id", int) for token in each if token.get("special", bool, False)
-    }
+    return {token.get("content", str): token.get("id", int) for token in each}

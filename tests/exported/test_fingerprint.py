@@ -72,7 +72,7 @@ def test_a_dtype_does_not_change_it_but_the_contents(own):
 
 def test_the_end_of_a_chat_template_s_turn_is_not_in_the_contents():
     named = tiny_model(eos_ids=(0,))
-    assert contents(tiny_model(eos_ids=(0, 2), turn_ends=(2,))) == contents(named)
+    assert contents(tiny_model(eos_ids=(0, 2), turn_ends=(("<|im_end|>", 2),))) == contents(named)
     assert contents(tiny_model(eos_ids=(0, 2))) != contents(named)
 
 

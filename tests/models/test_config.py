@@ -9,7 +9,7 @@ import pytest
 
 from kvjax.errors import Doubt, UserError
 from kvjax.models import ModelConfig
-from kvjax.models.config import config_json
+from kvjax.models.config import config_json, warn_of_turn_ends
 from tests.models.cases import CASES, LLAMA, QWEN3
 
 
@@ -108,7 +108,12 @@ def test_sizes_that_are_derived(read):
             "sliding_window is 512, but",
         ),
         (
-            {"use_sliding_window": True, "max_window_layers": 2, "max_position_embeddings": 8192},
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+                "max_position_embeddings": 8192,
+            },
             "sliding_window is 4096 (its default), but",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention; only"),
@@ -131,6 +136,7 @@ HUGE = 10**400
         ({"hidden_size": 2**31}, "width must be at least 1 and at most"),
         ({"head_dim": 2**20}, "head_dim must be at least 1 and at most 65,536"),
         ({"num_attention_heads": 2**20}, "num_heads must be at least 1 and at most 65,536"),
+        ({"num_attention_heads": 2**12, "head_dim": 2**14}, "4,096 heads of 16,384, expected at most"),
         ({"max_position_embeddings": 2**31}, "max_position must be at least 1 and at most"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a finite number, got inf"),
@@ -185,6 +191,10 @@ def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
     read(qwen)  # 28 layers have none by default
     read(qwen | {"max_window_layers": 0, "layer_types": ["full_attention"] * 3})
     read(qwen | {"max_window_layers": 0, "sliding_window": None})
+    # a window as long as the context hides nothing
+    read(qwen | {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 1024})
+    # Llama's code knows none
+    read(qwen | {"model_type": "llama", "num_hidden_layers": 32})
 
 
 def test_a_sliding_window_is_refused_only_where_it_would_hide_something(read, refused):
@@ -193,6 +203,10 @@ def test_a_sliding_window_is_refused_only_where_it_would_hide_something(read, re
     read(mistral | {"sliding_window": 1024})
     missing = mistral | {"max_position_embeddings": 8192, "layer_types": ["full_attention"] * 3}
     assert refused(missing).startswith("sliding_window is 4096 (its default), but")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert refused(mistral | {"sliding_window": 1024, "rope_scaling": yarn}).startswith(
+        "sliding_window is 1024"
+    )
     # Qwen files name a window that is switched off
     read(LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512})
 
@@ -207,7 +221,7 @@ def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):
 
 
 ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>\n{% endfor %}"
-TOKENS = {"</s>": 2, "<|im_end|>": 7, "<|done|>": 8, "<|user|>": 9}
+TOKENS = {"</s>": 2, "<end_of_turn>": 6, "<|im_end|>": 7, "<|done|>": 8, "<|user|>": 9}
 
 
 @pytest.mark.parametrize(
@@ -221,22 +235,25 @@ TOKENS = {"</s>": 2, "<|im_end|>": 7, "<|done|>": 8, "<|user|>": 9}
         ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None, (9,)),
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 2, (2,)),
         ("{{ 1 / 0 }}", 2, (2,)),
-        ("no <|pad|> nor <|eot_id|>", 2, (2,)),
+        ("no <|pad|> nor <|eom_id|>", 2, (2,)),
+        ("{{ raise_exception('no system') }}<end_of_turn>", 2, (2, 6)),
     ],
 )
-@pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("file", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
 def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, expected, file, read, tmp_path):
-    """The tokens are listed in either file."""
-    listed = [{"id": id_, "content": token, "special": True} for token, id_ in TOKENS.items()]
-    plain = {"id": 10, "content": "<|eot_id|>", "special": False}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [*listed, plain]}))
+    """The tokens are listed in one file or another."""
+    listed = [{"id": id_, "content": token, "special": False} for token, id_ in TOKENS.items()]
+    (tmp_path / file).write_text(
+        json.dumps(TOKENS if file == "added_tokens.json" else {"added_tokens": listed})
+    )
     decoder = {str(token["id"]): token for token in listed} if file == "tokenizer_config.json" else None
     config = {"chat_template": template, "eos_token": {"content": "</s>"}, "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     added = sorted(set(expected) - set(eos if isinstance(eos, list) else [eos]))
+    found = read(LLAMA | {"eos_token_id": eos})
+    assert (found.eos_ids, [id_ for _, id_ in found.turn_ends]) == (expected, added)
     with pytest.warns(Doubt, match=rf"answers also end at '.*' \({added[0]}\)") if added else nullcontext():
-        found = read(LLAMA | {"eos_token_id": eos})
-    assert (found.eos_ids, found.turn_ends) == (expected, tuple(added))
+        warn_of_turn_ends(found)
 
 
 def test_a_template_in_its_own_file_wins(read, tmp_path):
@@ -248,8 +265,10 @@ def test_a_template_in_its_own_file_wins(read, tmp_path):
     config = {"chat_template": "<|im_end|>", "added_tokens_decoder": decoder}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "chat_template.jinja").write_text("<|eot_id|>")
+    found = read(LLAMA)
+    assert found.eos_ids == (8,)
     with pytest.warns(Doubt, match="the model's files name no token$"):
-        assert read(LLAMA).eos_ids == (8,)
+        warn_of_turn_ends(found)
 
 
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])

@@ -126,11 +126,15 @@ CODE = {"AutoConfig": "evil.C", "AutoTokenizer": ["evil.T", "evil.T"], "AutoProc
             {"auto_map": {"AutoTokenizer": ["some/repository--evil.T", None]}},
             "it needs code of its own",
         ),
-        ({"auto_map": CODE}, {"auto_map": CODE, "tokenizer_class": "AutoTokenizer"}, "RecursionError"),
+        (
+            {"auto_map": CODE},
+            {"auto_map": CODE, "tokenizer_class": "AutoTokenizer"},
+            "must be a tokenizer, got 'Auto",
+        ),
         (
             {"auto_map": CODE},
             {"auto_map": CODE, "tokenizer_class": "AutoConfig"},
-            "is not a tokenizer, got Qwen",
+            "tokenizer_class must be a tokenizer, got 'AutoConfig'",
         ),
         ({"auto_map": CODE}, {"auto_map": CODE, "tokenizer_class": ["T"]}, "tokenizer cannot be read"),
         (
@@ -169,6 +173,7 @@ def test_a_folder_s_code_is_never_run_nor_asked_about(config, tokenizer, refused
         "tokenizer_config.json",
         "special_tokens_map.json",
         "added_tokens.json",
+        "tokenizer.json",
         "merges.txt",
         "chat_template.jinja",
         "additional_chat_templates/rag.jinja",
@@ -277,6 +282,16 @@ def test_sizes_without_measure(name, keys, message, tmp_path):
     changed(tmp_path / "model" / name, **keys)
     with pytest.raises(UserError, match=message):
         load_tokenizer(tmp_path / "model")
+
+
+def test_a_sentencepiece_model_with_a_piece_without_measure(tmp_path):
+    def message(size: int) -> bytes:
+        length = bytes([size & 127 | 128, size >> 7 & 127 | 128, size >> 14])
+        return b"\x0a" + length + bytes(size)
+
+    (tmp_path / "tokenizer.model").write_bytes(message(30) + b"\x12\x03abc" + message(5000))
+    with pytest.raises(UserError, match=r"tokenizer\.model: a piece has 5,000 bytes, expected at most 4,096"):
+        load_tokenizer(tmp_path)
 
 
 def test_transformers_is_not_given_the_model_s_configuration(tmp_path):

@@ -17,8 +17,8 @@ from tests.models.cases import LLAMA
         ("[]", "expected a JSON object, got list"),
         ('{"a":' * 100_000, r"cannot be read as JSON \(nested too deeply\)$"),
         ('{"a": %s}' % ("9" * 5000), r"cannot be read as JSON \(Exceeds the limit"),
-        (b'{"a": "\xe9"}', r"cannot be read as JSON \('utf-8' codec"),
-        (b" " * (17 << 20), "has more than 16,777,216 bytes$"),
+        (b'{"a": "\xe9"}', "is not UTF-8 text: byte 0xe9 at offset 7; if it is Latin-1, convert it"),
+        (b" " * (17 << 20), "has 17,825,792 bytes, expected at most 16,777,216$"),
     ],
     ids=["cut", "list", "nested", "digits", "latin-1", "large"],
 )
