@@ -274,8 +274,10 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
 
 
 def _largest(x: Array) -> Float32[Array, ""]:
-    """The largest magnitude, NaN where there is a NaN."""
-    return jnp.abs(x).max().astype(jnp.float32)
+    """The largest magnitude, NaN if there is a NaN."""
+    # by the bits, of which those of NaN are largest: the maximum of floats passes over NaN on CPUs
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
+    return jax.lax.bitcast_convert_type(bits.max(), x.dtype).astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
