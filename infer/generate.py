@@ -19,7 +19,7 @@ class AskConfig:
     questions: tuple[str, ...]
     """What to ask, each on its own, right after the text."""
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     gates: Path | None = None
     """Trained WG-KV gates; without them the cache is full."""
     max_new_tokens: int = 64

@@ -16,7 +16,7 @@ class OverflowConfig:
     """Count evictions while a model writes on."""
 
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     gates: str = "builtin"
     """A folder with trained gates."""
     text: str = "builtin"

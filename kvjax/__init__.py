@@ -10,7 +10,7 @@ Names are imported when first used, so that `import kvjax` and `--help` cost not
 Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
 export, evaluate, generate, plan, convert, policies, cache. Files: step: what a layer shows methods; top: selection of
 the best scores; struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole
-files; chat_template: what a chat template puts around a text; plugins: what other packages bring.
+files; chat_template, chat_worker: what a chat template puts around a text; plugins: what other packages bring.
 """
 
 import importlib
@@ -31,7 +31,6 @@ _HOME = {
     "logits": "kvjax.inference.sampling",
     "warm_up": "kvjax.inference.warm_up",
     "Session": "kvjax.inference.session",
-    "PrefixStore": "kvjax.inference.prefix_store",
     "save_cache": "kvjax.inference.saving",
     "load_cache": "kvjax.inference.saving",
     "saved_bytes": "kvjax.inference.saving",
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
     from kvjax import policies
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
-    from kvjax.inference.prefix_store import PrefixStore
     from kvjax.inference.sampling import logits, prefill, sample, stream
     from kvjax.inference.saving import load_cache, save_cache, saved_bytes
     from kvjax.inference.session import Session

@@ -18,18 +18,53 @@ LARGEST_FLOAT = float.fromhex("0x1.fffffep127")
 """Of float32."""
 
 
+LONGEST_LINE = 490
+"""Characters of a message, so that with `error: ` or `warning: ` before it there are fewer than 500."""
+
+
+def printable(text: str) -> str:
+    """Return a text that a terminal shows as it is.
+
+    All but line feeds that is not printable (control characters, those that change the direction of writing, half
+    surrogates) becomes its escape, such as `\\x1b`.
+    """
+    if text.isprintable():
+        return text
+    escape = lambda x: x if x.isprintable() or x == "\n" else x.encode("unicode_escape").decode()  # noqa: E731
+    return "".join(map(escape, text))
+
+
+def one_line(text: str) -> str:
+    """Return a text as one printable line of at most `LONGEST_LINE` characters.
+
+    The middle of a longer text is left out, since advice stands at the end.
+    """
+    line = printable(" ".join(text.split()))
+    if len(line) <= LONGEST_LINE:
+        return line
+    half = LONGEST_LINE // 2
+    return f"{line[:half]}…{line[half + 1 - LONGEST_LINE :]}"
+
+
 class UserError(ValueError):
-    """Bad input from the user. The message is one line; the command-line programs print it alone and exit with 2."""
+    """Bad input from the user. The message is one line (`one_line`); the command-line programs print it alone and exit
+    with 2."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
 
 
 class Doubt(UserWarning):
-    """What is run as it was told, though it may not be what the user meant. The message is one line, which the
+    """Warning: the request is valid but probably not intended. The message is one line (`one_line`), which the
     command-line programs print alone."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(one_line(str(message)))
 
 
 def shown(value: Any) -> str:
     """Any value, short and on one line."""
-    return " ".join(reprlib.repr(value).split())
+    return one_line(reprlib.repr(value))
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

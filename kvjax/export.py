@@ -23,6 +23,8 @@ class ExportConfig:
     """A new folder for the export; by default the run's own, as `gates`, where an export that is there is replaced."""
     mesh: str | None = None
     """Devices, as kvjax.train is told; by default those of the run."""
+    method: str | None = None
+    """The run's method, where that is package.module:NAME, which is imported only if it is named here."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -31,7 +33,8 @@ def main(args: list[str] | None = None) -> None:
 
     from kvjax.train.config import read_run
 
-    config = read_run(told.run, None if told.mesh is None else MeshShape.parse(told.mesh))
+    mesh = None if told.mesh is None else MeshShape.parse(told.mesh)
+    config = read_run(told.run, mesh, told.method)
 
     import jax
 

@@ -1,6 +1,7 @@
 """Files and folders that are there whole or not at all, whatever stops the writer; text that is read or refused in
 one line."""
 
+import codecs
 import contextlib
 import fcntl
 import glob
@@ -18,14 +19,69 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def read_text(file: Path, option: str) -> str:
-    """The file's text. Raises `UserError`, which names the option, if it cannot be read as UTF-8 text."""
+LARGEST_TEXT = 4 << 30
+"""Bytes of a text file that is read whole."""
+UTF16 = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
+"""A UTF-16 file begins with one of these."""
+
+
+def is_there(path: Path, option: str) -> bool:
+    """Return whether there is a file or a folder. Raises `UserError` for a path that there cannot be."""
     try:
-        return file.read_text(encoding="utf-8")
+        return path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise UserError(f"{option} {path}: {error.strerror or error}") from None
+
+
+def check_regular(file: Path, option: str, *, pipe: bool = False) -> int:
+    """Return a file's size. Raises `UserError`, before anything is opened, for a device, a pipe unless it is allowed,
+    a folder, or a file that is not there."""
+    try:
+        found = file.stat()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option} {file}: cannot be read ({os_reason(error)})") from None
+    if stat.S_ISDIR(found.st_mode):
+        raise UserError(f"{option} {file}: is a folder, expected a file")
+    if not (stat.S_ISREG(found.st_mode) or (pipe and stat.S_ISFIFO(found.st_mode))):
+        raise UserError(f"{option} {file}: is a pipe or a device, expected a file")
+    return found.st_size
+
+
+def os_reason(error: Exception) -> str:
+    """Return what the operating system says of an error."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def read_text(file: Path, option: str, *, most: int = LARGEST_TEXT, pipe: bool = False) -> str:
+    """Return a file's text, its lines ended by line feeds, without a byte-order mark.
+
+    Args:
+        most: bytes that it may have.
+        pipe: whether it may be one.
+
+    Raises:
+        UserError: what cannot be read, is no file, is larger, or is not UTF-8 text. It names the option.
+    """
+    if check_regular(file, option, pipe=pipe) > most:
+        raise UserError(f"{option} {file}: is larger than {most >> 10} KiB")
+    try:
+        data = file.read_bytes()
     except OSError as error:
-        raise UserError(f"{option} {file}: cannot be read ({error.strerror or error})") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{option} {file}: is not UTF-8 text") from None
+        raise UserError(f"{option} {file}: cannot be read ({os_reason(error)})") from None
+    try:
+        text = data.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        at = error.start + len(data) - len(error.object)
+        raise UserError(f"{option} {file}: {not_utf8(data[:2], data[at], at)}") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def not_utf8(begin: bytes, byte: int, at: int) -> str:
+    """Return what is wrong with a file that is not UTF-8, by its first bytes and the first one that cannot be read."""
+    if begin[:2] in UTF16:
+        return "is not UTF-8 text but UTF-16: convert it (iconv -f UTF-16 -t UTF-8)"
+    advice = "if it is Latin-1, convert it (iconv -f LATIN1 -t UTF-8)"
+    return f"is not UTF-8 text: byte 0x{byte:02x} at offset {at}; {advice}"
 
 
 def write_text(file: Path, text: str, *, new: bool = False) -> None:
@@ -93,10 +149,9 @@ def partial_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_left(parent: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of `partial_folder`: for a target in `parent`, or for all. To be called with
-    `parent` locked."""
-    for left in parent.glob(f".{'*' if name is None else glob.escape(name)}.partial-*"):
+def remove_left(parent: Path, name: str) -> None:
+    """Remove what killed processes left of `partial_folder` for a target in `parent`, which must be locked."""
+    for left in parent.glob(f".{glob.escape(name)}.partial-*"):
         with locked(left, wait=False) as unused:
             if unused:
                 shutil.rmtree(left, ignore_errors=True)

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
@@ -22,7 +22,7 @@ class GenerateConfig:
     prompt_file: Path | None = None
     """A file with the text instead."""
     model: str = "builtin"
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
     """What to keep, one of those that `python -m kvjax.policies` lists: an admission (wgkv, streaming_llm, …), an
     eviction (snapkv, adakv, …) or a selection (quest); or what another package brings: its name, or
@@ -68,9 +68,6 @@ class GenerateConfig:
     save_cache: Path | None = None
     """Read the prompt as a context, save what the policy keeps of it in this folder, and answer nothing: it is asked
     with --cache, as often as wanted."""
-    save_cache_entries: Literal["exact", "int8"] | None = None
-    """How --save-cache writes keys and values: exact, which is the default, or int8, each in 8 bits with a scale of its
-    own, a quarter of float32 and about half of bfloat16."""
     cache: Path | None = None
     """A folder with a context that was read before (--save-cache), which the prompt continues; model and policy as it
     was read with."""
@@ -79,9 +76,6 @@ class GenerateConfig:
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection; with --cache those of what was
     saved."""
-    split: Literal["heads", "pages", "auto"] = "heads"
-    """What each of the devices that split the kv heads has of the cache: the rows of its own heads, or as many pages of
-    every row as any other; auto: by pages where a step then waits for less; with --cache always by heads."""
     force: bool = False
     """Take gates and patterns that were made for another model of the same shape."""
     mesh: MeshShape = MeshShape()
@@ -118,7 +112,7 @@ def _prompt(config: GenerateConfig) -> str:
 
 def read_prompt(path: Path, option: str) -> str:
     """The text of a file that an option names. Raises UserError if there is none."""
-    text = read_text(path, option)
+    text = read_text(path, option, pipe=True)
     if not text:
         raise UserError(f"{option} {path}: the prompt is empty")
     return text
@@ -136,7 +130,6 @@ def run(config: GenerateConfig) -> None:
     from kvjax.command.stopwatch import Stopwatch
     from kvjax.inference.sampling import answers, stream
     from kvjax.inference.saving import load_cache
-    from kvjax.inference.split import check_split
     from kvjax.inference.stop import stop_texts
     from kvjax.models import load_model, load_tokenizer, read_config
     from kvjax.models.chat import encode
@@ -160,7 +153,6 @@ def run(config: GenerateConfig) -> None:
             shape = read_config(find_model(config.model), longest)
             check_mesh(shape)
             policy.check(shape)
-            check_split(policy, config.split)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, **arguments)
@@ -171,7 +163,6 @@ def run(config: GenerateConfig) -> None:
         given: dict[str, Any] = {
             "capacity": capacity,
             "page_size": config.page_size,
-            "split": config.split,
         }
         if config.cache is not None:
             # the pool's size is that of what is loaded
@@ -217,11 +208,10 @@ def _saved(
     from kvjax.inference.saving import save_cache, saved_bytes
 
     cache = prefill(model, [prompt], policy=policy, capacity=capacity, page_size=config.page_size)
-    entries, held = config.save_cache_entries or "exact", caches.stats(cache, 1)
-    size = saved_bytes(cache, model, policy, entries=entries) / 2**20
+    held, size = caches.stats(cache, 1), saved_bytes(cache, model, policy) / 2**20
     print(f"{config.save_cache}: {size:.2f} MiB to write", file=sys.stderr)
     assert config.save_cache is not None
-    save_cache(config.save_cache, cache, model, policy, entries=entries)
+    save_cache(config.save_cache, cache, model, policy)
     return (
         f"{policy.name}: {len(prompt)} tokens, kept {held.entries.mean():.0f} entries a kv head "
         f"({100 * held.kv_ratio:.0f}%), saved; --cache {config.save_cache} asks of it"
@@ -244,8 +234,6 @@ def _check(config: GenerateConfig) -> None:
     check_samples(config.samples, draw.greedy)
     if config.cache is not None and config.save_cache is not None:
         raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
-    if config.save_cache is None and config.save_cache_entries is not None:
-        raise UserError("--save-cache-entries says how --save-cache writes: give a folder with --save-cache")
     checked_stop(config.stop)
     if config.save_cache is not None:
         checked_place(config.save_cache)

@@ -55,6 +55,13 @@ class Step:
     """The keys, after RoPE, and values of the tokens `Admission.revisits` before these, zeros for those before the
     first; None: the admission revisits none."""
 
+    def without_padding(self) -> "Step":
+        """With zeros for the tokens that are padding: times a weight of zero, NaN would be NaN."""
+        real = self.position[:, None, :, None] >= 0
+        names = "q", "k", "q_pre", "k_pre", "v"
+        heads = {name: jnp.where(real, getattr(self, name), 0) for name in names}
+        return dataclasses.replace(self, hidden=jnp.where(real[:, 0], self.hidden, 0), **heads)
+
     def revisiting(self, k: Float[Array, "b k r h"], v: Float[Array, "b k r h"]) -> "Step":
         """With the tokens `r` or more before these, given the keys and values of the first `r` of them, or of as many
         as there are tokens, as `earlier`."""

@@ -11,11 +11,10 @@ from kvjax import convert
 from kvjax.convert import main
 from kvjax.errors import UserError
 from kvjax.models import load_model, load_tokenizer, read_config
-from tests.models.cases import CASES, weights, write_folder
+from tests.models.cases import CASES, IDS, weights, write_folder
 from tests.models.files import assert_equal
 from tests.models.gguf_cases import write_gguf
 from tests.models.gguf_tokenizers import metadata_of, published
-from tests.models.wheels import IDS, wheel_of
 
 CASE = CASES["llama31"] | IDS
 
@@ -37,21 +36,18 @@ def file(tmp_path):
     return write_gguf(tmp_path / "model.gguf", CASE, weights(CASE), metadata=pairs)
 
 
-def test_a_gguf_becomes_the_folder_that_it_was_made_of(file, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    original = write_folder(tmp_path / "original", CASE)
-    for name, source in (("a", file), ("b", wheel_of(tmp_path, "m/model.gguf", source=file))):
-        out = tmp_path / name
-        run(source, out)
-        assert sorted(path.name for path in out.iterdir()) == [
-            *("config.json", "generation_config.json", "model.safetensors"),
-            *("tokenizer.json", "tokenizer_config.json"),
-        ]
-        assert read_config(out) == read_config(original)
-        assert_equal(load_model(out), load_model(original))
-        text = "In 2023, 12 eggs <|im_end|>"
-        assert AutoTokenizer.from_pretrained(out)(text) == load_tokenizer(file)(text)
-        assert "<|im_end|>" in json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
+def test_a_gguf_becomes_the_folder_that_it_was_made_of(file, tmp_path):
+    original, out = write_folder(tmp_path / "original", CASE), tmp_path / "out"
+    run(file, out)
+    assert sorted(path.name for path in out.iterdir()) == [
+        *("config.json", "generation_config.json", "model.safetensors"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    ]
+    assert read_config(out) == read_config(original)
+    assert_equal(load_model(out), load_model(original))
+    text = "In 2023, 12 eggs <|im_end|>"
+    assert AutoTokenizer.from_pretrained(out)(text) == load_tokenizer(file)(text)
+    assert "<|im_end|>" in json.loads((out / "tokenizer_config.json").read_text())["chat_template"]
 
 
 def test_an_orbax_export_and_back(file, tmp_path):

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     {
         "kvjax.chat_template",
+        "kvjax.chat_worker",
         "kvjax.errors",
         "kvjax.files",
         "kvjax.struct",
@@ -33,6 +34,7 @@ POLICIES_MAY_IMPORT = {
     *(
         "kvjax.builtin",
         "kvjax.chat_template",
+        "kvjax.chat_worker",
         "kvjax.errors",
         "kvjax.exported",
         "kvjax.files",

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from kvjax import export
 from kvjax.errors import UserError
 from kvjax.evaluate.contenders import contender
+from kvjax.plugins import only_named
 from kvjax.policies import make_policy
+from kvjax.train import config as train_config
 from kvjax.train.recipes import find_recipe
 
 EXAMPLE = Path(__file__).parent / "example_package"
@@ -102,3 +105,57 @@ def test_what_is_no_method_is_refused_in_one_line():
         make_policy("nosuch")
     with pytest.raises(UserError, match="a function that makes a policy, or a recipe, got"):
         make_policy("kvjax.plugins:METHODS")
+
+
+STRANGER = "print('IMPORTED')\nfrom kvjax.train.recipes.wgkv import WriteGates as Own\n"
+ENTRY_POINTS = "[kvjax.methods]\nstrange = strange:Own\n[kvjax.policies]\nstrange = strange:Own\n"
+
+
+@pytest.fixture
+def strange(tmp_path, monkeypatch):
+    """A run's folder from elsewhere, as the current one, which `python -m` puts on the path."""
+    (tmp_path / "strange.py").write_text(STRANGER)
+    (tmp_path / "strange-1.0.dist-info").mkdir()
+    (tmp_path / "strange-1.0.dist-info" / "METADATA").write_text("Name: strange\nVersion: 1.0\n")
+    (tmp_path / "strange-1.0.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("strange", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("strange:Own", "add --method strange:Own$"), ("strange", "--method strange: known are")],
+)
+def test_a_file_does_not_have_a_module_imported(method, said, strange):
+    (strange / "config.yaml").write_text(f"method: {method}\n")
+    for refused in (
+        lambda: train_config.parse(["--resume", "--out", "."]),
+        lambda: train_config.parse(["--config", "config.yaml", "--out", "new"]),
+        lambda: export.main(["."]),
+    ):
+        with pytest.raises(UserError, match=said):
+            refused()
+    assert "strange" not in sys.modules
+
+
+def test_the_command_line_has_a_module_imported(strange):
+    (strange / "config.yaml").write_text("method: strange:Own\n")
+    told = ["--method", "strange:Own"]
+    assert train_config.parse(["--resume", "--out", ".", *told]).method == "strange:Own"
+    assert train_config.read_run(Path("."), method="strange:Own").method == "strange:Own"
+    (strange / "config.yaml").write_text("method: wgkv\n")
+    with pytest.raises(UserError, match="--method strange:Own: the run in . is of --method wgkv"):
+        export.main([".", *told])
+
+
+def test_policies_of_a_file_are_imported_only_if_the_command_line_names_them(strange):
+    hidden = r'adakv:eviction="strange\u003aOwn"'
+    with only_named(["--policies", "other.strange:Own", "strange:Owner"]):
+        for name in ("strange:Own", hidden, "adakv:eviction=(strange:Own)"):
+            with pytest.raises(UserError, match="strange:Own: a module is imported only if the command line"):
+                contender(name)
+    with only_named(["--policies", "tests.probes.head_masks:HeadMasks:target=0.2"]):
+        assert contender("tests.probes.head_masks:HeadMasks").one_size
+    assert "strange" not in sys.modules

@@ -6,7 +6,6 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.cache.__main__ import main as show
-from kvjax.cache.saved import describe_cache
 from kvjax.errors import UserError
 from kvjax.generate import main
 
@@ -47,24 +46,9 @@ def test_what_it_takes_is_said_before_and_shown_after(tmp_path, capsys):
     assert all(row.count("19 ·") == heads for row in rows)
 
 
-def test_entries_in_8_bits_take_a_part_of_it(tmp_path, capsys):
-    options = [*MODEL, *POLICY, "--save-cache", str(tmp_path / "it")]
-    main(["--prompt", CONTEXT, *options, "--save-cache-entries", "int8"])
-    before = capsys.readouterr().err.splitlines()[0]
-    show(["show", str(tmp_path / "it")])
-    _, sizes, *_ = capsys.readouterr().out.splitlines()
-    assert sizes.endswith("entries bfloat16 in 8 bits")
-    written = describe_cache(tmp_path / "it")["bytes"]
-    assert before == f"{tmp_path}/it: {written / 2**20:.2f} MiB to write"
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (
-            ["--save-cache-entries", "int8"],
-            "--save-cache-entries says how --save-cache writes: give a folder",
-        ),
         (["--cache", "nowhere"], "nowhere: no cache is saved here"),
         (["--cache", "a", "--save-cache", "b"], "give either --cache, to ask of a context, or --save-cache"),
     ],

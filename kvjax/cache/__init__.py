@@ -1,23 +1,23 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is. stripes: rows that all devices
-share. compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail:
-what they remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's
-pages. rollback: a cache as it was. stats: what a cache holds.
+resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is.
+compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail: what they
+remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's pages.
+rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
 """
 
 from kvjax.cache.branches import owned, selected
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
+from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
 from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
-    by_shard,
     device_bytes,
     halved_size,
     largest_shard,
@@ -28,7 +28,7 @@ from kvjax.cache.sizes import (
     shared_size,
     table_tokens,
 )
-from kvjax.cache.stats import Stats, check, stats
+from kvjax.cache.stats import Stats, check, check_alive, stats
 
 __all__ = [
     "CAPACITY_PLANES",
@@ -41,18 +41,22 @@ __all__ = [
     "Quota",
     "Stats",
     "Turnover",
-    "by_shard",
     "check",
+    "check_alive",
+    "check_finite",
     "default_page_size",
     "device_bytes",
     "empty",
     "ends",
+    "free_counts",
     "grown",
     "halved_size",
+    "if_finite",
     "in_order",
     "largest_shard",
     "leaving",
     "most_pages",
+    "not_finite",
     "outgoing",
     "owned",
     "pages_for",

@@ -9,6 +9,7 @@ import tyro
 
 from kvjax.cache.saved import describe_cache
 from kvjax.command.launch import parse_command, run_command
+from kvjax.errors import one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,16 +25,14 @@ class CacheConfig:
 def shown(found: dict[str, Any]) -> str:
     """A table of what `describe_cache` found: entries and bytes of their keys and values, by layer and kv head."""
     arrays, held = found["arrays"], found["held"]
-    width = arrays["entries"]["shape"][1] * (1 if found["entries"] == "int8" else itemsize(found["dtype"]))
-    width += 8 * (found["entries"] == "int8")
+    width = arrays["entries"]["shape"][1] * itemsize(found["dtype"])
     tokens, heads = sum(found["tokens"]), len(held[0])
     full = tokens * len(held) * heads
     kept = sum(map(sum, held))
     lines = [
-        f"{found['made_for']['model']}, policy {found['policy']}, kvjax {found['kvjax']}",
+        one_line(f"{found['made_for']['model']}, policy {found['policy']}, kvjax {found['kvjax']}"),
         f"{len(found['tokens'])} sequence{'s' * (len(found['tokens']) != 1)} of {', '.join(map(str, found['tokens']))} "
-        f"tokens, window {found['window']}, entries {found['dtype']}"
-        + (" in 8 bits" if found["entries"] == "int8" else ""),
+        f"tokens, window {found['window']}, entries {found['dtype']}",
         f"{kept:,} of {full:,} entries ({100 * kept / full:.0f}%), {size(kept * width)}; in all {size(found['bytes'])}",
         "",
         "layer " + "".join(f"{f'head {k}':>20}" for k in range(heads)) + f"{'all':>12}",

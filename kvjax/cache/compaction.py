@@ -76,6 +76,15 @@ def forced_entries(
     return eligible & (newest | (place < quota.first[:, None, None]))
 
 
+def known(
+    scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota
+) -> Bool[Array, "l b k s"]:
+    """True unless an entry is to be chosen by a score that is NaN."""
+    eligible = eligible_entries(length, quota.since, scores.shape[-1], quota)
+    chosen_by = eligible & ~forced_entries(length, eligible, quota) & quota.due[:, None, None]
+    return ~(chosen_by & jnp.isnan(scores))
+
+
 def choose(
     scores: Float[Array, "l b k s"], length: Int[Array, "l b k"], quota: Quota, over: str, ties: str
 ) -> Bool[Array, "l b k s"]:

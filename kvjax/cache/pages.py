@@ -9,7 +9,6 @@ global region (`kvjax.cache.ring`).
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -47,7 +46,7 @@ class Pages:
     free: Int[Array, " p"]
     """A stack: `free[:free_count]` are free."""
     free_count: Int[Array, " shards"]
-    """A negative count is a debt: that many pages were needed and not there."""
+    """A negative count is a debt: that many pages were needed and not there; or `kvjax.cache.finite.NOT_FINITE`."""
     dtype: Any = static()
     """Of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None
@@ -89,17 +88,6 @@ class Pages:
 
 
 @struct
-class Stripes:
-    """Of every row of the cache what one device has (`kvjax.cache.stripes`): all devices' side by side, so that `k` is
-    the kv heads times the devices that split them."""
-
-    page_table: Int[Array, "*l b k c"]
-    """The device's pages of the global regions, in order."""
-    length: Int[Array, "*l b k"]
-    """Entries in the global region on all devices: each knows all."""
-
-
-@struct
 class LayerCache:
     """What a layer knows of its rows. Stacked over layers in `Cache`."""
 
@@ -114,21 +102,6 @@ class LayerCache:
     """Of the ring's tokens, by slot, what the planes have of the global region's entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
-    stripes: Stripes | None = None
-    """The global regions, where they are split by pages: `page_table` is then the ring's alone, with a column at
-    least."""
-
-    @property
-    def tables(self) -> "list[Int[Array, '*l b k c']]":
-        """All page tables."""
-        return [self.page_table] + ([] if self.stripes is None else [self.stripes.page_table])
-
-    def with_tables(self, change: Callable[[Int[Array, "*l b k c"]], Int[Array, "*l b k c"]]) -> "LayerCache":
-        """The same with a change made to each page table."""
-        stripes = self.stripes
-        if stripes is not None:
-            stripes = dataclasses.replace(stripes, page_table=change(stripes.page_table))
-        return dataclasses.replace(self, page_table=change(self.page_table), stripes=stripes)
 
 
 @struct
@@ -157,16 +130,8 @@ class Cache:
 
     @property
     def columns(self) -> int:
-        """Pages that the table of a global region has places for."""
-        if self.layers.stripes is None:
-            return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
-        stripes = self.layers.stripes
-        return stripes.page_table.shape[-1] * (stripes.length.shape[-1] // self.layers.length.shape[-1])
-
-    @property
-    def striped(self) -> bool:
-        """Whether rows are split by pages, not by heads."""
-        return self.layers.stripes is not None
+        """Pages that the table of a head cache's retained entries has places for."""
+        return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)
 
     def __repr__(self) -> str:
         """Its sizes, in a line."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
-from kvjax.cache.pages import Cache, LayerCache, Pages, Stripes, ring_pages
+from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size
 
 
@@ -43,8 +43,6 @@ class Layout:
     """Whether the user stated the capacity."""
     shared: bool = False
     """Whether the user stated the longest sequence."""
-    striped: bool = False
-    """Whether rows are split by pages, not by heads."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
@@ -55,10 +53,9 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
     shards, slots = axis_size(*SHARDS), layout.window - 1
-    devices = axis_size(*HEADS) if layout.striped else 1
-    behind = min(-(-max(layout.tokens - slots, 0) // page_size), pages * devices)
-    ring, stripes = ring_pages(layout.window, page_size), None
-    columns = max(1, ring + (0 if layout.striped else behind))
+    columns = max(
+        1, ring_pages(layout.window, page_size) + min(-(-max(layout.tokens - slots, 0) // page_size), pages)
+    )
     rows = P(None, BATCH, HEADS, None)
 
     def all_free():
@@ -66,10 +63,6 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
 
     free, count = jax.shard_map(all_free, in_specs=(), out_specs=(P(SHARDS), P(SHARDS)))()
     table = jnp.full((layers, batch, heads, columns), pages, jnp.int32, out_sharding=rows)
-    if layout.striped:
-        every = layers, batch, heads * devices
-        own = jnp.full((*every, -(-max(1, behind) // devices)), pages, jnp.int32, out_sharding=rows)
-        stripes = Stripes(own, jnp.zeros(every, jnp.int32, out_sharding=P(None, BATCH, HEADS)))
     pool = jnp.zeros((shards * pages, page_size, width), layout.stored, out_sharding=P(SHARDS, None, None))
     bounds = None
     if layout.bounds is not None:
@@ -88,7 +81,6 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
         priority=jnp.full((layers, batch, heads, slots), jnp.nan, jnp.float32, out_sharding=rows),
         numbers=numbers,
         state=state,
-        stripes=stripes,
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
@@ -107,13 +99,9 @@ def grown(cache: Cache, pages: int, columns: int) -> Cache:
         index = jnp.arange(had + pages)
         new = had + index - count
         free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
-        layers = layers.with_tables(lambda table: jnp.where(table >= had, had + pages, table))
-        region = layers if layers.stripes is None else layers.stripes
-        more = columns if layers.stripes is None else -(-columns // axis_size(*HEADS))
-        after = ((0, 0), (0, 0), (0, 0), (0, more))
-        table = jnp.pad(region.page_table, after, constant_values=had + pages)
-        region = dataclasses.replace(region, page_table=table)
-        layers = region if layers.stripes is None else dataclasses.replace(layers, stripes=region)
+        table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
+        table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
+        layers = dataclasses.replace(layers, page_table=table)
         bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
@@ -132,17 +120,15 @@ def trimmed(cache: Cache, pages: int) -> Cache:
 
     def less(pages_, layers):
         had = pages_.pool.shape[0]
-        used = jnp.zeros(had, bool)
-        for table in layers.tables:
-            used = used.at[table].set(True, mode="drop")
+        used = jnp.zeros(had, bool).at[layers.page_table].set(True, mode="drop")
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
         source = jnp.zeros(pages, jnp.int32)
         source = source.at[jnp.where(used, place, pages)].set(jnp.arange(had, dtype=jnp.int32), mode="drop")
         free = jnp.arange(pages, dtype=jnp.int32)[::-1]
         count = pages - used.sum(dtype=jnp.int32)[None]
-        layers = layers.with_tables(
-            lambda table: jnp.where(table < had, place.at[table].get(mode="clip"), pages)
-        )
+        table = layers.page_table
+        table = jnp.where(table < had, place.at[table].get(mode="clip"), pages)
+        layers = dataclasses.replace(layers, page_table=table)
         bounds = pages_.bounds
         if bounds is not None:
             bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)

@@ -80,7 +80,7 @@ def push(
     layer: LayerCache,
     kv: Float[Array, "b k t kv"],
     priority: Float[Array, "b k rt"],
-    turnover: Turnover | None,
+    turnover: Turnover,
     numbers: dict[str, Shaped[Array, "b k t"]],
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
@@ -90,15 +90,12 @@ def push(
     them that are kept enter the global region.
 
     `priority` is as from `ring_priority`. `numbers` are the planes' of this call's tokens, of planes that
-    are written; they go where their tokens go. turnover: None: the global region is elsewhere (`kvjax.cache.stripes`).
+    are written; they go where their tokens go.
     """
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
     leaving_from_ring = min(tokens, slots)
-    if turnover is None:
-        turnover, out = Turnover(jnp.zeros((batch, heads, 0), bool)), kv[:, :, :0]
-    else:
-        out = outgoing(pages, layer, kv, seen, window)
+    out = outgoing(pages, layer, kv, seen, window)
     stays = turnover.stays & leaving(seen, valid, out.shape[2], window)[:, None]
     had = layer.length
     pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window, tokens)

@@ -2,15 +2,76 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import re
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError, shown
+from kvjax.errors import LARGEST_INT, UserError, shown
 
 DESCRIPTION = "cache.json"
 FORMAT = 1
-"""Of the folder; another one is refused."""
+"""Version of the folder; another one is refused."""
+FOLDER = re.compile(r"arrays-[0-9a-f]{8}")
+"""Name of the folder with the arrays."""
+LARGEST_DESCRIPTION = 64 * 2**20
+"""Bytes of `cache.json`, at most."""
+DTYPES = "float32", "bfloat16", "float16"
+"""Dtypes of keys and values."""
+NUMBERS = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4, "uint8": 1, "bool": 1}
+"""Dtypes of arrays, and the bytes of a number."""
+
+
+def _text(x: Any) -> bool:
+    return isinstance(x, str) and len(x) <= 4096
+
+
+def _count(x: Any, least: int = 0, most: int = LARGEST_INT) -> bool:
+    return type(x) is int and least <= x <= most
+
+
+def _positive(x: Any) -> bool:
+    return _count(x, 1)
+
+
+def _listed(x: Any, kind: Callable[[Any], bool]) -> bool:
+    return isinstance(x, list) and all(map(kind, x))
+
+
+def _named(x: Any, kind: Callable[[Any], bool]) -> bool:
+    return isinstance(x, dict) and all(map(kind, x.values()))
+
+
+def _dtype(x: Any) -> bool:
+    return isinstance(x, str) and x in NUMBERS
+
+
+def _array(x: Any) -> bool:
+    return isinstance(x, dict) and _listed(x.get("shape"), _count) and _dtype(x.get("dtype"))
+
+
+FIELDS: dict[str, Callable[[Any], bool]] = {
+    "kvjax": _text,
+    "contents": _text,
+    "policy": _text,
+    "window": _positive,
+    "page_size": _positive,
+    "dtype": DTYPES.__contains__,
+    "selects": lambda x: type(x) is bool,
+    "planes": lambda x: _named(x, _dtype),
+    "tokens": lambda x: _listed(x, lambda n: _count(n, 1, LARGEST_INT // 2)) and len(x) > 0,
+    "held": lambda x: (
+        _listed(x, lambda row: _listed(row, _count) and 0 < len(row) == len(x[0])) and len(x) > 0
+    ),
+    "folder": lambda x: isinstance(x, str) and FOLDER.fullmatch(x) is not None,
+    "files": lambda x: _named(x, _text),
+    "arrays": lambda x: _named(x, _array) and {"entries", "ring", "seen", "length"} <= x.keys(),
+    "trained": lambda x: x is None or _named(x, _text),  # older files have none
+    "made_for": lambda x: _named(x, _text) and {"model", "fingerprint"} <= x.keys(),
+}
+"""What each field must be."""
 
 
 def sealed(description: Mapping[str, Any]) -> str:
@@ -20,25 +81,74 @@ def sealed(description: Mapping[str, Any]) -> str:
 
 
 def describe_cache(path: str | Path) -> dict[str, Any]:
-    """What `cache.json` says: among others "policy", "tokens" of each sequence, "held" entries of each layer and kv
-    head, and "bytes" of the arrays.
+    """Return what `cache.json` says: among others "policy", "tokens" of each sequence, "held" entries of each layer and
+    kv head, and "bytes" of the arrays.
 
-    Raises UserError if there is none, or one that was changed or is of another version.
+    Raises UserError if there is none, or one that was changed, is of another version or contradicts itself.
     """
     file = Path(path) / DESCRIPTION
     try:
-        if not file.is_file():
+        if not (file.exists() or file.is_symlink()):
             raise UserError(f"{path}: no cache is saved here: it has no {DESCRIPTION}")
+        size = file.lstat()
+        if not stat.S_ISREG(size.st_mode) or size.st_size > LARGEST_DESCRIPTION:
+            raise UserError(f"{file}: damaged (no file of at most {LARGEST_DESCRIPTION // 2**20} MiB)")
         found = json.loads(file.read_text(encoding="utf-8"))
         whole = found["sha256"] == sealed(found)
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: damaged ({shown(error)})") from None
-    if found.get("format") != FORMAT:
+    if type(found.get("format")) is not int or found["format"] != FORMAT:
         raise UserError(
-            f"{file}: saved in format {found.get('format')} by kvjax {found.get('kvjax')}, this reads {FORMAT}"
+            f"{file}: saved in format {shown(found.get('format'))} by kvjax {shown(found.get('kvjax'))}, this reads "
+            f"{FORMAT}"
         )
     if not whole:
         raise UserError(f"{file}: it was changed since it was written")
+    for name, fits in FIELDS.items():
+        if not fits(found.get(name)):
+            raise UserError(f"{file}: damaged ({name} is {shown(found.get(name))})")
+    least, most = (
+        sum(min(n, slots) for n in found["tokens"]) for slots in (found["window"] - 1, LARGEST_INT)
+    )
+    if not all(least <= held <= most for row in found["held"] for held in row):
+        raise UserError(
+            f"{file}: damaged (held is {shown(found['held'])}, expected {least} to {most} of each head)"
+        )
+    for name, (shape, dtype) in described_arrays(found).items():
+        own = found["arrays"].get(name)
+        if own is None or own["shape"] != shape or own["dtype"] != dtype:
+            raise UserError(
+                f"{file}: damaged (array {name} is {shown(own)}, expected {dtype} of shape {shape})"
+            )
+    size = sum(math.prod(x["shape"]) * NUMBERS[x["dtype"]] for x in found["arrays"].values())
+    if found.get("bytes") != size:
+        raise UserError(f"{file}: damaged (bytes is {shown(found.get('bytes'))}, expected {size})")
     return found
+
+
+def described_arrays(found: Mapping[str, Any]) -> dict[str, tuple[list[int], str]]:
+    """Shapes and dtypes that the arrays must have by what a description says of tokens, layers and heads; those of
+    methods' memories are the policy's."""
+    layers, heads, sequences, slots = (
+        len(found["held"]), len(found["held"][0]), len(found["tokens"]), found["window"] - 1,
+    )  # fmt: skip
+    ring = sum(min(tokens, slots) for tokens in found["tokens"]) * layers * heads
+    stored = sum(map(sum, found["held"])) - ring
+    width = found["arrays"]["entries"]["shape"][-1:]
+    by_slot = [layers, sequences, heads, slots]
+    planes = found["planes"].items()
+    return {
+        "entries": ([stored, *width], found["dtype"]),
+        "ring": ([ring, *width], found["dtype"]),
+        "seen": ([sequences], "int32"),
+        "length": ([layers, sequences, heads], "int32"),
+        "priority": (by_slot, "float32"),
+        **{f"plane.{name}": ([stored], dtype) for name, dtype in planes},
+        **{
+            f"numbers.{name}": (by_slot, dtype)
+            for name, dtype in planes
+            if f"numbers.{name}" in found["arrays"]
+        },
+    }

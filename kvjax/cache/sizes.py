@@ -10,7 +10,6 @@ from einops import rearrange
 from jaxtyping import Float, Int
 
 from kvjax.cache.pages import ring_pages
-from kvjax.cache.stripes import own_pages
 from kvjax.errors import UserError, byte_size, whole_number
 from kvjax.mesh import HEADS, SHARDS, axis_size, batch_shards
 
@@ -84,7 +83,6 @@ def pages_for(
     kv_heads: int,
     page_size: int,
     page_bytes: int,
-    striped: bool = False,
 ) -> int:
     """Pages that one shard's pool has to have.
 
@@ -94,7 +92,6 @@ def pages_for(
         expected: of so many tokens the most entries at one time, ring included, by layer and kv head.
         tokens: of each sequence, prompt and new tokens.
         page_bytes: of a page with what stands beside its entries.
-        striped: rows are split by pages, not by heads.
     """
     parts, shards = axis_size(*HEADS), batch_shards()
     local_rows = layers * len(tokens) // shards * kv_heads // parts
@@ -109,7 +106,7 @@ def pages_for(
             ring = ring_pages(min(count + 1, window), page_size)
             pages = np.minimum(np.ceil(held / page_size) + (held > 0), most)
             pages = np.broadcast_to(pages, (layers, kv_heads)).astype(np.int64)
-            return layers * kv_heads // parts * ring + largest_shard(pages, parts, striped)
+            return layers * kv_heads // parts * ring + largest_shard(pages, parts)
 
         pages = {count: pages_of(count) for count in set(tokens)}
         return max(1, int(np.array([pages[count] for count in tokens]).reshape(shards, -1).sum(1).max()))
@@ -134,26 +131,17 @@ def pages_for(
             f"capacity {capacity}: {pages} pages of {page_size} tokens a device are fewer than the {least} that the "
             f"windows of {local_rows} (layer, sequence, kv head) rows take; {enough} holds every token"
         )
-    return min(pages, most_pages(local_rows, max(tokens), window, page_size, parts, striped))
+    return min(pages, most_pages(local_rows, max(tokens), window, page_size))
 
 
-def most_pages(rows: int, tokens: int, window: int, page_size: int, parts: int, striped: bool) -> int:
-    """Pages of a shard of so many rows' rings and global regions, if these had all of the tokens."""
-    pages = -(-tokens // page_size)
-    each = parts * -(-pages // parts) if striped else pages
-    return rows * (ring_pages(window, page_size) + each)
+def most_pages(rows: int, tokens: int, window: int, page_size: int) -> int:
+    """Return the pages of a shard whose `rows` head caches hold a full window and `tokens` retained entries each."""
+    return rows * (ring_pages(window, page_size) + -(-tokens // page_size))
 
 
-def largest_shard(pages: Int[np.ndarray, "l k"], shards: int, striped: bool = False) -> int:
-    """Of rows of so many pages, those of the one of `shards` shards that has most."""
-    return int(by_shard(pages, shards, striped).max())
-
-
-def by_shard(pages: Int[np.ndarray, "*r k"], shards: int, striped: bool) -> Int[np.ndarray, " shards"]:
-    """Of rows of so many pages, those of each of `shards` shards of the kv heads."""
-    if striped:
-        return np.array([own_pages(pages, shard, shards).sum() for shard in range(shards)])
-    return rearrange(pages, "... (shards k) -> shards (... k)", shards=shards).sum(-1)
+def largest_shard(pages: Int[np.ndarray, "l k"], shards: int) -> int:
+    """Return the pages of the fullest of `shards` shards of the kv heads, given the pages of each head cache."""
+    return int(rearrange(pages, "l (shards k) -> shards (l k)", shards=shards).sum(-1).max())
 
 
 def _stated_like(capacity: int | str, pages: int, page_size: int, page_bytes: int, rows: int) -> str:

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.cache.finite import free_counts
 from kvjax.cache.pages import Cache
 from kvjax.cache.sizes import CapacityError
 from kvjax.errors import UserError, named_arguments, whole_number
@@ -60,6 +62,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
             else ""
         )
         raise UserError(f"stats: cache must come from kvjax.prefill, got {type(cache).__name__}{own}")
+    check_alive("stats", cache)
     if sequences is not None:
         sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])
     seen = np.asarray(cache.seen)[:sequences]
@@ -83,13 +86,21 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     )
 
 
+def check_alive(where: str, cache: Cache) -> None:
+    """Refuse a cache whose arrays were donated to a later call."""
+    if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(cache)):
+        raise UserError(
+            f"{where}: the cache was donated to a later step and is gone: expected the last one that stream yielded"
+        )
+
+
 def check(cache: Cache, policy: str, room: int = 0) -> None:
-    """Raise CapacityError if the pool ever ran out. Waits for the device.
+    """Raise CapacityError if the pool ever ran out, UserError if something was not finite. Waits for the device.
 
     policy: its name, for the error. room: tokens that are still to come in each sequence. The capacity that the error
     names is enough for them, too.
     """
-    count = np.asarray(cache.pages.free_count)
+    count = free_counts(cache)
     if (count >= 0).all():
         return
     pool = cache.pages.pool

@@ -23,13 +23,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax.command.programs import keep_programs
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import Doubt, UserError, one_line
+from kvjax.plugins import only_named
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 T = TypeVar("T")
 
+STORAGE = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
+}
+"""Errors of the operating system about a path or a disk that a person can mend."""
 ACCELERATOR_NODES = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd", "/dev/dxg")
 """Device nodes of NVIDIA GPUs, of TPUs (two generations), of AMD GPUs, and of GPUs under WSL."""
 
@@ -256,11 +262,11 @@ def run_command(main: Callable[[], None]) -> None:
     before = signal.signal(signal.SIGTERM, _terminate)
     usual, warnings.formatwarning = warnings.formatwarning, _as_line
     try:
-        with _stops_come_again():
+        with _stops_come_again(), only_named(sys.argv[1:]):
             main()
         return
     except UserError as error:
-        line, code = f"error: {' '.join(str(error).split())}", 2
+        line, code = f"error: {error}", 2
     except Termination as stop:
         line, code = _said("stopped by SIGTERM", stop), 143
     except KeyboardInterrupt as stop:
@@ -274,7 +280,7 @@ def run_command(main: Callable[[], None]) -> None:
         problem = storage_problem(error)
         if problem is None:
             raise
-        line, code = f"error: {' '.join(problem.split())}", 2
+        line, code = f"error: {one_line(problem)}", 2
     finally:
         signal.signal(signal.SIGTERM, before)
         warnings.formatwarning = usual
@@ -318,8 +324,8 @@ def _stops_come_again() -> Iterator[None]:
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
     """A warning as a command prints it: what the user is to know stands alone."""
     if issubclass(category, Doubt):
-        return f"warning: {' '.join(str(message).split())}\n"
-    return f"{where[0]}:{where[1]}: {category.__name__}: {message}\n"
+        return f"warning: {message}\n"
+    return f"{where[0]}:{where[1]}: {category.__name__}: {one_line(str(message))}\n"
 
 
 def _said(line: str, stop: KeyboardInterrupt) -> str:
@@ -332,18 +338,16 @@ def _terminate(*_: object) -> None:
 
 
 def storage_problem(error: BaseException) -> str | None:
-    """One line for a full disk or a place that cannot be written, found anywhere in the chain of causes; else None."""
+    """Return one line for a full disk or a path that cannot be used (`STORAGE`), found anywhere in the chain of causes;
+    else None."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-            errno.EACCES,
-            errno.EROFS,
-            errno.EPERM,
-        ):
-            return f"{seen.filename or 'the disk'}: {seen.strerror}"
-        if "No space left on device" in str(seen):  # what tensorstore makes of ENOSPC
-            return "the disk is full: No space left on device"
+        if isinstance(seen, OSError) and seen.errno in STORAGE:
+            # a copy names what it read before what it wrote
+            return f"{seen.filename2 or seen.filename or 'the disk'}: {seen.strerror}"
+        for number in (errno.ENOSPC, errno.EFBIG):
+            # other libraries' words for it
+            if os.strerror(number) in str(seen) or f"os_error_code='{number}'" in str(seen):
+                return f"the disk is full, or a file may not be as large: {os.strerror(number)}"
         seen = seen.__cause__ or seen.__context__
     return None

@@ -1,17 +1,23 @@
 """YAML files of numbers over a command's defaults, under its command line: one meaning, one set of error messages."""
 
 import dataclasses
+import datetime
 import difflib
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvjax.command.launch import parse_command
-from kvjax.errors import UserError
-from kvjax.files import write_text
+from kvjax.errors import UserError, shown
+from kvjax.files import is_there, read_text, write_text
 
 T = TypeVar("T")
+
+LARGEST_CONFIG = 1 << 18
+"""Bytes of a YAML file."""
+NUMBER = re.compile(r"-\.?\d.*")
 
 
 def packaged_configs() -> Path:
@@ -28,7 +34,7 @@ def find_config(name: str) -> Path:
     """
     packaged = packaged_configs() / f"{Path(name).stem if name.endswith('.yaml') else name}.yaml"
     for candidate in (Path(name), packaged):
-        if candidate.is_file():
+        if is_there(candidate, "--config") and not candidate.is_dir():
             return candidate
     known = ", ".join(sorted(path.stem for path in packaged_configs().glob("*.yaml")))
     raise UserError(f"--config {name}: there is no such file; kvjax comes with {known}")
@@ -46,17 +52,13 @@ def load_config(cls: type[T], name: str, default: T | None = None) -> T:
     values = read_values(file)
     known = {field.name.rstrip("_"): field for field in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     args: list[str] = []
-    for key, value in values.items():
-        option = str(key).replace("-", "_")
+    for option, value in values.items():
         if option not in known or option == "config":
             near = difflib.get_close_matches(option, known) or sorted(known)
-            raise UserError(f"{file}: unknown key {key!r}; the nearest known: {', '.join(near)}")
-        values_of = value if isinstance(value, list) else [value]
-        if any(x is None or isinstance(x, dict | list) for x in values_of):
-            raise UserError(f"{file}: {key} must be a value or a list of values, got {value!r}")
+            raise UserError(f"{file}: unknown key {shown(option)}; the nearest known: {', '.join(near)}")
         if known[option].type in (bool, "bool") and not isinstance(value, bool):
-            raise UserError(f"{file}: {key} must be true or false, got {value!r}")
-        args += _as_arguments(option.replace("_", "-"), value)
+            raise UserError(f"{file}: {option} must be true or false, got {shown(value)}")
+        args += _as_arguments(option, value, file)
     try:
         return parse_command(cls, args, default=default)
     except UserError as error:
@@ -92,20 +94,47 @@ def write_values(file: Path, config: Any, *, omit: Sequence[str] = (), new: bool
     write_text(file, yaml.safe_dump(values, sort_keys=False, allow_unicode=True), new=new)
 
 
-def read_values(file: Path) -> dict[Any, Any]:
-    """A YAML mapping. Raises UserError if the file is none."""
+def read_values(file: Path) -> dict[str, Any]:
+    """Return a YAML mapping's values by option, with `_` for `-`: each a string, number or boolean, or a list of these.
+
+    Nothing else is taken, so that no file costs more than its size. Raises UserError.
+    """
     import yaml
 
+    loader = yaml.SafeLoader(read_text(file, "--config", most=LARGEST_CONFIG))
+    values: dict[str, Any] = {}
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: cannot be read as YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file}: expected `key: value` lines, found {type(values).__name__}")
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise UserError(f"{file}: expected `key: value` lines")
+        for key, node in root.value:
+            option = str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a key"
+            if option in values:
+                raise UserError(f"{file}: gives {shown(option)} twice")
+            listed = node.tag == "tag:yaml.org,2002:seq" and isinstance(node, yaml.SequenceNode)
+            nodes = node.value if listed else [node]
+            found = [loader.construct_object(x) if isinstance(x, yaml.ScalarNode) else None for x in nodes]
+            if not all(isinstance(x, str | int | float | datetime.date) for x in found):
+                raise UserError(f"{file}: {shown(option)} must be a value or a list of values")
+            if any(isinstance(x, int) and x.bit_length() > 64 for x in found):
+                raise UserError(f"{file}: {shown(option)} is too large a number")
+            values[option] = found if listed else found[0]
+    except UserError:
+        raise
+    except Exception as error:  # RecursionError, and what a tag's constructor trips over
+        raise UserError(f"{file}: cannot be read as YAML ({error or type(error).__name__})") from None
     return values
 
 
-def _as_arguments(option: str, value: Any) -> list[str]:
+def _as_arguments(option: str, value: Any, file: Path) -> list[str]:
+    """Return the command line of an option. Raises UserError for a value that would be read as another option."""
+    name = option.replace("_", "-")
     if isinstance(value, bool):
-        return [f"--{option}" if value else f"--no-{option}"]
-    return [f"--{option}", *map(str, value if isinstance(value, list) else [value])]
+        return [f"--{name}" if value else f"--no-{name}"]
+    texts = list(map(str, value if isinstance(value, list) else [value]))
+    if not texts:
+        return [f"--{name}"]
+    for text in texts[1:]:
+        if text.startswith("-") and not NUMBER.fullmatch(text):
+            raise UserError(f"{file}: no value in the list of {option} may begin with -, got {shown(text)}")
+    return [f"--{name}={texts[0]}", *texts[1:]]

@@ -4,6 +4,7 @@ import shlex
 import sys
 
 from kvjax.command.launch import run_command, start
+from kvjax.errors import printable
 from kvjax.evaluate.config import parse
 
 
@@ -58,7 +59,7 @@ def main(args: list[str] | None = None) -> None:
             evaluation.run(results, progress)
         given = sys.argv[1:] if args is None else args
         cells = list(results.cells.values())
-        print(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}"))
+        print(printable(report(config, cells, f"python -m kvjax.evaluate {shlex.join(given)}")))
     print(f"\nresults.jsonl, report.md and the pictures are in {config.out}")
 
 

@@ -41,7 +41,7 @@ class EvaluateConfig:
     config: str | None = None
     """A YAML file of these options, under the command line."""
     model: str = BUILTIN
-    """A model folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A model folder, a GGUF file, a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
     """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py. A name may be followed by arguments of the
     policy: snapkv:pool=7,group=max. By default those that there are gates for."""

@@ -16,6 +16,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import not_finite
 from kvjax.evaluate.answering import LONG
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_cpu, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
@@ -103,6 +104,8 @@ class TeacherForcing:
             pattern = Pattern(put(whole, None, HEADS), put(np.int32(sink)), put(np.int32(window)))
             found = [_outcome(self._model, lines, pattern, on_cpu()) for lines in self._lines]
         output, loss, wanted = (list(map(np.asarray, part)) for part in zip(*found, strict=True))
+        if not np.isfinite(loss).all():
+            raise not_finite(self._model.embed.dtype)
         return np.concatenate(output), float(np.sum(loss, dtype=np.float64) / np.sum(wanted))
 
 
@@ -143,6 +146,7 @@ def _outcome(
     """The most likely token after each one behind the context, and the loss of the targets with their number."""
 
     def attend(step, carry, whole):
+        step = step.without_padding()
         own = dataclasses.replace(pattern, whole=whole)
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
         return local(step.q, step.k, step.v, lines.position, lines.start, lines.part, own), carry, None

@@ -111,7 +111,11 @@ def contents(model: Any) -> str:
     further has another one. Called in every process."""
     with use_mesh(model):
         values = _at_points(leaves_by_path(model), model.config.vocab_size)
-    known = hashlib.sha256(repr(dataclasses.replace(model.config, name="")).encode())
+    config = model.config
+    # which of a chat template's tokens end an answer has nothing to do with what the model computes
+    ends = {id_ for _, id_ in config.turn_ends}
+    own = tuple(id_ for id_ in config.eos_ids if id_ not in ends)
+    known = hashlib.sha256(repr(dataclasses.replace(config, name="", eos_ids=own)).encode())
     for name in sorted(values):
         known.update(name.encode() + np.asarray(values[name]).tobytes())
     return known.hexdigest()[:16]

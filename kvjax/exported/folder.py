@@ -5,6 +5,7 @@ is called that reads it."""
 import hashlib
 import json
 import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,18 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kvjax.builtin import GATES, builtin_gates
-from kvjax.errors import UserError
+from kvjax.errors import UserError, real_number, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.torch_file import is_torch_file
-from kvjax.files import write_tensors, write_text
+from kvjax.exported.torch_file import check_finite, is_torch_file
+from kvjax.files import read_text, write_tensors, write_text
 from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path
 
 WEIGHTS, DESCRIPTION = "gates.safetensors", "config.json"
+LARGEST = 16 << 20
+"""Bytes of a description or a head pattern's table."""
+MOST = 1 << 20
+"""Layers, heads and widths, so that the shapes that they make are numbers that JAX takes."""
 TABLE = "full_attention_heads.tsv"
 """Instead of weights, in a pattern folder (`kvjax.policies.admission.pattern_folder`)."""
 
@@ -42,12 +47,36 @@ def save_tree(folder: str | Path, tree: Any, description: dict[str, Any]) -> Non
 
 
 def describe(folder: str | Path) -> dict[str, Any]:
-    """`config.json`. Raises UserError if it cannot be read."""
-    file = exported_files(folder)[1]
+    """Return the object in `config.json`. Raises UserError if it cannot be read."""
+    return read_description(exported_files(folder)[1])
+
+
+def read_description(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises UserError if there is none."""
+    text = read_text(file, "gates", most=LARGEST)
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{file}: this describes no gates, or the file is damaged ({error!r})") from None
+
+
+def read_sizes(description: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
+    """Return the entries of a description that say how large gates are, by their names and kinds.
+
+    Raises:
+        KeyError: one is missing.
+        UserError: one is of another kind, or a number that no gates have.
+    """
+    checks: dict[type, Callable[[str, Any], Any]] = {
+        int: lambda name, value: whole_number(DESCRIPTION, name, value, most=MOST),
+        float: lambda name, value: real_number(DESCRIPTION, name, value, most=float(MOST), above=0.0),
+    }
+    found = {}
+    for name, kind in kinds.items():
+        found[name] = checks[kind](name, description[name]) if kind in checks else description[name]
+        if not isinstance(found[name], kind):
+            raise UserError(f"{DESCRIPTION}: {name} must be {kind.__name__}, got {shown(found[name])}")
+    return found
 
 
 def digest(path: str | Path) -> str:
@@ -57,13 +86,15 @@ def digest(path: str | Path) -> str:
 
 
 def load_arrays(folder: str | Path) -> dict[str, np.ndarray]:
-    """The arrays by name. Raises UserError if they cannot be read."""
+    """Return the arrays by name. Raises UserError if they cannot be read, or have numbers that are not finite."""
     try:
-        return load_file(exported_files(folder)[0])
+        arrays = load_file(exported_files(folder)[0])
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{folder}: these are no gates, or the files are damaged ({error!r})") from None
+    check_finite(folder, arrays)
+    return arrays
 
 
 def load_tree(folder: str | Path, like: Any) -> Any:

@@ -26,7 +26,7 @@ def export(folder: Path, tree: Any) -> None:
 
 
 def restore_export(folder: Path, like: Any) -> Any:
-    """The pytree that `export` wrote.
+    """Return the pytree that `export` wrote.
 
     Args:
         like: a tree of `jax.ShapeDtypeStruct` with the dtypes and shardings wanted (`abstract`).
@@ -35,17 +35,20 @@ def restore_export(folder: Path, like: Any) -> Any:
         UserError: no such export, or one that holds other arrays than `like`.
     """
     names = leaves_by_path(like)
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(folder.absolute()).item_metadata
-        if saved is None:
-            raise UserError(f"{folder}: not a whole Orbax export, it has no metadata")
-        wrong = wrong_shape(saved.tree, names)
-        if wrong:
-            raise UserError(f"{folder}: the export is another model's: {wrong}")
-        try:
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            saved = checkpointer.metadata(folder.absolute()).item_metadata
+            if saved is None:
+                raise UserError(f"{folder}: not a whole Orbax export, it has no metadata")
+            wrong = wrong_shape(saved.tree, names)
+            if wrong:
+                raise UserError(f"{folder}: the export is another model's: {wrong}")
             restored = checkpointer.restore(folder.absolute(), names)
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: not a whole Orbax export ({str(error).splitlines()[0]})") from None
+    except UserError:
+        raise
+    except Exception as error:  # Orbax raises whatever damaged files make it trip over
+        why = " ".join(str(error).split())[:200]
+        raise UserError(f"{folder}: not a whole Orbax export ({why})") from None
     return jax.tree.unflatten(jax.tree.structure(like), [restored[name] for name in names])
 
 

@@ -52,6 +52,9 @@ class TorchFile:
     def __init__(self, file: str | Path):
         self.file = Path(file)
         try:
+            # opening a pipe would wait for its writer
+            if self.file.exists() and not self.file.is_file():
+                raise UserError(f"{file}: not a regular file")
             self.bytes = self.file.stat().st_size
             with self.file.open("rb") as opened:
                 begins = opened.read(len(BEFORE_ZIP))
@@ -112,8 +115,12 @@ class TorchFile:
     def stack(
         self, found: Sequence[Mapping[str, Any]], names: Iterable[str]
     ) -> dict[str, Float32[np.ndarray, "l ..."]]:
-        """The arrays of these names, of all layers that `check` let pass, in float32."""
-        return {name: np.stack([self.read(x[name]).astype(np.float32) for x in found]) for name in names}
+        """Return the arrays of these names, of all layers that `check` let pass, in float32. Raises UserError for
+        numbers that are not finite."""
+        arrays = {name: [self.read(x[name]) for x in found] for name in names}
+        for name, layers in arrays.items():
+            check_finite(self.file, {f"layer {index}: {name}": layer for index, layer in enumerate(layers)})
+        return {name: np.stack([x.astype(np.float32) for x in layers]) for name, layers in arrays.items()}
 
     def _damaged(self, error: Exception) -> NoReturn:
         if isinstance(error, UserError):
@@ -161,6 +168,15 @@ class TorchFile:
         # of nothing, or of one index, strides mean nothing, and may be larger than NumPy takes
         strides = tuple(stride if size and n > 1 else 0 for n, stride in zip(shape, strides, strict=True))
         return Tensor(entry, dtype, offset if size else 0, tuple(shape), strides)
+
+
+def check_finite(where: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays with NaN, or with numbers that are infinite in float32."""
+    for name, array in arrays.items():
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(array.astype(np.float32))
+        if not finite.all():
+            raise UserError(f"{where}: {name} has numbers that are not finite")
 
 
 def shape_of(layer: Mapping[str, Any], name: str) -> tuple[int, ...] | str:

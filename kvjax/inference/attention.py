@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.inference.striped import attended
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.interfaces import BIAS, Trainable
 from kvjax.policies.policy import Policy, States
@@ -106,8 +105,7 @@ def cached_attention(
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
-        if layer.stripes is not None:
-            return _striped(policy, step, pages, layer, priority, seen, valid, write, implementation)
+        pages = caches.if_finite(pages, _scored(priority, seen, valid, step.q.shape[2], window))
         chosen = None
         # of the cache: what wrote the biases may be done
         bias = policy.bias(states, step) if BIAS in pages.planes else None
@@ -140,37 +138,10 @@ def cached_attention(
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
 
 
-def _striped(
-    policy: Policy,
-    step: Step,
-    pages: caches.Pages,
-    layer: caches.LayerCache,
-    priority: Float[Array, "b k rt"],
-    seen: Int[Array, " b"],
-    valid: Int[Array, " b"],
-    write: bool,
-    implementation: str | None,
-) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
-    """The same where the global regions are split by pages."""
-    window, tokens = policy.window, step.q.shape[2]
-    kv = jnp.concatenate([step.k, step.v], -1)
-    wanted = policy.admission.keep().wanted(priority)
-    stays = wanted[..., :tokens] & caches.leaving(seen, valid, tokens, window)[:, None]
-    options = {"implementation": implementation, "dtype": jnp.float32}
-    if tokens == 1:
-        ring_alone = dataclasses.replace(layer, length=jnp.zeros_like(layer.length))
-        near = _decode(step, pages, ring_alone, None, None, seen, window, **options)
-    else:
-        near = _near_attention(policy, step, pages, layer, wanted, priority, None, seen, valid, options)
-    out = caches.outgoing(pages, layer, kv, seen, window)
-    assert layer.stripes is not None
-    arguments = step.q, near, pages, layer.stripes, out, stays
-    o, lse, pages, stripes = attended(*arguments, write=write, implementation=implementation)
-    if write:
-        length = layer.length + stays.sum(-1, dtype=jnp.int32)
-        pages, layer = caches.push(pages, layer, kv, priority, None, {}, after(seen, o), valid, window)
-        layer = dataclasses.replace(layer, stripes=stripes, length=length)
-    return o.astype(step.q.dtype), lse, pages, layer
+def _scored(priority, seen, valid, tokens, window) -> Bool[Array, "b k t"]:
+    """True unless a token leaves the ring whose priority is NaN: the method computed no number."""
+    leaving = caches.leaving(seen, valid, tokens, window)[:, None]
+    return ~(leaving & jnp.isnan(priority[..., :tokens]))
 
 
 def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
@@ -193,7 +164,7 @@ def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"]
     return selection.select(step.q, bounds, layer.length, layer=step.layer, **tokens, page_size=page_size)
 
 
-def _decode(step, pages, layer, chosen, bias, seen, window, implementation, dtype=None):
+def _decode(step, pages, layer, chosen, bias, seen, window, implementation):
     """One token: everything that is stored is visible to it, of which it reads the chosen pages."""
     return paged_decode(
         step.q,
@@ -205,7 +176,6 @@ def _decode(step, pages, layer, chosen, bias, seen, window, implementation, dtyp
         new=(step.k, step.v),
         pages=chosen,
         bias=bias,
-        dtype=dtype,
         implementation=implementation,
     )
 

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache import Cache
+from kvjax.cache import Cache, check_alive, not_finite
 from kvjax.errors import one_of
 from kvjax.inference.checks import check_continues, check_in_front, token_rows
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
@@ -34,7 +35,8 @@ def captured_layers(
         names: of `kvjax.inference.forward.CAPTURED`.
 
     Raises:
-        UserError: another name, rows that are no token ids, a cache of another model or policy.
+        UserError: another name, rows that are no token ids, a cache of another model or policy, activations that are
+            not finite.
     """
     for name in names:
         one_of("captured_layers", "a name", name, CAPTURED)
@@ -45,6 +47,7 @@ def captured_layers(
         if cache is None:
             cache = new_cache(model, policy, [row[:1] for row in rows], 0, None, None)
         else:
+            check_alive("captured_layers", cache)
             check_in_front("captured_layers", cache)
             check_continues(cache, model, policy, rows)
         tokens, valid = padded(rows, bucket(longest))
@@ -52,10 +55,12 @@ def captured_layers(
     for index in range(model.config.num_layers):
         # the caller's code runs between the layers, so no mesh may stay set there
         with use_mesh(model):
-            x, captured = _layer(
+            x, captured, finite = _layer(
                 model, policy.reading, cache, x, tokens, valid, np.int32(index),
                 names=tuple(names), implementation=implementation,
             )  # fmt: skip
+        if not np.asarray(finite):
+            raise not_finite(model.embed.dtype)
         yield {name: _real(name, np.asarray(x), len(rows), longest) for name, x in captured.items()}
 
 
@@ -83,7 +88,7 @@ def _layer(
     *,
     names: tuple[str, ...],
     implementation: str | None,
-) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]]]:
+) -> tuple[Float[Array, "b t d"], dict[str, Shaped[Array, "b ..."]], Bool[Array, ""]]:
     position = positions(cache.seen, valid, tokens.shape[1])
     attend = attending(cache, valid, False, names, implementation)
     body = layer_body(model, position, attend, tokens)
@@ -92,4 +97,5 @@ def _layer(
         (model.layers, cache.layers, policy),
     )
     (x, _), (_, captured, _) = body((x, None), (layer, index, tuple(own)))
-    return x, captured
+    finite = jnp.isfinite(x).all(-1) | (position < 0)
+    return x, captured, finite.all()

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from kvjax.cache import CAPACITY_PLANES, Cache, pages_for
+from kvjax.cache import CAPACITY_PLANES, Cache, check_alive, pages_for
 from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
 from kvjax.inference.record import Calls
 from kvjax.mesh import HEADS, axis_size, batch_shards
@@ -131,6 +131,8 @@ def check_arguments(
         if not isinstance(given, kind):
             both = "; kvjax.load gives a model and its tokenizer" if isinstance(given, tuple) else ""
             raise UserError(f"{where}: {name} must come from {source}, got {shown(given)}{both}")
+    if cache is not None:
+        check_alive(where, cache)
     if implementation is not None:
         one_of(where, "implementation", implementation, tuple(IMPLEMENTATIONS))
     if policy is not None:

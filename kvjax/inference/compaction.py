@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, ring_pages
+from kvjax.cache import Cache, LayerCache, Pages, Quota, compaction, free_counts, if_finite, ring_pages
 from kvjax.cache.planes import appended
 from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
@@ -30,8 +30,8 @@ def compacted(
     ties: str,
     causal: bool,
 ) -> Cache:
-    """The cache after one compaction. No row may hold more than `entries` entries in its global region. over, ties: as
-    of `kvjax.top.top`; causal: as of `Stored`."""
+    """The cache after one compaction, marked if a score is NaN (`kvjax.cache.finite`). No row may hold more than
+    `entries` entries in its global region. over, ties: as of `kvjax.top.top`; causal: as of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
 
@@ -44,7 +44,9 @@ def compacted(
             eviction, output, pages, layers, trail, seen, head, quota, rotation, entries, cache.window, causal
         )
         chosen = compaction.choose(found, layers.length, quota, over, ties)
-        return compaction.moved(pages, layers, chosen, ring)
+        known = compaction.known(found, layers.length, quota)
+        pages, layers = compaction.moved(pages, layers, chosen, ring)
+        return if_finite(pages, known), layers
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     whole = gather(eviction, "data", "fsdp")
@@ -134,6 +136,7 @@ def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Ca
     assert policy.plan is not None
     eviction = policy.traced.eviction
     assert eviction is not None
+    free_counts(cache)  # nothing is chosen by what is not finite
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache

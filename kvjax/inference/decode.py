@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import Cache, Quota
+from kvjax.cache import Cache, Quota, check_finite
 from kvjax.inference.compaction import compacted
 from kvjax.inference.forward import forward
 from kvjax.mesh import P
@@ -87,7 +87,9 @@ def decode(
         cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
         if recurring is not None:
             cache = recurring(model, policy, cache, running)
-        carry, y = advance(carry, x, model.logits(hidden)[:, 0])
+        logits = model.logits(hidden)
+        cache = check_finite(cache, logits, running[:, None])
+        carry, y = advance(carry, x, logits[:, 0])
         return (cache, carry), (y, before)
 
     (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)

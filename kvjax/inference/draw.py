@@ -84,8 +84,9 @@ def draw_token(logits: Float[Array, "b v"], draw: Draw, key: jax.Array, greedy: 
     kth = jnp.where(draw.top_k > 0, jnp.minimum(draw.top_k, vocabulary), vocabulary) - 1
     floor_k = ranked[:, kth]
     p = jax.nn.softmax(jnp.where(ranked >= floor_k[:, None], ranked, -jnp.inf), -1)
-    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them
-    inside = jnp.cumsum(p, -1) - p < draw.top_p
+    # the smallest set of the most likely tokens whose probability reaches top_p: those with less than top_p above them,
+    # and always the first one, since devices flush a tiny top_p to zero
+    inside = (jnp.cumsum(p, -1) - p < draw.top_p) | (jnp.arange(vocabulary) == 0)
     floor_p = jnp.where(inside, ranked, jnp.inf).min(-1)
     floor = jnp.maximum(jnp.maximum(floor_k, floor_p), ranked[:, 0] + jnp.log(draw.min_p))
     logits = jnp.where(logits >= floor[:, None], logits, -jnp.inf)

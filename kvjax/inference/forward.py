@@ -47,8 +47,8 @@ def forward(
         capture: of `CAPTURED` and `MEMORIES`. What is large is streamed layer by layer by `kvjax.inference.capture`.
 
     Returns:
-        the cache, the hidden states after the final norm, and what was captured, with a leading layer axis but for the
-        trail. Those of padding mean nothing.
+        the cache, marked if hidden states are not finite (`kvjax.cache.finite`), the hidden states after the final
+        norm, and what was captured, with a leading layer axis but for the trail. Those of padding mean nothing.
     """
     if policy.window != cache.window:
         raise ValueError(f"the policy's window is {policy.window}, the cache's {cache.window}")
@@ -70,7 +70,8 @@ def forward(
     if write:
         seen = cache.seen + valid
         cache = dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
-    return cache, model.norm(x), captured
+    hidden = model.norm(x)
+    return caches.check_finite(cache, hidden, position >= 0), hidden, captured
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
@@ -86,7 +87,7 @@ def attending(
     to the layer's cache, if it is written, what is captured, and what is to be written to the trail."""
 
     def attend(step, pages, xs):
-        layer, policy = xs
+        (layer, policy), step = xs, step.without_padding()
         o, lse, pages, layer = cached_attention(
             policy, step, pages if write else cache.pages, layer,
             seen=cache.seen, valid=valid, write=write, implementation=implementation,
@@ -113,17 +114,18 @@ def last_logits(
     cache, hidden, _ = forward(model, policy, cache, tokens, valid, implementation=implementation)
     # a sum of zeros and of one token, which is exact also where tokens are split
     last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
-    return cache, model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))[:, 0]
+    logits = model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))
+    return caches.check_finite(cache, logits, valid[:, None] > 0), logits[:, 0]
 
 
 @jax.jit
 def memories(
     model: Decoder, policy: Policy, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
-) -> tuple[States, Trail]:
-    """The memories once the eviction looked at tokens that are not written."""
-    found = forward(model, policy, cache, tokens, valid, write=False, capture=("state", "trail"))[2]
+) -> tuple[States, Trail, Int[Array, " shards"]]:
+    """The memories once the eviction looked at tokens that are not written, and the free count after `forward`."""
+    cache, _, found = forward(model, policy, cache, tokens, valid, write=False, capture=("state", "trail"))
     states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
-    return states, found["trail"]
+    return states, found["trail"], cache.pages.free_count
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384

@@ -23,19 +23,10 @@ def by_own_heads(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray
 
 
 def _stored_pages(
-    cache: Cache, length: Int[np.ndarray, "l b k"], striped: bool | None = None
+    cache: Cache, length: Int[np.ndarray, "l b k"]
 ) -> Int[np.ndarray, "batch_shards head_shards"]:
-    """Pages of each shard for global regions of so many entries. striped: None: as the cache is."""
-    parts = len(np.asarray(cache.pages.free_count)) // batch_shards()
-    pages = (-(-length // cache.page_size)).reshape(length.shape[0], batch_shards(), -1, length.shape[2])
-    striped = cache.striped if striped is None else striped
-    return np.stack([caches.by_shard(pages[:, shard], parts, striped) for shard in range(pages.shape[1])])
-
-
-def pages_in_use(cache: Cache, striped: bool) -> int:
-    """The most pages of a shard that what a cache holds takes, its rows split by pages or by heads."""
-    stored = _stored_pages(cache, np.asarray(cache.layers.length), striped)
-    return max(1, int((stored + by_own_heads(cache, rings_pages(cache))).max()))
+    """Return each shard's pages for head caches of `length` retained entries."""
+    return by_own_heads(cache, -(-length // cache.page_size))
 
 
 def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
@@ -76,5 +67,6 @@ def shared_pages(cache: Cache) -> int:
 
 
 def free_pages(cache: Cache) -> int:
-    """The fewest free pages of a shard; below 0: it ran out, and owes so many."""
-    return int(np.asarray(cache.pages.free_count).min())
+    """The fewest free pages of a shard; below 0: it ran out, and owes so many. Raises UserError if something that was
+    computed was not finite."""
+    return int(caches.free_counts(cache).min())

@@ -1,7 +1,6 @@
 """How much a compaction keeps of each row, worked out on the host by the policy's plan."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +8,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache import Cache, Quota
 from kvjax.mesh import BATCH, HEADS, put
+from kvjax.policies.budget import places
 from kvjax.policies.plan import Range
 from kvjax.policies.policy import Policy
 
@@ -37,18 +37,18 @@ def quota(
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     prefix = prefix or [0] * len(tokens)
-    allowed = plan.of_prompts(policy.name, tokens, prefix, entry_bytes(cache))
+    allowed = plan.of_prompts(tokens, prefix, entry_bytes(cache))
     newest = [plan.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
     if plan.moment.in_chunks:
-        counts = plan.chunk_counts(tokens, allowed, newest, layers)
+        counts = plan.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
-        counts = plan.counts(tokens, allowed, slots, layers, prefix)
-    counts = np.maximum(counts - np.minimum(slots, tokens), 0)
+        counts = plan.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
+    counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
     # a budget below what always stays: the newest
-    least = counts.min(0)
+    least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)
     first = np.minimum(plan.first, least - last)
-    return _on_devices(plan, cache, due, counts[..., None], last, first, dropped, since)
+    return _on_devices(plan, cache, due, counts, last, first, dropped, since)
 
 
 def range_quota(
@@ -77,7 +77,7 @@ def range_quota(
         return plan.range(row.size, min(row.size, before), end, sizes, eviction.prefix_of(row))
 
     ranges = [looked_at(row) for row in rows]
-    counts = np.stack([_places(x.tokens, x.ratio, layers, heads, plan.shares.over) for x in ranges], 1)
+    counts = np.stack([places(x.tokens * x.ratio, layers, heads, plan.shares.over) for x in ranges], 1)
     newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
     none = np.zeros(len(ranges), np.int32)
     batch = cache.layers.length.shape[1]
@@ -87,14 +87,6 @@ def range_quota(
     quota = _on_devices(plan, cache, due, counts, none, none, none, since)
     ahead = np.array([x.ahead for x in ranges], np.int32)
     return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
-
-
-def _places(tokens: int, ratio: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
-    """The places of each row, whose sum is that of those who share them, of so many tokens in every row."""
-    rows = {"head": 1, "layer": heads, "model": layers * heads}[over]
-    total = math.floor(rows * tokens * ratio * (1 + 1e-12))
-    each = total // rows + (np.arange(rows) < total % rows)
-    return np.resize(each, (layers, heads))
 
 
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache, LayerCache, Pages
+from kvjax.cache import Cache, LayerCache, Pages, check_finite
 from kvjax.cache.compaction import addresses
 from kvjax.cache.planes import placed
 from kvjax.inference.attention import cached_attention
@@ -61,7 +61,7 @@ def reread(
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = one_pass(
                 model, policy.reading, policy.traced.eviction, cache, fed, valid, spans(some, fed.shape[0]),
-                first=bucket(eviction.needs.prefix), implementation=implementation,
+                first=bucket(max(eviction.needs.prefix, eviction.needs.first)), implementation=implementation,
             )  # fmt: skip
     return cache
 
@@ -115,7 +115,7 @@ def one_pass(
     the rows' first entries."""
 
     def attend(step, planes, xs):
-        layer, reading, eviction = xs
+        (layer, reading, eviction), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
             reading, step, cache.pages, layer,
             seen=cache.seen, valid=valid, write=False, implementation=implementation,
@@ -124,7 +124,7 @@ def one_pass(
         return o, _looked_at(eviction, step, pages, layer, valid, spans, first), None
 
     position = positions(cache.seen, valid, tokens.shape[1])
-    _, planes, _ = scan_layers(
+    x, planes, _ = scan_layers(
         model,
         model.embed_tokens(tokens),
         position,
@@ -134,7 +134,8 @@ def one_pass(
         token=tokens,
         as_integers=cache.pages.as_integers,
     )
-    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=planes))
+    cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=planes))
+    return check_finite(cache, x, position >= 0)
 
 
 def _looked_at(

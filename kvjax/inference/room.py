@@ -21,7 +21,6 @@ from kvjax.inference.page_counts import (
     shared_pages,
 )
 from kvjax.inference.quota import entry_bytes
-from kvjax.inference.split import from_the_start
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Trail
@@ -63,7 +62,6 @@ def layout_for(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     free: int | None = None,
-    striped: bool = False,
 ) -> Layout:
     """The shape of a cache, for the current mesh.
 
@@ -74,7 +72,6 @@ def layout_for(
         capacity: as in `kvjax.cache.pages_for`.
         max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
         free: bytes that a device has for its pool; None: not looked at.
-        striped: rows are split by pages, not by heads.
 
     Raises:
         UserError: a plane that has the name of one of the cache's own, or more memory than a device has free.
@@ -103,13 +100,13 @@ def layout_for(
         """Of a pool for sequences of so many tokens."""
         pages = caches.pages_for(
             capacity, expected=lambda count: policy.expected_entries(count, entry_bytes), window=policy.window,
-            tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes, striped=striped,
+            tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes,
         )  # fmt: skip
         if capacity is not None:
             return pages
         if max_tokens is not None:
             beyond = max(max_tokens - policy.window + 1, 0)
-            most = caches.most_pages(rows, beyond, policy.window, page_size, parts, striped)
+            most = caches.most_pages(rows, beyond, policy.window, page_size)
             return caches.shared_size(pages, most)
         return caches.pool_size(pages, page_bytes)
 
@@ -125,7 +122,7 @@ def layout_for(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=pages, dtype=dtype, stored=stored,
         bounds=None if policy.selection is None else bounds, planes=planes,
-        bounded=capacity is not None, shared=max_tokens is not None, striped=striped,
+        bounded=capacity is not None, shared=max_tokens is not None,
     )  # fmt: skip
 
 
@@ -200,7 +197,6 @@ def new_cache(
     page_size: int | None,
     capacity: int | str | None,
     max_tokens: int | None = None,
-    striped: bool = False,
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.plan
@@ -219,7 +215,6 @@ def new_cache(
         page_size=page_size,
         capacity=capacity,
         max_tokens=max_tokens,
-        striped=striped,
     )
 
 
@@ -231,11 +226,10 @@ def begin(
     page_size: int | None,
     capacity: int | str | None,
     max_tokens: int | None,
-    split: str = "heads",
 ) -> tuple[Policy, Cache]:
     """An empty cache for prompts and `room` more tokens, and the policy with its window.
 
-    max_tokens, split: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget
+    max_tokens: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget
     below what always stays.
     """
     if policy.plan is not None:
@@ -243,9 +237,6 @@ def begin(
         shape = model.config
         entry_bytes = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * model.embed.dtype.itemsize
         policy.plan.check_bound(policy.name, policy.window - 1, entry_bytes)
-        if policy.eviction is not None and policy.eviction.rereads:
-            prefix = [policy.eviction.prefix_of(row) for row in rows]
-            policy.plan.of_prompts(policy.name, [row.size for row in rows], prefix, entry_bytes)
     longest = max(row.size for row in rows) + room
     if max_tokens is not None and longest > max_tokens:
         raise UserError(
@@ -255,9 +246,7 @@ def begin(
     policy = narrowed(
         policy, (max_tokens or longest) + (0 if policy.plan is None else policy.plan.read_behind)
     )
-    tokens = [max_tokens or row.size + room for row in rows]
-    striped = from_the_start(policy, split, tokens, model.config, model.embed.dtype)
-    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens, striped)
+    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
 
 
 def narrowed(policy: Policy, tokens: int) -> Policy:
@@ -313,7 +302,7 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     each = np.ceil(np.minimum(expected, tokens) / cache.page_size).astype(np.int64) + 1
     parts = len(np.asarray(cache.pages.free_count)) // batch_shards()
     rings = int(by_own_heads(cache, rings_pages(cache, tokens) - rings_pages(cache)).max())
-    need = used + rings + batch // batch_shards() * caches.largest_shard(each, parts, cache.striped)
+    need = used + rings + batch // batch_shards() * caches.largest_shard(each, parts)
     need = min(need, used + more_pages(cache, tokens, policy.most_stored))
     if plan is None or not plan.moment.while_decoding:
         return need

@@ -37,7 +37,6 @@ from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.settled import settled
 from kvjax.inference.sharing import branched, placed, places
-from kvjax.inference.split import check_split, split_by_heads
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
 from kvjax.mesh import BATCH, adopt, put, use_mesh
 from kvjax.models.decoder import Decoder
@@ -174,7 +173,6 @@ def prefill(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     observers: Prompts | None = None,
     calls: Calls | None = None,
@@ -197,11 +195,6 @@ def prefill(
             pools follow each prompt, and programs are shared by those of about one length.
         page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
             policy with a selection, which chooses among pages.
-        split: what each of the devices that split the kv heads has of the cache: "heads", the rows of its own heads;
-            "pages", as many pages as any other of every row, whatever the heads keep, for two collectives a layer;
-            "auto", by pages where that is worth them; with `max_tokens`, of prompts of that length, and never if they
-            are compacted. A cache that goes on being compacted, or that has a capacity or a selection, is by heads; one
-            that is compacted once its prompt was read is by heads till then.
         chunk: prompt tokens in one call; the result does not depend on it, but for policies whose rule is for calls
             (`head_pattern` with streaming="between_calls").
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
@@ -213,7 +206,7 @@ def prefill(
 
     Raises:
         UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
-            that compacts while it decodes, or that looks at no tokens.
+            that compacts while it decodes, or that looks at no tokens; activations or scores that are not finite.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
     check_arguments("prefill", model, policy, calls, implementation=implementation)
@@ -231,16 +224,20 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(policy, rows, behind)
-        check_split(policy, split)
-        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens, split)
+        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         check_length(model, rows, max_new_tokens)
-        arguments = max_new_tokens, chunk, calls, implementation, behind, split
-        return schedule.read(model, policy, cache, rows, *arguments)[0]
+        arguments = max_new_tokens, chunk, calls, implementation, behind
+        cache = schedule.read(model, policy, cache, rows, *arguments)[0]
+        caches.check(cache, policy.name, max_new_tokens)
+        return cache
 
 
 @named_arguments(OTHERS)
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
-    """Next-token logits after every token of sequences of one length, by plain causal attention (float32)."""
+    """Next-token logits after every token of sequences of one length, by plain causal attention (float32).
+
+    Raises UserError for sequences of several lengths, and if the logits are not finite.
+    """
     check_arguments("logits", model)
     with use_mesh(model):
         rows = token_rows(model, tokens)
@@ -248,13 +245,17 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
             raise UserError(
                 f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
             )
-        batch, _ = padded(rows, rows[0].size)
-        return np.asarray(_all_logits(model, batch))[: len(rows)]
+        batch, valid = padded(rows, rows[0].size)
+        found, finite = _all_logits(model, batch, valid)
+        if not np.asarray(finite):
+            raise caches.not_finite(model.embed.dtype)
+        return np.asarray(found)[: len(rows)]
 
 
 @jax.jit
-def _all_logits(model, tokens):
-    return model.logits(model.hidden(tokens))
+def _all_logits(model, tokens, valid):
+    found = model.logits(model.hidden(tokens))
+    return found, (jnp.isfinite(found).all((1, 2)) | (valid == 0)).all()
 
 
 @named_arguments(OTHERS)
@@ -279,7 +280,6 @@ def stream(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,
     calls: Calls | None = None,
@@ -318,12 +318,11 @@ def stream(
         rows = token_rows(model, prompts)
         order: Sequence[int] = range(len(rows))
         if cache is None:
-            check_split(policy, split)
-            arguments = max_new_tokens, page_size, capacity, max_tokens, split
+            arguments = max_new_tokens, page_size, capacity, max_tokens
             policy, held = begin(model, policy, rows, *arguments)
             check_length(model, rows, max_new_tokens)
             held, after = schedule.read(
-                model, policy, held, rows, max_new_tokens, chunk, calls, implementation, split=split
+                model, policy, held, rows, max_new_tokens, chunk, calls, implementation
             )
             held = settled(held, policy.continuing)
         else:
@@ -332,8 +331,6 @@ def stream(
                     raise UserError(
                         f"{name} is stated where the cache is made (prefill), not where it is continued"
                     )
-            if policy.refuses_pages or share is not False:
-                cache = split_by_heads(cache)
             if share is not False:
                 cache, order = branched(cache, share, samples, len(rows))
                 rows = placed(rows, order, cache.seen.shape[0])
@@ -354,6 +351,7 @@ def stream(
         running = put(live, BATCH) & ~draw.ends(token)
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
         parts = _parts(first, live, order, draw, logprobs)
+        caches.check(held, policy.name, max_new_tokens)
         running = _still(running, watch, order, parts)
         again = schedule.recurring(policy, held)
     yield parts, held
@@ -441,7 +439,6 @@ def sample(
     capacity: int | str | None = None,
     max_tokens: int | None = None,
     page_size: int | None = None,
-    split: str = "heads",
     chunk: int = CHUNK,
     block: int = BLOCK,
     calls: Calls | None = None,
@@ -472,15 +469,16 @@ def sample(
         share: True: several questions of each of the cache's contexts, as many of each, one context's after another's;
             or a list with the context of each question, from 0. They are a batch of branches which hold the context's
             pages together and copy only those that they write to; on a mesh a branch runs where its context is.
-        capacity, max_tokens, page_size, split, chunk, calls: as in `prefill`; a cache that is continued keeps its
-            capacity, page size and split; branches are split by heads.
+        capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
+            page size.
         block: tokens between two looks of the host.
 
     Returns:
         `Sampled`: tokens, stop reasons and the cache's sizes.
 
     Raises:
-        UserError, CapacityError: as in `prefill`; never after a wrong token was returned.
+        UserError, CapacityError: as in `prefill`, and for logits that are not finite; never after a wrong token was
+            returned.
     """
     one_of("sample", "logprobs", logprobs, (True, False))
     stop, ids = stop_texts(stop, tokenizer)
@@ -492,7 +490,7 @@ def sample(
     for block_parts, held in stream(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
-        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size, split=split,
+        cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size,
         chunk=chunk, block=block, calls=calls, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)

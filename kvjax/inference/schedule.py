@@ -22,7 +22,6 @@ from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quot
 from kvjax.inference.record import Calls
 from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, halved, with_more_pages
-from kvjax.inference.split import once_read
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.interfaces import Trail
@@ -47,7 +46,6 @@ def read(
     calls: Calls | None = None,
     implementation: str | None = None,
     observers: TokenRows | None = None,
-    split: str = "heads",
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """Read `rows` into an empty cache and compact it as the policy plans.
 
@@ -57,7 +55,6 @@ def read(
         chunk: tokens of a call.
         observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
             None: those of the plan, if it has some.
-        split: how the cache's rows are to be split in the end (`kvjax.inference.split`).
 
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
@@ -68,7 +65,7 @@ def read(
     plan = policy.plan
     if plan is None:
         cache, logits = run(cache, rows)
-        return halved(policy, once_read(policy, cache, split), room), logits
+        return halved(policy, cache, room), logits
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.moment.in_chunks:
@@ -85,7 +82,7 @@ def read(
         cache, logits = run(cache, rows)
         cache = at_prompt_end(model, policy, cache, rows, observers, run, calls, implementation)
     assert logits is not None
-    return fitted(policy, once_read(policy, cache, split), room), logits
+    return fitted(policy, cache, room), logits
 
 
 def at_prompt_end(
@@ -136,7 +133,9 @@ def _observed(
         if calls is not None:
             calls.feed(cache, np.array(sizes))
         tokens, valid = padded(list(observers), bucket(max(sizes)))
-        cache = _remembering(cache, *memories(model, policy.reading, cache, tokens, valid))
+        *memory, count = memories(model, policy.reading, cache, tokens, valid)
+        pages = dataclasses.replace(cache.pages, free_count=count)
+        cache = _remembering(dataclasses.replace(cache, pages=pages), *memory)
     if calls is not None:
         calls.passing[begun:] = [True] * (len(calls.passing) - begun)
     return cache, sizes if policy.stores_all else [0] * len(sizes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
-from kvjax.chat_template import templated
+from kvjax.chat_template import templated, token_ids
 from kvjax.errors import Doubt, UserError, check_unicode, named_arguments, shown
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.sampling import stream
@@ -108,11 +108,7 @@ class Session:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
         check_unicode(text)
         new = self._next(text)
-        ids = list(
-            self.tokenizer(new, add_special_tokens=not (self._templated or self._parts), verbose=False)[
-                "input_ids"
-            ]
-        )
+        ids = token_ids(self.tokenizer, new, add_special_tokens=not (self._templated or self._parts))
         read = 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
         tokens, answer, cache = self.tokens + ids, [], self.cache
         for parts, held in stream(
@@ -133,7 +129,7 @@ class Session:
         """What a user's turn adds to the text so far."""
         if not self._templated:
             return text
-        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}], tokenize=False)
+        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}])
         if not self._parts:
             return whole
         # an answer may be shown without the white space around it
@@ -160,7 +156,7 @@ class Session:
     def save(self, path: str | Path) -> int:
         """Write it into a folder, for `load`: as `kvjax.save_cache`, which says what is returned and raised."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
-        return write_cache(path, self._begun("save"), self.model, self.policy, "exact", {TURNS: turns})
+        return write_cache(path, self._begun("save"), self.model, self.policy, {TURNS: turns})
 
     @classmethod
     @named_arguments(where="Session.load")
@@ -182,6 +178,19 @@ class Session:
         turns = found.get(TURNS)
         if turns is None:
             raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
+        if not _whole(turns, int(np.asarray(cache.seen)[0]), model.config.vocab_size):
+            raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts = turns["parts"]
         return session
+
+
+def _whole(turns: Any, seen: int, vocabulary: int) -> bool:
+    """Whether saved turns are those of a conversation of which `seen` tokens were read."""
+    try:
+        texts = [x for message in turns["messages"] for x in (message["role"], message["content"])]
+        tokens = turns["tokens"]
+        whole = all(type(x) is int and 0 <= x < vocabulary for x in tokens) and len(tokens) >= seen
+        return whole and all(isinstance(x, str) for x in [*texts, *turns["parts"]])
+    except (TypeError, KeyError):
+        return False

@@ -23,7 +23,6 @@ def warm_up(
     batch: int = 1,
     chunk: int = CHUNK,
     page_size: int | None = None,
-    split: str = "heads",
     block: int = BLOCK,
 ) -> None:
     """Compile what `prefill` and `sample` run with the same `max_tokens`, whatever the lengths: at most as many
@@ -33,7 +32,7 @@ def warm_up(
     Args:
         max_tokens: the longest prompt with its answer.
         batch: prompts of a call.
-        chunk, page_size, split, block: as the calls to come are given them.
+        chunk, page_size, block: as the calls to come are given them.
 
     Raises:
         UserError: as `prefill` and `sample`.
@@ -44,7 +43,7 @@ def warm_up(
     if policy is not None and policy.eviction is not None and policy.eviction.rereads:
         # the shorter prompts may have fewer places than their beginning takes
         policy = changed(policy, budget=Ratio(1.0))
-    options = {"policy": policy, "page_size": page_size, "split": split, "chunk": chunk}
+    options = {"policy": policy, "page_size": page_size, "chunk": chunk}
 
     def prompts(tokens: int) -> list[np.ndarray]:
         return [np.zeros(tokens, np.int32)] * batch

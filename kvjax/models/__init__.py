@@ -1,8 +1,8 @@
 """Llama, Qwen and Mistral decoders, their Hugging Face folders and GGUF files.
 
-config, rope, decoder: a model. folder, wheel: where its files are. loading, names, tensor_files, adapter, gguf_file:
-its weights; kinds: what is there instead. json_file, rope_json, gguf_config: its configuration. gguf_tokenizer: a
-tokenizer. quiet: transformers' import. chat: text as tokens. saving: the way back.
+config, rope, decoder: a model. folder: where its files are. loading, names, tensor_files, adapter, gguf_file: its
+weights. kinds: what is there instead. json_file, rope_json, gguf_config, turn_ends: its configuration.
+tokenizer_files, gguf_tokenizer: a tokenizer. quiet: transformers' import. chat: text as tokens. saving: the way back.
 """
 
 from kvjax.models.config import ModelConfig, read_config

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kvjax.chat_template import PLACE, around, templated
+from kvjax.chat_template import PLACE, around, templated, token_ids
 from kvjax.errors import UserError, check_unicode, shown
 
 
@@ -21,11 +21,9 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
         check_unicode(prompt)
         messages = [{"role": "user", "content": prompt}]
         if not has_template:
-            bare = {"add_special_tokens": False} if part == "end" else {}
-            return list(tokenizer(prompt, verbose=False, **bare)["input_ids"])
+            return token_ids(tokenizer, prompt, **{} if part == "end" else {"add_special_tokens": True})
         if part == "end":
-            text = prompt + around(tokenizer)[1]
-            return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+            return token_ids(tokenizer, prompt + around(tokenizer)[1])
     else:
         messages = _messages(prompt)
         if not has_template:
@@ -38,9 +36,8 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
             )
     if part == "beginning":
         last = messages[-1] | {"content": messages[-1]["content"] + PLACE}
-        text = around(tokenizer, [*messages[:-1], last])[0]
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(templated(tokenizer, messages, return_dict=False))
+        return token_ids(tokenizer, around(tokenizer, [*messages[:-1], last])[0])
+    return token_ids(tokenizer, templated(tokenizer, messages))
 
 
 def is_chat(prompt: Any) -> bool:

@@ -4,20 +4,21 @@ import dataclasses
 import functools
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jaxtyping import Float32
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
 from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.json_file import JsonObject
-from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, inverse_frequencies
+from kvjax.models.rope import ROPE_TYPES, RopeConfig, attention_scaling, check_rotation, inverse_frequencies
 from kvjax.models.rope_json import read_rope, rope_scaling
 from kvjax.models.tensor_files import has_own_head
+from kvjax.models.turn_ends import folder_turn_ends
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -41,15 +42,27 @@ class Family:
     """The same of the output projection."""
     mlp_bias: bool = False
     """Whether the key of that name is read."""
-    sliding_window: int | None = None
-    """What a missing key of that name means."""
+    sliding_window: Literal["no layer", "upper layers", "all layers"] = "no layer"
+    """Which layers may have one."""
 
+
+_MOST = {
+    "vocab_size": 2**24,
+    "num_layers": 10_000,
+    "width": 2**24,
+    "mlp_width": 2**24,
+    "num_heads": 2**16,
+    "num_kv_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position": LARGEST_INT,
+}
+"""The largest sizes of a model, far beyond those of any that exists: a small file must not cause unlimited work."""
 
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", mlp_bias=True),
-    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False),
-    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True),
+    "mistral": Family("MistralForCausalLM", qkv_bias=False, out_bias=False, sliding_window="all layers"),
+    "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, out_bias=False, sliding_window="upper layers"),
+    "qwen3": Family("Qwen3ForCausalLM", qk_norm=True, sliding_window="upper layers"),
 }
 
 
@@ -58,8 +71,8 @@ class ModelConfig:
     """Sizes and flags of a decoder.
 
     Raises:
-        UserError: a size below 1, query heads that the kv heads do not divide, an odd head_dim, an unknown activation
-            or rope type.
+        UserError: a number out of its range, query heads that the kv heads do not divide, an odd head_dim, an unknown
+            activation or rope type.
     """
 
     vocab_size: int
@@ -100,14 +113,25 @@ class ModelConfig:
     """The token that begins a text; None: there is none."""
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a sequence."""
+    turn_ends: tuple[tuple[str, int], ...] = dataclasses.field(default=(), compare=False, repr=False)
+    """The tokens of `eos_ids` that only the chat template names, and their ids."""
     name: str = dataclasses.field(default="", compare=False)
     """Where the model was read from, for messages."""
 
     def __post_init__(self):
-        sizes = "vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "head_dim"
-        for name in (*sizes, "max_position"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if not 1 <= getattr(self, name) <= most:
+                bound = f"at least 1 and at most {most:,}" if getattr(self, name) > most else "at least 1"
+                raise UserError(f"{name} must be {bound}, got {getattr(self, name)}")
+        if self.num_heads * self.head_dim > _MOST["width"]:
+            raise UserError(
+                f"{self.num_heads:,} heads of {self.head_dim:,}, expected at most {_MOST['width']:,} in all"
+            )
+        if not 0 <= self.norm_eps < 1:
+            raise UserError(f"norm_eps must be at least 0 and below 1, got {self.norm_eps:g}")
+        for id_ in (*self.eos_ids, *(() if self.bos_id is None else (self.bos_id,))):
+            if not 0 <= id_ <= LARGEST_INT:
+                raise UserError(f"a token id must be at least 0 and at most {LARGEST_INT}, got {id_}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"{self.num_kv_heads} kv heads do not divide {self.num_heads} query heads")
         if self.head_dim % 2:
@@ -116,6 +140,9 @@ class ModelConfig:
             raise UserError(f"activation {self.activation!r} is not supported, only {', '.join(ACTIVATIONS)}")
         if self.rope.type not in ROPE_TYPES:
             raise UserError(f"rope type {self.rope.type!r} is not supported, only {', '.join(ROPE_TYPES)}")
+        check_rotation(self.rope, self.head_dim)
+        if self.longest > LARGEST_INT:
+            raise UserError(f"rope factor and original length make a context of {self.longest:,} tokens")
 
     @property
     def longest(self) -> int:
@@ -128,13 +155,16 @@ class ModelConfig:
 
 
 def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfig:
-    """The model in a Hugging Face folder, from its `config.json`, or in a GGUF file, from its metadata.
+    """Read the configuration of a model from a folder's `config.json` or from the metadata of a GGUF file.
 
     An adapter's folder has the config of its base model. Tied embeddings count as untied where the folder's weights
-    hold a head of other values. A folder's eos ids are those of `generation_config.json`, if there is one.
+    hold a head of other values.
 
-    Mistral's sliding window is not built: a folder that has one shorter than its context is refused, because running it
-    with full attention would silently be another model. Set `sliding_window` to null there to have just that.
+    A folder's eos ids are those of `generation_config.json`, or of `config.json` if that names none, and the token with
+    which its chat template ends a turn.
+
+    Sliding-window attention is not supported: a model with a layer whose window is shorter than its context is refused,
+    because full attention would silently make it another model. To run it so nonetheless, set `sliding_window` to null.
 
     Args:
         folder: holds `config.json`; or the GGUF file.
@@ -154,9 +184,14 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         raise keys.error(
             "quantized weights (quantization_config) are not supported: pass the unquantized model"
         )
-    _refuse_sliding_window(keys, family)
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
+    generation = folder / "generation_config.json"
+    eos = JsonObject.read(generation).ids("eos_token_id") if generation.exists() else []
+    eos = eos or keys.ids("eos_token_id")
+    # those of a GGUF file are among its keys
+    ends = {} if is_gguf(folder) else folder_turn_ends(folder)
+    added = {token: id_ for token, id_ in ends.items() if id_ not in eos}
     tied = keys.get("tie_word_embeddings", bool, False)
     if tied and not is_gguf(folder) and has_own_head(folder):
         tied = False
@@ -166,9 +201,6 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
             Doubt,
             stacklevel=1,
         )
-    generation = folder / "generation_config.json"
-    # as in transformers: what the one file says counts alone
-    eos = JsonObject.read(generation) if generation.exists() else keys
     read: dict[str, Any] = {
         "vocab_size": keys.get("vocab_size", int),
         "num_layers": keys.get("num_hidden_layers", int),
@@ -188,12 +220,30 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         "model_type": model_type,
         "max_position": _trained_context(keys),
         "bos_id": keys.get("bos_token_id", int, None),
-        "eos_ids": tuple(sorted(set(eos.ids("eos_token_id")))),
+        "eos_ids": tuple(sorted({*eos, *added.values()})),
+        "turn_ends": tuple(added.items()),
     }
     try:
-        return ModelConfig(**read)
+        config = ModelConfig(**read)
     except UserError as error:
         raise keys.error(str(error)) from None
+    _refuse_sliding_window(keys, family, config.longest)
+    return config
+
+
+def warn_of_turn_ends(config: ModelConfig) -> None:
+    """Say which tokens end an answer although the model's files do not name them as its end."""
+    if not config.turn_ends:
+        return
+    added = {id_ for _, id_ in config.turn_ends}
+    tokens = ", ".join(f"{shown(token)} ({id_})" for token, id_ in config.turn_ends)
+    named = ", ".join(str(id_) for id_ in config.eos_ids if id_ not in added)
+    warnings.warn(
+        f"{config.name}: answers also end at {tokens}, with which the chat template ends a turn; the model's files "
+        f"name {named[:100] or 'no token'}",
+        Doubt,
+        stacklevel=4,
+    )
 
 
 def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -243,7 +293,7 @@ def config_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         written["attention_bias"] = config.attention_bias
     if family.mlp_bias:
         written["mlp_bias"] = config.mlp_bias
-    if family.sliding_window is not None:
+    if family.sliding_window == "all layers":
         written["sliding_window"] = None
     return written
 
@@ -255,20 +305,24 @@ def _trained_context(keys: JsonObject) -> int:
     return min(declared, chunks.get("original_max_position_embeddings", int, declared))
 
 
-def _refuse_sliding_window(keys: JsonObject, family: Family) -> None:
-    """Raise unless every layer attends to the whole context."""
-    kinds = set(keys.get("layer_types", list, [])) - {"full_attention"}
-    if kinds:
+def _refuse_sliding_window(keys: JsonObject, family: Family, longest: int) -> None:
+    """Raise unless every layer attends to the whole context, as transformers reads the same keys."""
+    missing = "sliding_window" not in keys.data and family.sliding_window != "no layer"
+    window = 4096 if missing else keys.get("sliding_window", int, None)
+    kinds = [str(kind) for kind in keys.get("layer_types", list, [])]
+    if family.sliding_window == "upper layers":
+        window = window if keys.get("use_sliding_window", bool, False) else None
+        first = keys.get("max_window_layers", int, 28)
+        slides = "sliding_attention" in kinds if kinds else first < keys.get("num_hidden_layers", int)
+    else:
+        slides = family.sliding_window == "all layers"
+    whole = (
+        {"full_attention"} if window is None or window < longest else {"full_attention", "sliding_attention"}
+    )
+    if others := sorted(set(kinds) - whole):
+        raise keys.error(f"layer_types has {', '.join(others[:3])[:200]}; only full_attention is supported")
+    if slides and window is not None and window < longest:
         raise keys.error(
-            f"layer_types has {', '.join(sorted(map(str, kinds)))}; only full_attention is supported"
-        )
-    always = family.sliding_window is not None
-    if not always and not keys.get("use_sliding_window", bool, False):
-        return
-    present = "sliding_window" in keys.data
-    window = keys.get("sliding_window", int, None) if present or not always else family.sliding_window
-    if window is not None and window < keys.get("max_position_embeddings", int):
-        raise keys.error(
-            f"sliding_window is {window}{'' if present else ' (its default)'}, but sliding-window attention is not "
+            f"sliding_window is {window}{' (its default)' if missing else ''}, but sliding-window attention is not "
             "supported: set sliding_window to null to run the model with full attention"
         )

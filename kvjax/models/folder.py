@@ -3,36 +3,28 @@
 import os
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import BUILTIN, builtin_model
+from kvjax.chat_template import is_panic
 from kvjax.errors import UserError, named_arguments, shown
 from kvjax.models.adapter import base_of, is_adapter
+from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.gguf_tokenizer import gguf_tokenizer, save_gguf_tokenizer
-from kvjax.models.json_file import JsonObject
+from kvjax.models.json_file import JsonObject, write_json
 from kvjax.models.kinds import few, kind_of_folder
 from kvjax.models.quiet import quiet
-from kvjax.models.wheel import gguf_in_wheel
+from kvjax.models.tokenizer_files import TOKENIZER_FILES, VOCABULARIES, copy_tokenizer_files
 
 _FETCHED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model")
-_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_TOKENIZER_FILES = (
-    *_VOCABULARIES,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
 
 
 def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The built-in model's folder by its name, the folder or the GGUF file itself if there is one, the GGUF file that a
-    wheel holds, else the snapshot of the hub id, downloaded if it is not in the local cache.
+    """Return the built-in model's folder for its name, an existing folder or GGUF file as it is, and otherwise the
+    snapshot of the hub id, downloaded if it is not in the local cache.
 
     Raises:
         UserError: no such folder or file, or a hub id that cannot be fetched; says what to pass.
@@ -52,13 +44,11 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
             if kind := kind_of_folder(path):
                 raise UserError(f"{path}: not a model folder, it has no config.json{kind}")
         return path
-    if path.suffix == ".whl" and path.is_file():
-        return gguf_in_wheel(path)
     if path.exists():
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
         )
-    if is_gguf(path) or path.suffix == ".whl":
+    if is_gguf(path):
         raise UserError(f"{path_or_hub_id}: no such file")
     if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
         raise UserError(f"{path_or_hub_id}: no such folder")
@@ -98,46 +88,78 @@ def load_tokenizer(path_or_hub_id: str | os.PathLike[str]) -> Any:
     if is_gguf(folder):
         return gguf_tokenizer(GgufFile.read(folder))
     # without a vocabulary transformers may make an empty tokenizer up
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
-        raise UserError(f"{folder}: no tokenizer, expected {' or '.join(_VOCABULARIES)}")
-
-    with quiet():
-        from transformers import AutoTokenizer
-
+    if not any((folder / name).exists() for name in VOCABULARIES):
+        raise UserError(f"{folder}: no tokenizer, expected {' or '.join(VOCABULARIES)}")
     # what is wrong with config.json is not said of the tokenizer
-    file = base_of(model) / "config.json"
-    config = JsonObject.read(file) if file.is_file() else None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the libraries raise whatever a damaged file makes them trip over
-        raise UserError(f"{folder}: its tokenizer cannot be read ({_why(folder, error)})") from None
+    config = read_config(model) if (base_of(model) / "config.json").exists() else None
+    tokenizer = _read_tokenizer(folder, config)
     if config is not None:
-        _check_vocabulary(folder, tokenizer, config.get("vocab_size", int, None))
+        _check_vocabulary(folder, tokenizer, config.vocab_size)
     return tokenizer
 
 
 def _tokenizer_folder(model: Path) -> Path:
     """Return where a model's tokenizer is: an adapter without one has that of its base."""
-    return model if any((model / name).is_file() for name in _VOCABULARIES) else base_of(model)
+    return model if any((model / name).is_file() for name in VOCABULARIES) else base_of(model)
 
 
-def _why(folder: Path, error: Exception) -> str:
-    """What tokenizer.json is not, else what the libraries tripped over."""
-    file = folder / "tokenizer.json"
-    try:
-        if file.is_file():
-            parts = JsonObject.read(file)
-            parts.get("added_tokens", list)
-            parts.get("model", dict)
-    except UserError as wrong:
-        return str(wrong)
-    return str(error).strip().splitlines()[0] if isinstance(error, OSError | ValueError) else repr(error)
+def _read_tokenizer(folder: Path, config: ModelConfig | None) -> Any:
+    """The tokenizer, as transformers reads it from copies of the files that make one.
+
+    Nothing else of the folder is within its reach: no code, no other file that one of these names. `auto_map`, which
+    names code, is not copied either.
+    """
+    with quiet():
+        from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+
+    own = {} if config is None else JsonObject.read(base_of(folder) / "config.json").data
+    with tempfile.TemporaryDirectory(prefix="kvjax-tokenizer-") as copies:
+        try:
+            told = copy_tokenizer_files(folder, Path(copies))
+            if config is None and "auto_map" in told.data:
+                raise told.error("it needs code of its own (auto_map), and such code is never run")
+            # of the model's own configuration transformers looks at these two
+            known = {key: own[key] for key in ("model_type", "transformers_version") if key in own}
+            write_json(Path(copies) / "config.json", known)
+            kind = {"name_or_path": str(folder), "tokenizer_class": own.get("tokenizer_class")}
+            for keys in (JsonObject(own, str(folder / "config.json")), told):
+                _check_class(keys)
+            tokenizer = AutoTokenizer.from_pretrained(
+                copies,
+                config=AutoConfig.for_model(config.model_type, **kind)
+                if config
+                else PreTrainedConfig(**kind),
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+            tokenizer("a")  # what the library trips over is often seen at the first text
+        except BaseException as error:  # the libraries raise whatever a damaged file makes them trip over
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            lines = str(error).strip().splitlines() or [""]
+            why = lines[0].replace(copies, str(folder))[:300]
+            why = why if isinstance(error, OSError | ValueError) else f"{type(error).__name__} {why}".strip()
+            raise UserError(f"{folder}: its tokenizer cannot be read ({why})") from None
+    tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(folder)
+    return tokenizer
 
 
-def _check_vocabulary(folder: Path, tokenizer: Any, rows: int | None) -> None:
+def _check_class(keys: JsonObject) -> None:
+    """Raise UserError if `tokenizer_class` is a class of transformers that is no tokenizer, such as AutoModel."""
+    from transformers import PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    name = keys.get("tokenizer_class", str, None)
+    for spelled in (name, name.removesuffix("Fast"), f"{name}Fast") if name else ():
+        found = tokenizer_class_from_name(spelled)
+        if found is not None and not (isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)):
+            raise keys.error(f"tokenizer_class must be a tokenizer, got {shown(name)}")
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, rows: int) -> None:
     """Refuse the tokenizer of another model: one with ordinary tokens beyond the model's, or with less than half of
     them. Many models pad their vocabulary, and some have a token added for padding that they have no row for."""
-    if rows is not None and not (tokenizer.vocab_size <= rows <= 2 * len(tokenizer)):
+    if not (tokenizer.vocab_size <= rows <= 2 * len(tokenizer)):
         raise UserError(
             f"{folder}: its tokenizer is of another model: it has {len(tokenizer):,} tokens, the model's vocabulary "
             f"(vocab_size) {rows:,}"
@@ -156,6 +178,6 @@ def copy_tokenizer(path_or_hub_id: str | os.PathLike[str], to: Path) -> None:
     if is_gguf(folder):
         save_gguf_tokenizer(GgufFile.read(folder), to)
         return
-    for name in _TOKENIZER_FILES:
+    for name in (*TOKENIZER_FILES, "chat_template.json", "generation_config.json"):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, to / name)

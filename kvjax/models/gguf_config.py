@@ -4,9 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.errors import UserError
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject
 from kvjax.models.rope import RopeConfig, inverse_frequencies
+from kvjax.models.turn_ends import turn_ends
 
 _UNLIKE = {
     "expert_count": (0,),
@@ -19,7 +21,8 @@ _UNLIKE = {
 }
 """What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
 and a factor of 1 changes nothing."""
-_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens."""
 
 
 def config_keys(file: GgufFile) -> JsonObject:
@@ -39,7 +42,8 @@ def config_keys(file: GgufFile) -> JsonObject:
             raise file.metadata.error(f"{file.architecture}.{name} is {other}, but heads have {head_dim}")
     embed = file.tensors.get("token_embd.weight")
     if embed is None:
-        raise file.metadata.error("the tensor token_embd.weight is missing")
+        alone = "" if file.tensors else ", it has a vocabulary alone"
+        raise file.metadata.error(f"the tensor token_embd.weight is missing{alone}")
     context = file.get("context_length", int)
     window = file.get("attention.sliding_window", int, 0)
     if 0 < window < context:
@@ -75,10 +79,24 @@ def _decimal(stored: float) -> float:
 def _eos_ids(metadata: JsonObject) -> list[int]:
     """The tokens that end a text, a turn or a message, and those that end a turn by the chat template."""
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id", int, None) for name in ("eos", "eot", "eom"))
-    template = metadata.get("tokenizer.chat_template", str, "")
-    tokens = metadata.get("tokenizer.ggml.tokens", list, [])
-    turns = (tokens.index(token) for token in _TURN_ENDS if token in template and token in tokens)
-    return sorted({id_ for id_ in (*named, *turns) if id_ is not None})
+    ids = {id_ for id_ in named if id_ is not None}
+    if template := metadata.get("tokenizer.chat_template", str, ""):
+        listed = metadata.get("tokenizer.ggml.tokens", list, [])
+        types = metadata.get("tokenizer.ggml.token_type", list, [_CONTROL] * len(listed))
+        tokens = {
+            token: id_
+            for id_, (token, type_) in enumerate(zip(listed, types, strict=False))
+            if type_ in (_CONTROL, _USER_DEFINED)
+        }
+        marks = {
+            f"{name}_token": metadata.get(f"tokenizer.ggml.{name}_token_id", int, None)
+            for name in ("bos", "eos")
+        }
+        special = {
+            name: listed[id_] for name, id_ in marks.items() if id_ is not None and 0 <= id_ < len(listed)
+        }
+        ids |= set(turn_ends(template, tokens, special).values())
+    return sorted(ids)
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
@@ -113,17 +131,24 @@ def _llama3(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
     of two that gives the same factors: everything else is refused.
     """
     tensor = file.tensors["rope_freqs.weight"]
+    if tensor.shape != (head_dim // 2,):
+        raise file.metadata.error(
+            f"rope_freqs.weight is not Llama 3's scaling: its shape is {tensor.shape}, expected {(head_dim // 2,)}"
+        )
     stored = np.zeros(tensor.shape, np.float32)
     tensor.fill(stored, 0)
     if (stored == 1).all():
         return None
+    fits = ((stored > 0) & np.isfinite(stored)).all()
     factor = _decimal(float(stored.max()))
     theta = _decimal(file.get("rope.freq_base", float, 10_000.0))
-    unscaled = inverse_frequencies(RopeConfig(theta=theta), head_dim)
-    for length in (2**power for power in range(6, 21)):
-        rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
-        factors = unscaled / inverse_frequencies(rope, head_dim)
-        if factors.shape == stored.shape and np.allclose(factors, stored, rtol=1e-5, atol=0):
+    for length in (2**power for power in range(6, 21) if fits):
+        try:
+            rope = RopeConfig("llama3", theta, factor, length, low_freq_factor=1.0, high_freq_factor=4.0)
+        except UserError as error:
+            raise file.metadata.error(str(error)) from None
+        factors = inverse_frequencies(RopeConfig(theta=theta), head_dim) / inverse_frequencies(rope, head_dim)
+        if np.allclose(factors, stored, rtol=1e-5, atol=0):
             return {
                 "rope_type": "llama3",
                 "factor": factor,

@@ -1,19 +1,23 @@
-"""GGUF files (llama.cpp's): what the header says, and rows of tensors, dequantised as they are read.
+"""Headers of GGUF files (llama.cpp's), and rows of their tensors, dequantised as they are read.
 
 Format: ggml's docs/gguf.md, versions 2 and 3, little-endian. The header is read here and not by the package `gguf`,
 whose reader makes arrays of every token of the vocabulary: 6 seconds and 150 MiB for 49,152 tokens.
+
+A file may come from anybody. Every count in it is held against its size or a bound before any work depends on it.
 """
 
 import dataclasses
+import itertools
 import math
 import mmap
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, shown
 from kvjax.models.json_file import JsonObject
 from kvjax.models.names import LAYER, TOP, layer_name
 from kvjax.models.tensor_files import TensorInFile
@@ -25,6 +29,16 @@ _ROWS = 256
 """Rows that are dequantised at a time: the package needs a few times their size."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_VALUES = 1 << 22
+"""Values of an array in the metadata. The largest vocabularies have 300,000 tokens and 600,000 merges."""
+_MOST_AXES = 4
+"""Axes of a tensor, as in ggml."""
+_ELSE = {
+    "adapter": "a LoRA adapter: merge it into its base model first (llama-export-lora)",
+    "mmproj": "the projector of a multimodal model: pass the file of its language model",
+    "imatrix": "an importance matrix for quantisation",
+}
+"""Kinds of GGUF files that hold no language model, by `general.type`."""
 
 
 def is_gguf(path: Path) -> bool:
@@ -71,41 +85,36 @@ class GgufFile:
         """Read the header; no tensor's bytes are touched.
 
         Raises:
-            UserError: no GGUF file or not a whole one, one of several files, an architecture or a quantisation that is
-                not supported, the package `gguf` is not installed.
+            UserError: no GGUF file or not a whole one, one of several files, no language model, an architecture or a
+                quantisation that is not supported, the package `gguf` is not installed.
         """
+        # opening a pipe would wait for its writer
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path}: not a regular file")
         try:
             with path.open("rb") as opened:
                 cursor = _Cursor(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as a GGUF file ({error})") from None
-        if cursor.data[:4] != b"GGUF":
-            raise UserError(f"{path}: not a GGUF file, it does not begin with GGUF")
-        cursor.at = 4
+        _check_begin(path, cursor.data[:64])
+        cursor.at = 8
         try:
-            (version,) = cursor.numbers("I")
-            if version not in (2, 3):
-                raise UserError(
-                    f"{path}: GGUF version {version} is not supported, only 2 and 3 (little-endian)"
-                )
             count, pairs = cursor.numbers("Q", 2)
-            metadata = dict(cursor.pair() for _ in range(pairs))
-            infos = [cursor.tensor() for _ in range(count)]
-        except (struct.error, KeyError, UnicodeDecodeError) as error:
+            metadata = _unique("the key", (cursor.pair() for _ in range(pairs)))
+            infos = _unique("the tensor", (cursor.tensor() for _ in range(count)))
+        except (struct.error, UnicodeDecodeError) as error:
             raise UserError(f"{path}: not a whole GGUF file, it may be cut off ({error})") from None
+        except ValueError as error:
+            raise UserError(f"{path}: not a valid GGUF file ({error})") from None
         known = JsonObject(metadata, str(path))
-        architecture = known.get("general.architecture", str)
-        if architecture not in ARCHITECTURES:
-            raise known.error(
-                f"architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
-            )
-        if known.get("split.count", int, 1) > 1:
-            raise known.error(
-                f"is one of {metadata['split.count']} files (split.count): merge them into one first"
-            )
+        _check_kind(known)
+        for name in ("tokens", "merges"):
+            if not all(isinstance(x, str) for x in known.get(f"tokenizer.ggml.{name}", list, [])[:1]):
+                raise known.error(f"tokenizer.ggml.{name} must be a list of strings")
         align = known.get("general.alignment", int, 32)
-        begin = -(-cursor.at // max(align, 1)) * align
-        return cls(path, known, _tensors(path, cursor.data, begin, infos))
+        if align < 1 or align & (align - 1):
+            raise known.error(f"general.alignment must be a power of two, got {align}")
+        return cls(path, known, _tensors(path, cursor.data, -(-cursor.at // align) * align, align, infos))
 
     @property
     def architecture(self) -> str:
@@ -116,10 +125,15 @@ class GgufFile:
         return self.metadata.get(f"{self.architecture}.{name}", kind, *default)
 
     def hugging_face_tensors(self) -> dict[str, TensorInFile]:
-        """The tensors by Hugging Face's names, laid out as there; what has no such name keeps its own."""
+        """Return the tensors by Hugging Face's names, laid out as there; one without such a name keeps its own."""
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         layers = self.get("block_count", int)
+        # names are made for every layer
+        if not 0 <= layers <= len(self.tensors):
+            raise self.metadata.error(
+                f"{self.architecture}.block_count is {layers}, but the file has {len(self.tensors)} tensors"
+            )
         arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == self.architecture)
         known = get_tensor_name_map(arch, layers)
         wanted = [*TOP.values(), *(layer_name(path, layer) for layer in range(layers) for path in LAYER)]
@@ -133,6 +147,8 @@ class GgufFile:
             part = tensor.name.split(".")[-2] if "." in tensor.name else ""
             order = _halves(tensor.shape[0], permuted[part]) if part in permuted else None
             name = names.get(tensor.name, tensor.name)
+            if name in found:
+                raise self.metadata.error(f"the tensor {name} is there twice, once as {tensor.name}")
             found[name] = dataclasses.replace(tensor, name=name, order=order)
         # its numbers are in the config
         found.pop("rope_freqs.weight", None)
@@ -147,7 +163,63 @@ def _halves(rows: int, heads: int) -> np.ndarray | None:
     return np.arange(rows).reshape(heads, -1, 2).transpose(0, 2, 1).reshape(-1)
 
 
-def _tensors(path: Path, data: mmap.mmap, begin: int, infos: list[tuple]) -> dict[str, GgufTensor]:
+def _check_begin(path: Path, begin: bytes) -> None:
+    """Refuse what does not begin as a GGUF file of a version that is read."""
+    if begin[:4] != b"GGUF":
+        kind = "not a GGUF file, it does not begin with GGUF"
+        if begin.startswith(b"version https://git-lfs"):
+            kind = "a Git LFS pointer, not the GGUF file itself: git lfs pull fetches it"
+        elif begin.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"<"):
+            kind = "a web page, not a GGUF file: download the file again"
+        raise UserError(f"{path}: {kind}")
+    if len(begin) < 8:
+        raise UserError(f"{path}: not a whole GGUF file, it may be cut off (it has {len(begin)} bytes)")
+    (version,) = struct.unpack_from("<I", begin, 4)
+    if version and not version & 0xFFFF:
+        raise UserError(
+            f"{path}: is a big-endian GGUF file, only little-endian ones are supported: gguf-convert-endian, of the "
+            "package gguf, converts it"
+        )
+    if version not in (2, 3):
+        raise UserError(f"{path}: GGUF version {version} is not supported, only 2 and 3")
+
+
+def _check_kind(metadata: JsonObject) -> None:
+    """Refuse parts of models and architectures that are not supported."""
+    # parts after the first have no other keys
+    parts = metadata.get("split.count", int, 1)
+    if parts > 1:
+        raise metadata.error(
+            f"is part {metadata.get('split.no', int, 0) + 1} of {parts} of a split GGUF file: merge the parts first "
+            "(llama-gguf-split --merge FIRST-PART OUT.gguf)"
+        )
+    kind = metadata.get("general.type", str, "model")
+    architecture = metadata.get("general.architecture", str, None)
+    kind = "mmproj" if architecture == "clip" else kind
+    if kind != "model":
+        raise metadata.error(f"is no language model but {_ELSE.get(kind, f'of general.type {kind!r}')}")
+    if architecture is None:
+        raise metadata.error("general.architecture is missing")
+    if architecture not in ARCHITECTURES:
+        raise metadata.error(
+            f"architecture {architecture!r} is not supported, only {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _unique(what: str, pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a mapping. Raises ValueError for a name that is there twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{what} {shown(name)} is there twice")
+        found[name] = value
+    return found
+
+
+def _tensors(
+    path: Path, data: mmap.mmap, begin: int, align: int, infos: dict[str, tuple[tuple[int, ...], int, int]]
+) -> dict[str, GgufTensor]:
+    """Return the tensors, whose bytes are at offsets from `begin` on."""
     try:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     except ModuleNotFoundError:
@@ -155,31 +227,36 @@ def _tensors(path: Path, data: mmap.mmap, begin: int, infos: list[tuple]) -> dic
             f"{path}: GGUF files need the package gguf, which is not installed: pip install gguf"
         ) from None
     kinds = {kind.value: kind for kind in GGMLQuantizationType}
-    tensors, unknown = {}, {}
-    for name, shape, number, offset in infos:
+    tensors, unknown, places = {}, {}, []
+    for name, (shape, number, offset) in infos.items():
         kind = kinds.get(number)
         label = kind.name if kind is not None else f"type {number}"
-        # a row holds whole blocks; llama.cpp never quantises vectors
-        if (
-            kind is None
-            or len(shape) < (1 if label in FLOATS else 2)
-            or label not in (*FLOATS, *QUANTISATIONS)
-        ):
+        # llama.cpp never quantises vectors
+        if kind is None or label not in (*FLOATS, *QUANTISATIONS) or (label not in FLOATS and len(shape) < 2):
             unknown.setdefault(label, name)
             continue
         block, size = GGML_QUANT_SIZES[kind]
         row = math.prod(shape[1:])
-        bytes_ = shape[0] * row * size // block
-        if row % block or not bytes_ or begin + offset + bytes_ > len(data):
+        # a row holds whole blocks
+        if not row * shape[0] or row % block or offset % align:
             raise UserError(
-                f"{path}: not a whole GGUF file, it may be cut off ({name} has shape {shape} in {label} and should end "
-                f"at byte {begin + offset + bytes_} of {len(data)})"
+                f"{path}: the tensor {shown(name)} cannot have shape {shape} in {label} at offset {offset}"
             )
-        blocks = np.frombuffer(data, np.uint8, bytes_, begin + offset).reshape(shape[0], -1)
+        bytes_, start = shape[0] * row * size // block, begin + offset
+        if start + bytes_ > len(data):
+            raise UserError(
+                f"{path}: not a whole GGUF file, it may be cut off ({shown(name)} has shape {shape} in {label} and "
+                f"should end at byte {start + bytes_} of {len(data)})"
+            )
+        places.append((start, start + bytes_, name))
+        blocks = np.frombuffer(data, np.uint8, bytes_, start).reshape(shape[0], -1)
         tensors[name] = GgufTensor(name, path, shape, label if label in FLOATS else "F32", kind, blocks)
     if unknown:
-        named = ", ".join(f"{label} ({name})" for label, name in unknown.items())
+        named = ", ".join(f"{label} ({name})" for label, name in list(unknown.items())[:5])
         raise UserError(f"{path}: {named} is not supported, only {', '.join((*FLOATS, *QUANTISATIONS))}")
+    for (_, end, one), (start, _, other) in itertools.pairwise(sorted(places)):
+        if start < end:
+            raise UserError(f"{path}: the tensors {shown(one)} and {shown(other)} overlap")
     return tensors
 
 
@@ -204,18 +281,30 @@ class _Cursor:
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
-            return self.numbers(_SCALARS[kind])[0]
+            return self.numbers(_scalar(kind))[0]
         (inner,), (count,) = self.numbers("I"), self.numbers("Q")
-        if inner in _SCALARS:
-            return list(self.numbers(_SCALARS[inner], count))
-        return [self.value(inner) for _ in range(count)]
+        # llama.cpp refuses arrays of arrays as well
+        if inner == _ARRAY or count > _MOST_VALUES:
+            what = "arrays" if inner == _ARRAY else f"{count} values"
+            raise ValueError(f"an array of {what}, expected at most {_MOST_VALUES} numbers or strings")
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(_scalar(inner), count))
 
     def pair(self) -> tuple[str, Any]:
         name = self.text()
         return name, self.value(*self.numbers("I"))
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, shape with the rows first, number of the quantisation, offset of the data."""
-        name = self.text()
-        shape = self.numbers("Q", *self.numbers("I"))[::-1]
-        return name, shape, *self.numbers("I"), *self.numbers("Q")
+    def tensor(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
+        """The name; the shape with the rows first, the number of the quantisation, the offset of the data."""
+        name, (axes,) = self.text(), self.numbers("I")
+        if not 1 <= axes <= _MOST_AXES:
+            raise ValueError(f"the tensor {shown(name)} has {axes} axes, expected 1 to {_MOST_AXES}")
+        return name, (self.numbers("Q", axes)[::-1], *self.numbers("I"), *self.numbers("Q"))
+
+
+def _scalar(kind: int) -> str:
+    """The struct module's code for a type of numbers."""
+    if kind not in _SCALARS:
+        raise ValueError(f"a value of type {kind}, which GGUF does not have")
+    return _SCALARS[kind]

@@ -9,6 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from kvjax.errors import LARGEST_INT, UserError, shown
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile
 from kvjax.models.json_file import JsonObject, write_json
@@ -16,6 +17,12 @@ from kvjax.models.quiet import quiet
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Token types."""
+_LONGEST_TOKEN = 4096
+"""Characters. The longest pieces of published vocabularies have a few hundred."""
+_MOST_CUTS = 1 << 27
+"""Sum of the squared lengths of SentencePiece's tokens, all of whose cuts are tried: 2 million for Llama 2's."""
+_LONGEST_TEMPLATE = 1 << 20
+"""Characters of a chat template. Published ones have up to 20,000."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +56,21 @@ _BYTE_LEVEL = {
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """The Hugging Face tokenizer of a GGUF file; needs no torch.
+    """Return the Hugging Face tokenizer of a GGUF file; needs no torch.
 
     Raises:
         UserError: the file has no tokenizer, or one that is not supported, by name.
     """
+    try:
+        return _tokenizer(file)
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library's panics are no exceptions
+        why = " ".join(str(error).split())[:200]
+        raise file.metadata.error(f"its tokenizer cannot be read ({why})") from None
+
+
+def _tokenizer(file: GgufFile) -> Any:
     from tokenizers import AddedToken, processors
 
     with quiet():
@@ -65,10 +82,20 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         raise metadata.error(f"a tokenizer of type {model!r} is not supported, only {', '.join(_MAKERS)}")
     tokens = metadata.get("tokenizer.ggml.tokens", list)
     types = metadata.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
+    template = metadata.get("tokenizer.chat_template", str, None)
+    for what, text, most in (
+        ("a token", max(tokens, key=len, default=""), _LONGEST_TOKEN),
+        ("its chat template", template or "", _LONGEST_TEMPLATE),
+    ):
+        if len(text) > most:
+            raise metadata.error(f"{what} has {len(text):,} characters, expected at most {most:,}")
     if len(types) != len(tokens):
         raise metadata.error(f"its tokenizer has {len(tokens)} tokens, but types of {len(types)}")
     # unused ones only fill the embedding table up
     vocabulary = {token: id_ for id_, token in enumerate(tokens) if types[id_] != _UNUSED}
+    for id_, token in enumerate(tokens):
+        if vocabulary.get(token, id_) != id_ and types[id_] != _UNUSED:
+            raise metadata.error(f"its tokens {id_} and {vocabulary[token]} are both {shown(token)}")
     tokenizer, begins = _MAKERS[model](metadata, vocabulary, types)
 
     def of_kind(kind: int) -> list[AddedToken]:
@@ -80,6 +107,9 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     tokenizer.add_tokens(of_kind(_USER_DEFINED))
 
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id", int, None) for name, key in _NAMED.items()}
+    for name, id_ in ids.items():
+        if id_ is not None and not 0 <= id_ <= LARGEST_INT:
+            raise metadata.error(f"{name} must be a token id, got {id_}")
     named = {name: tokens[id_] for name, id_ in ids.items() if id_ is not None and id_ < len(tokens)}
 
     def added(name: str, default: bool) -> list[str]:
@@ -93,7 +123,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
         tokenizer.post_processor = processors.TemplateProcessing(one, [*one, *other], known)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        chat_template=metadata.get("tokenizer.chat_template", str, None),
+        chat_template=template,
         model_max_length=file.get("context_length", int),
         clean_up_tokenization_spaces=False,
         **named,
@@ -141,18 +171,25 @@ def _sentencepiece(metadata: JsonObject, vocabulary: dict[str, int], types: list
     best score, so that every way to cut a token in two is a merge, in the order of their wholes' scores."""
     from tokenizers import decoders, normalizers
 
-    scores = metadata.get("tokenizer.ggml.scores", list)
+    tokens, scores = (metadata.get(f"tokenizer.ggml.{name}", list) for name in ("tokens", "scores"))
     if len(scores) != len(types):
         raise metadata.error(f"its tokenizer has {len(types)} tokens, but scores of {len(scores)}")
+    if not all(isinstance(score, int | float) and score == score for score in scores):
+        raise metadata.error("tokenizer.ggml.scores must be a list of numbers")
     pieces = {token: id_ for token, id_ in vocabulary.items() if types[id_] == _NORMAL}
+    if sum(len(token) ** 2 for token in pieces) > _MOST_CUTS:
+        longest = max(map(len, pieces))
+        raise metadata.error(
+            f"its tokens are too long for all their merges to be found: {len(pieces):,} of up to {longest:,} characters"
+        )
     merges = [
-        (-scores[id_], pieces[token[:cut]], pieces[token[cut:]], token[:cut], token[cut:])
+        (-scores[id_], pieces[token[:cut]], pieces[token[cut:]])
         for token, id_ in pieces.items()
         for cut in range(1, len(token))
         if token[:cut] in pieces and token[cut:] in pieces
     ]
     unknown = next((token for token, id_ in vocabulary.items() if types[id_] == _UNKNOWN), None)
-    ordered = [merge[3:] for merge in sorted(merges)]
+    ordered = [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]
     tokenizer = _bpe(metadata, vocabulary, ordered, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", "▁")

@@ -3,10 +3,37 @@
 import dataclasses
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError, shown
+from kvjax.files import not_utf8
+
+JSON_BYTES = 16 << 20
+"""Size of the largest JSON file that is read, other than a vocabulary."""
+VOCABULARY_BYTES = 128 << 20
+"""Size of the largest vocabulary; that of Gemma 3, with 262,144 tokens, has 33 MB."""
+
+
+def read_file(file: Path, most: int) -> bytes:
+    """Return the bytes of a regular file of at most `most` of them; pipes and devices may have no end.
+
+    Raises UserError for what is none, FileNotFoundError if it is not there.
+    """
+    try:
+        # without O_NONBLOCK a pipe would wait for its writer
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            status = os.fstat(opened.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UserError(f"{file}: is not a regular file")
+            if status.st_size > most:
+                raise UserError(f"{file}: has {status.st_size:,} bytes, expected at most {most:,}")
+            return opened.read(status.st_size)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,16 +46,28 @@ class JsonObject:
     """The file, and the keys on the way, for messages."""
 
     @classmethod
-    def read(cls, file: Path) -> "JsonObject":
+    def read(cls, file: Path, most: int = JSON_BYTES) -> "JsonObject":
+        """Read a file of at most `most` bytes."""
         try:
-            data = json.loads(file.read_text(encoding="utf-8"))
+            return cls.parse(read_file(file, most), str(file))
         except FileNotFoundError:
             raise UserError(f"{file.parent}: not a model folder, it has no {file.name}") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file}: cannot be read as JSON ({error})") from None
+
+    @classmethod
+    def parse(cls, text: bytes, where: str) -> "JsonObject":
+        """Read UTF-8, with a byte-order mark or without."""
+        try:
+            data = json.loads(text.decode("utf-8-sig"))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{where}: {not_utf8(text[:2], error.object[error.start], error.start)}"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise UserError(f"{where}: cannot be read as JSON ({why})") from None
         if not isinstance(data, dict):
-            raise UserError(f"{file}: expected a JSON object, got {type(data).__name__}")
-        return cls(data, str(file))
+            raise UserError(f"{where}: expected a JSON object, got {type(data).__name__}")
+        return cls(data, where)
 
     def get(self, name: str, kind: type, *default: Any) -> Any:
         """The value of `name`. Null counts as missing, whole numbers as floats."""
@@ -39,15 +78,19 @@ class JsonObject:
             raise self.error(f"{name} is missing")
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise self.error(f"{name} must be {kind.__name__}, got {value!r}")
+            raise self.error(f"{name} must be {kind.__name__}, got {shown(value)}")
+        if kind is float and not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
+            raise self.error(f"{name} must be a finite number, got {shown(value)}")
+        if kind is int and not -(2**63) <= value < 2**63:
+            raise self.error(f"{name} must be a whole number of 64 bits, got {shown(value)}")
         return kind(value)
 
     def ids(self, name: str) -> list[int]:
         """One token id, several, or none."""
         value = self.data.get(name)
         value = value if isinstance(value, list) else [value] if value is not None else []
-        if any(type(i) is not int for i in value):
-            raise self.error(f"{name} must be a token id or a list of them, got {value!r}")
+        if len(value) > 1000 or any(type(i) is not int or not 0 <= i <= LARGEST_INT for i in value):
+            raise self.error(f"{name} must be a token id or a list of them, got {shown(value)}")
         return value
 
     def error(self, what: str) -> UserError:

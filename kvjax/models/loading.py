@@ -19,7 +19,7 @@ from kvjax.command.programs import keep_programs
 from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
-from kvjax.models.config import ModelConfig, read_config
+from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import find_model, load_tokenizer
 from kvjax.models.gguf_file import GgufFile, is_gguf
@@ -54,7 +54,7 @@ def load_model(
 
     Args:
         path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
-            is merged onto it, a GGUF file (llama, qwen2, qwen3), a wheel with one inside, or a Hugging Face hub id.
+            is merged onto it, a GGUF file (llama, qwen2, qwen3), or a Hugging Face hub id.
         dtype: of the parameters, "float32", "bfloat16" or "float16"; None: as the embedding table is stored, float32
             where that is quantised.
         max_length: the longest sequence that will be run, for models with "dynamic" rope.
@@ -66,6 +66,7 @@ def load_model(
     dtype, max_length = _checked(dtype, max_length)
     model = find_model(path_or_hub_id)
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
+    warn_of_turn_ends(config)
     stored = _stored(model, config)
     keep_programs()
     with use_mesh():
@@ -210,9 +211,9 @@ def _check_finite(model: Path, dtype: np.dtype, largest: Arrays) -> None:
     with np.errstate(over="ignore"):
         over = [name for name, x in found.items() if np.isinf(x.astype(dtype))]
     if over:
-        most = float(jnp.finfo(dtype).max)
+        most, wider = float(jnp.finfo(dtype).max), "bfloat16 or float32" if dtype == np.float16 else "float32"
         raise UserError(
-            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use bfloat16 or float32"
+            f"{model}: {few(over)} has numbers beyond {most:,.6g}, the largest of {dtype.name}: use {wider}"
         )
 
 
@@ -274,10 +275,8 @@ def _join(pieces: list[Array], axes: Axes) -> Array:
 
 
 def _largest(x: Array) -> Float32[Array, ""]:
-    """The largest magnitude, NaN if there is a NaN."""
-    # by the bits, of which those of NaN are largest: the maximum of floats passes over NaN on CPUs
-    bits = jax.lax.bitcast_convert_type(jnp.abs(x), jnp.dtype(f"int{8 * x.dtype.itemsize}"))
-    return jax.lax.bitcast_convert_type(bits.max(), x.dtype).astype(jnp.float32)
+    """Return the largest magnitude, infinity where there is a NaN, which a maximum over devices may lose."""
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)).max().astype(jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

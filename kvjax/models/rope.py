@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.errors import UserError
+from kvjax.errors import LARGEST_FLOAT, LARGEST_INT, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +48,30 @@ class RopeConfig:
     """Of "yarn": the range between the two betas is rounded to whole pairs."""
 
     def __post_init__(self):
-        if self.theta <= 0 or self.factor <= 0:
-            raise UserError(f"rope theta and factor must be positive, got {self.theta:g} and {self.factor:g}")
+        # one that is not finite fails as well
+        if not 1 < self.theta <= LARGEST_FLOAT:
+            raise UserError(f"rope theta must be finite and above 1, got {self.theta:g}")
+        positive = (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        )
+        for name in positive:
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e6:
+                raise UserError(f"rope {name} must be above 0 and at most 1000000, got {value:g}")
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise UserError(
+                f"rope low_freq_factor must be below high_freq_factor, got {self.low_freq_factor:g} and "
+                f"{self.high_freq_factor:g}"
+            )
+        for name in ("original_length", "length", "mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= LARGEST_INT:
+                raise UserError(f"rope {name} must be at least 0 and at most {LARGEST_INT}, got {value:g}")
 
 
 def _wavelengths(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -119,6 +141,19 @@ def attention_scaling(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return temperature(rope.mscale) / temperature(rope.mscale_all_dim)
     return temperature(1.0)
+
+
+def check_rotation(rope: RopeConfig, head_dim: int) -> None:
+    """Raise UserError if the numbers, each in its range, make no finite angles together."""
+    try:
+        with np.errstate(all="ignore"):
+            numbers = np.append(inverse_frequencies(rope, head_dim), attention_scaling(rope))
+    except (ArithmeticError, ValueError):
+        numbers = np.array([np.nan])
+    if not (np.isfinite(numbers) & (numbers > 0)).all():
+        raise UserError(
+            f"rope type {rope.type!r} with these numbers has angles that are not finite and positive"
+        )
 
 
 CosSin = tuple[Float32[Array, "b t pairs"], Float32[Array, "b t pairs"]]

@@ -34,10 +34,10 @@ def read_rope(keys: JsonObject, max_length: int | None) -> RopeConfig:
     if len(thetas) > 1:
         raise keys.error(f"rope_theta is given as {' and as '.join(f'{t:g}' for t in sorted(thetas))}")
     theta = thetas.pop() if thetas else 10_000.0
-    read = {_read_numbers(keys, each, theta, max_length) for each in inner}
+    read = {_read_numbers(keys, each, theta, max_length) for each in inner or [JsonObject({}, keys.where)]}
     if len(read) > 1:
         raise keys.error("rope_scaling and rope_parameters contradict each other")
-    return read.pop() if read else RopeConfig(theta=theta)
+    return read.pop()
 
 
 def _read_numbers(keys: JsonObject, inner: JsonObject, theta: float, max_length: int | None) -> RopeConfig:
@@ -53,7 +53,7 @@ def _read_numbers(keys: JsonObject, inner: JsonObject, theta: float, max_length:
         declared = keys.get("original_max_position_embeddings", int, None)
         numbers["original_length"] = declared or numbers["original_length"] or context
     if rope_type == "yarn" and numbers["factor"] is None:
-        numbers["factor"] = context / numbers["original_length"]
+        numbers["factor"] = context / max(numbers["original_length"], 1)
     if rope_type == "dynamic":
         numbers |= {"original_length": context, "length": max(max_length or context, context)}
     numbers = {name: value for name, value in numbers.items() if value is not None}

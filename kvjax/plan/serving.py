@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,7 @@ from kvjax.inference.reread import longest_of, one_pass, spans
 from kvjax.inference.room import laid_out, layout_for
 from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
 from kvjax.inference.schedule import recurring
-from kvjax.inference.split import check_split
-from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, use_mesh
+from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.plan.program import Program
@@ -79,9 +78,6 @@ class ServeConfig:
     """float32, bfloat16 or float16; by default what config.json says of the weights."""
     page_size: int | None = None
     """Tokens per page; by default 64 on TPUs and 16 elsewhere and with a selection, as in kvjax.prefill."""
-    split: Literal["heads", "pages"] = "heads"
-    """What each of the devices that split the kv heads has of the cache, as of kvjax.prefill: the rows of its own
-    heads, or as many pages of every row as any other."""
     search: bool = True
     """Also look for a context and a batch that just fit, by at most three compiles of both programs each, and for a
     mesh that would, by one each; --no-search compiles the two programs only."""
@@ -162,15 +158,13 @@ class Serving:
         shards = batch_shards()
         return -(-self.told.batch // shards) * shards
 
-    def cache(
-        self, policy: Policy, traced: Policy, tokens: int, tables: int = 0, striped: bool = False
-    ) -> Any:
+    def cache(self, policy: Policy, traced: Policy, tokens: int, tables: int = 0) -> Any:
         """Shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy` expects. tables:
-        tokens that one row may have, if these are more. striped: split by pages."""
+        tokens that one row may have, if these are more."""
         config = self.config
         layout = layout_for(
             policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            tokens=tokens, dtype=self.model.embed.dtype, page_size=self.told.page_size, striped=striped,
+            tokens=tokens, dtype=self.model.embed.dtype, page_size=self.told.page_size,
         )  # fmt: skip
         if policy.most_stored is None:
             layout = dataclasses.replace(layout, tokens=max(layout.tokens, table_tokens(max(1, tables))))
@@ -189,8 +183,7 @@ class Serving:
         plan, context = policy.plan, self.told.context
         if plan is None:
             return context
-        beside = plan.prefix if plan.in_ranges else 0
-        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + beside)
+        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + plan.prefix)
         return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
 
     def prefill(self) -> Program:
@@ -216,13 +209,7 @@ class Serving:
             policy,
             self.placed(lambda placed: placed.traced),
             tokens,
-            striped=self._by_pages and policy.plan is None,
         )
-
-    @property
-    def _by_pages(self) -> bool:
-        """Whether rows are split by pages once the prompt was read."""
-        return self.told.split == "pages" and axis_size(*HEADS) > 1
 
     def _room(self, policy: Policy) -> int:
         """Tokens of an answer that a cache has places for beside the prompt, or what is left of it. Where answers are
@@ -245,7 +232,10 @@ class Serving:
             (self.model, reading, traced, cache, tokens, valid, parts),
             _parts(self.model, (reading, traced), cache, tokens, valid, parts),
             donated=3,
-            static={"first": bucket(eviction.needs.prefix), "implementation": None},
+            static={
+                "first": bucket(max(eviction.needs.prefix, eviction.needs.first)),
+                "implementation": None,
+            },
         )
 
     def decode(self) -> Program:
@@ -258,7 +248,6 @@ class Serving:
             self.placed(lambda placed: placed.continuing.traced),
             tokens,
             tables=told.context + told.new,
-            striped=self._by_pages,
         )
         traced = self.placed(lambda placed: placed.continuing.traced)
         number = self._array(jnp.int32, ())
@@ -309,6 +298,5 @@ def stages_of(told: ServeConfig, config: ModelConfig) -> list[str]:
     with use_mesh():
         policy = make_policy(told.policy, **completed(told.policy, given, config, jax.eval_shape))
     policy.check(config)
-    check_split(policy, told.split)
     again = policy.eviction is not None and policy.eviction.rereads
     return [stage for stage in STAGES if again or stage != "passes"]

@@ -136,6 +136,15 @@ def whole(entries: float) -> int:
     return max(1, math.floor(entries * (1 + 1e-12)))
 
 
+def places(kept: float, layers: int, heads: int, over: str) -> Int[np.ndarray, "l k"]:
+    """Return the places of each head cache if those who share a budget (`Shares.over`) keep `kept` entries on average:
+    the whole number of their total, spread evenly."""
+    rows = {"head": 1, "layer": heads, "model": layers * heads}[over]
+    total = math.floor(rows * kept * (1 + 1e-12))
+    each = total // rows + (np.arange(rows) < total % rows)
+    return np.resize(each, (layers, heads))
+
+
 @dataclass(frozen=True)
 class Shares:
     """How a budget is shared."""

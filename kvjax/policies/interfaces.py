@@ -190,8 +190,8 @@ class Needs(NamedTuple):
     ahead: Ahead | None = None
     """What a compaction of a prompt passes over, in place of `last` and `first`; None: nothing."""
     prefix: int = 0
-    """The most of a prompt's first tokens that always stay; how many of one prompt do, `Eviction.prefix_of` says. They
-    take places of the budget too, but with `ahead`, where they stay beside it and count for none of its tokens."""
+    """The most of a prompt's first tokens that always stay; `Eviction.prefix_of` says how many of one prompt do. They
+    stay beside the budget, which is that of the other tokens."""
 
 
 class Pass(NamedTuple):

@@ -10,7 +10,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.mesh import HEADS, axis_size
-from kvjax.policies.budget import Budget, Shares, Size, whole
+from kvjax.policies.budget import Budget, Shares, Size, places, whole
 from kvjax.policies.interfaces import Ahead
 from kvjax.policies.moment import Moment
 
@@ -53,7 +53,7 @@ class Plan:
     ahead: Ahead | None = None
     """What compactions of a prompt pass over, whose budget is then shared out range by range; None: nothing."""
     prefix: int = 0
-    """The most of a prompt's first tokens that always stay."""
+    """The most of a prompt's first tokens that always stay, beside the budget."""
 
     def __post_init__(self):
         when, chunk = self.moment.when, self.moment.chunk
@@ -130,42 +130,48 @@ class Plan:
         behind = len(self.moment.guidance) if behind is None else behind
         return max(0, max(self.last, int(self.recent * kept)) - behind)
 
-    def stay(self, kept: int | float, ring: int = 0, prefix: int = 0) -> int:
-        """How many of `kept` entries always stay, the last `ring` of them in the ring and `prefix` as a prompt's
-        first."""
-        return max(self.newest(kept), ring) + max(self.first, prefix)
+    def stay(self, kept: int | float, ring: int = 0) -> int:
+        """Return how many of `kept` entries always stay, the last `ring` of them in the local window."""
+        return max(self.newest(kept), ring) + self.first
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
         needed = max(self.looking, self.newest(0) + self.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
-    def of_prompts(
-        self, policy: str, tokens: Sequence[int], prefix: Sequence[int], entry_bytes: int
-    ) -> list[float]:
-        """The same for prompts of which the first `prefix` tokens always stay in its places. A prompt that is nothing
-        else is kept whole by a budget that grows. Raises UserError for a budget below what always stays of one."""
-        kept = self.allowance(tokens, entry_bytes)
-        for index, (count, first) in enumerate(zip(tokens, prefix, strict=True)):
-            if self.budget.proportional and count <= first:
-                kept[index] = float(count)
-            stay = self.stay(kept[index], prefix=first)
-            if first and whole(kept[index]) < min(stay, count):
-                raise UserError(
-                    f"{policy}: of a prompt of {count} tokens the budget is {whole(kept[index])} entries per kv head, "
-                    f"below the {stay} that always stay, its prefix of {first} among them"
-                )
-        return kept
+    def of_prompts(self, tokens: Sequence[int], prefix: Sequence[int], entry_bytes: int) -> list[float]:
+        """Return what `allowance` does for prompts of which the first `prefix` tokens always stay: beside the budget,
+        which is that of the other tokens (KVzip's code)."""
+        beside = [min(first, count) for count, first in zip(tokens, prefix, strict=True)]
+        others = [count - first for count, first in zip(tokens, beside, strict=True)]
+        kept = self.allowance(others, entry_bytes)
+        return [first + share for first, share in zip(beside, kept, strict=True)]
 
     def counts(
-        self, tokens: Sequence[int], kept: Sequence[float], ring: int, layers: int, prefix: Sequence[int]
-    ) -> Int[np.ndarray, "l b"]:
-        """Entries of a kv head that stay, by layer and sequence, of contexts of so many tokens, of which the last
-        `ring` are in the ring. `kept`, `prefix`: of `of_prompts`."""
+        self,
+        tokens: Sequence[int],
+        kept: Sequence[float],
+        prefix: Sequence[int],
+        ring: int,
+        layers: int,
+        heads: int,
+    ) -> Int[np.ndarray, "l b k_or_1"]:
+        """Return the entries that stay, by layer, sequence and kv head, of contexts of so many tokens.
+
+        Where all layers and heads share the budget, their total is a whole number, and not the part of each.
+
+        Args:
+            kept, prefix: of `of_prompts`.
+            ring: how many of the last tokens are in the local window.
+        """
+        if self.shares.over == "model" and self.shares.pyramid is None:
+            return np.stack([places(share, layers, heads, "model") for share in kept], 1)
         # guidance is a pyramid's window, which stands behind the tokens
         behind = len(self.moment.guidance)
-        stay = [max(self.stay(share, ring, first), behind) for share, first in zip(kept, prefix, strict=True)]
-        return self.shares.counts(kept, [count + behind for count in tokens], layers, stay)
+        stay = [
+            max(self.stay(share, ring) + first, behind) for share, first in zip(kept, prefix, strict=True)
+        ]
+        return self.shares.counts(kept, [count + behind for count in tokens], layers, stay)[..., None]
 
     def chunk_counts(
         self, tokens: Sequence[int], kept: Sequence[float], forced: Sequence[int], layers: int

@@ -360,18 +360,6 @@ class Policy:
         return None if capacity is None else int(np.asarray(capacity).max())
 
     @property
-    def refuses_pages(self) -> str:
-        """Why a cache whose prompts were read cannot be split by pages over the devices of the kv heads; "": it can."""
-        later = self.continuing
-        if later.eviction is not None:
-            return "goes on compacting while answers are decoded"
-        if later.selection is not None:
-            return "selects pages of whole rows"
-        if self.most_stored is not None:
-            return "has entries take each other's places"
-        return "has numbers beside its entries" if later.planes else ""
-
-    @property
     def rewritten(self) -> int | None:
         """How many of a row's newest entries may be written to once they are stored; None: any of them may."""
         if self.most_stored is not None or self.admission.updates:

@@ -1,29 +1,48 @@
 r"""Answers of mathematics contests: what stands in an answer's last \boxed{…}, and whether it is the right one.
 
-AIME's are integers from 0 to 999. HMMT's are expressions, and lists of them, which math-verify compares.
+AIME's are integers from 0 to 999, and an answer may also be an expression of that value. HMMT's are expressions, and
+lists of them. math-verify compares expressions.
 """
 
 import importlib
 import re
+import threading
+import warnings
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[^\s{}$\\]*))")
+"""With a brace, or before a number without one."""
 ESCAPED = re.compile(r"\\[{}]")
 WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{[^{}\d]*\}(?:\^\{?\d\}?)?")
+"""Words without a number, units among them."""
 SPACES = re.compile(r"\\[,;:! ]|~")
-WORTHLESS = re.compile(r"\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)")
+WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)")
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
 """Of so many digits that Python reads it; with one "… =" before it."""
+LABEL = re.compile(r"^\s*\([A-Z]\)")
+"""Of a choice, before its value."""
+SIDE_BY_SIDE = re.compile(r"\d\s+\d")
+"""Numbers that math-verify would add, as a mixed fraction's."""
+PRODUCT = re.compile(r"([\d)])\s*\(")
+"""Factors without a sign, which math-verify would add, too."""
+LONGEST = 200
+"""Characters of an expression that may be an AIME answer: the time that math-verify takes is bounded, but not short."""
+WITHOUT = "pip install 'kvjax[math]'"
 
 
 def last_box(text: str) -> str | None:
-    r"""What is within the last \boxed{…} (or \fbox{…}) whose braces are balanced; of boxes within boxes the outer one.
-    None: there is none."""
+    r"""Return what is within the last \boxed{…} (or \fbox{…}) whose braces are balanced, or the number behind a \boxed
+    without braces; of boxes within boxes the outer one. None: there is none."""
     found, end = None, 0
     for match in BOX.finditer(text):
-        if match.start() >= end and (close := _closing(text, match.end())) is not None:
+        if match.start() < end:
+            continue
+        if match[1] is not None:
+            found, end = match[1].rstrip(".,;:)"), match.end()
+        elif (close := _closing(text, match.end())) is not None:
             found, end = text[match.end() : close].strip(), close
     return found
 
@@ -40,17 +59,25 @@ def _closing(text: str, start: int) -> int | None:
 
 
 def integer(text: str) -> int | None:
-    """The integer of at least 0 that a boxed answer is, with leading zeros or not; None: it is another expression.
+    """Return the integer of at least 0 that a boxed answer is, with leading zeros or not; None: it is another
+    expression.
 
-    Around it there may be TeX's spaces, dollars, degrees, a word's command, a full stop, and "m + n =" before it.
+    Around it there may be TeX's spaces, dollars, degrees, words and units in their commands, a full stop, and a
+    choice's label or "m + n =" before it.
     """
-    text = WORTHLESS.sub("", SPACES.sub(" ", WRAPPED.sub(r"\1", text)))
-    found = INTEGER.fullmatch(text)
+    found = INTEGER.fullmatch(_plain(text))
     return None if found is None else int(found[1])
 
 
+def _plain(text: str) -> str:
+    """Return a boxed answer without what does not change its value."""
+    text = SPACES.sub(" ", WRAPPED.sub(r"\1", WORDS.sub(" ", text)))
+    return LABEL.sub("", WORTHLESS.sub("", text))
+
+
 class Integers:
-    """AIME's answers: integers from 0 to 999."""
+    """AIME's answers: integers from 0 to 999. What is said may be another expression of the value, which is compared
+    where math-verify is installed."""
 
     expects = "an integer from 0 to 999"
 
@@ -61,13 +88,27 @@ class Integers:
 
     def __call__(self, said: str, true: str) -> bool:
         """Whether what is in the box is the true answer."""
-        return integer(said) is not None and integer(said) == integer(true)
+        if (value := integer(said)) is not None:
+            return value == integer(true)
+        if len(said) > LONGEST or not re.search(r"\d", said):
+            return False
+        expression = _plain(said)
+        if SIDE_BY_SIDE.search(expression):
+            return False
+        try:
+            compared = Expressions()
+        except UserError:
+            told = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {WITHOUT}"
+            warnings.warn(told, Doubt, stacklevel=2)
+            return False
+        return compared(PRODUCT.sub(r"\1 \\cdot (", expression), str(integer(true)))
 
 
 class Expressions:
     """HMMT's answers, compared by math-verify: equal as expressions, lists and sets in any order.
 
-    Raises UserError if math-verify is not installed.
+    Raises UserError if math-verify is not installed, and for a comparison outside the main thread, where its time limit
+    does not work.
     """
 
     expects = "an expression in LaTeX"
@@ -77,10 +118,14 @@ class Expressions:
             self._verify: Any = importlib.import_module("math_verify")
         except ImportError:
             raise UserError(
-                "HMMT's answers are expressions, which math-verify compares: pip install 'kvjax[math]'"
+                f"HMMT's answers are expressions, which math-verify compares: {WITHOUT}"
             ) from None
 
     def _parsed(self, text: str) -> list[Any]:
+        if threading.current_thread() is not threading.main_thread():
+            raise UserError(
+                "math-verify compares expressions in the main thread alone, got one in another thread"
+            )
         config = self._verify.LatexExtractionConfig()
         return self._verify.parse(f"\\boxed{{{text.strip().strip('$')}}}", extraction_config=[config])
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvjax.errors import UserError
-from kvjax.files import read_text
+from kvjax.files import is_there, read_text
 
 PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
 LEAST = 0.9
@@ -29,7 +29,8 @@ def read_documents(path: Path) -> list[str]:
     Raises:
         UserError: no such file, one that is not UTF-8, or a folder without any.
     """
-    files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    is_folder = is_there(path, "--documents") and path.is_dir()
+    files = sorted(x for x in path.rglob("*.txt") if not x.is_dir()) if is_folder else [path]
     if not files:
         raise UserError(f"--documents {path}: the folder has no .txt file")
     return [read_text(file, "--documents") for file in files]

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError
-from kvjax.files import read_text
+from kvjax.errors import UserError, check_unicode
+from kvjax.files import check_regular, read_text
 
 Row = tuple[str, dict[str, Any]]
 """Where it stands, and its fields."""
 SUFFIXES = ".jsonl", ".parquet"
-"""Of the files that are read."""
+"""Suffixes of the files that are read."""
+LARGEST = 4 << 30
+"""Bytes of a .parquet file, unpacked."""
 
 
 def file_rows(file: Path, option: str, task: str | None = None) -> Iterator[Row]:
@@ -31,21 +33,25 @@ def jsonl_rows(text: str, where: str) -> Iterator[Row]:
             at = f"{where}: line {number}"
             try:
                 yield at, dict(json.loads(line))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise UserError(f"{at} is no JSON object, it starts {line[:60]}") from None
 
 
 def _parquet_rows(file: Path, option: str, task: str | None) -> Iterator[Row]:
-    import pyarrow
     import pyarrow.parquet
 
+    check_regular(file, option)
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             named = "task" in opened.schema_arrow.names
+            groups = [opened.metadata.row_group(index) for index in range(opened.num_row_groups)]
+        size = sum(group.total_byte_size for group in groups)
+        if size > LARGEST:
+            raise ValueError(f"it unpacks to {size:,} bytes, more than {LARGEST:,}")
         wanted = None if task is None else [("task", "=", task)]
         rows = [] if wanted and not named else pyarrow.parquet.read_table(file, filters=wanted).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{option} {file}: is no parquet file ({' '.join(str(error).split())})") from None
+    except Exception as error:  # pyarrow raises whatever a damaged file makes it trip over
+        raise UserError(f"{option} {file}: is no parquet file ({_reason(error)})") from None
     return ((f"{option} {file}: row {index}", row) for index, row in enumerate(rows))
 
 
@@ -54,13 +60,18 @@ def folder_rows(folder: Path, task: str, option: str) -> Iterator[Row]:
     none of these."""
     own = folder / task
     files = [folder / f"{task}{suffix}" for suffix in SUFFIXES]
-    files = [file for file in files if file.is_file()][:1] or (
-        sorted(file for file in own.iterdir() if file.suffix in SUFFIXES) if own.is_dir() else []
-    )
+    files = [file for file in files if file.is_file()][:1] or (table_files(own) if own.is_dir() else [])
     if not files:
         raise UserError(f"{option} {folder}: there is no {task}.jsonl, {task}.parquet or folder {task}")
     for file in files:
         yield from file_rows(file, option)
+
+
+def table_files(folder: Path) -> list[Path]:
+    """Return a folder's .jsonl and .parquet files. macOS leaves a ._NAME beside a file that it copies."""
+    return sorted(
+        file for file in folder.iterdir() if file.suffix in SUFFIXES and not file.name.startswith(".")
+    )
 
 
 def is_hub_name(data: Path) -> bool:
@@ -119,6 +130,7 @@ def row_text(row: Mapping[str, Any], name: str, at: str) -> str:
     text = row_field(row, name, at)
     if not isinstance(text, str):
         raise UserError(f"{at}: expected `{name}` to be a string, got {str(text)[:60]}")
+    check_unicode(text, f"{at}: `{name}`")
     return text
 
 
@@ -128,4 +140,6 @@ def row_texts(row: Mapping[str, Any], name: str, at: str, *, single: bool = Fals
     texts = [texts] if isinstance(texts, str) and single else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise UserError(f"{at}: expected `{name}` to be a list of strings, got {str(texts)[:60]}")
+    for text in texts:
+        check_unicode(text, f"{at}: `{name}`")
     return tuple(texts)

@@ -42,7 +42,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         rows = _report(config, trained, text)
     except KeyboardInterrupt as stop:
-        use = resume_command(trained.folder)
+        use = resume_command(config.method, trained.folder)
         raise type(stop)(f"all but the report is there: {use} makes it") from None
     print(f"\n{rows}\n\nreport.md, report.json, tradeoff.png and heads.png are in {trained.folder}")
 

@@ -22,7 +22,10 @@ class Pairs(NamedTuple):
 def boundary_pairs(
     target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], capacity: Int[Array, ""], window: int
 ) -> Pairs:
-    """By the target, the lowest of the `capacity` best that have left the window before a token does (KVPOP, Sec. 3.4).
+    """Return, by the target, the lowest of the `capacity` best that have left the window before a token does.
+
+    KVPOP's eq. 2 (Sec. 3.4) takes the boundary among those eligible once the token has left, itself included. Whether
+    the token is kept is the same. One that is kept is paired here with the one that it displaces, never with itself.
 
     Args:
         target: what each token is worth, in an order that no query changes.

@@ -10,6 +10,7 @@ from kvjax.builtin import BUILTIN
 from kvjax.command.launch import MeshShape, parse_command
 from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
+from kvjax.files import is_there
 from kvjax.train.recipe import Recipe, option
 from kvjax.train.recipes import DEFAULT, find_recipe
 
@@ -34,7 +35,7 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
         return _parse_resume(args, arguments)
     model = find_value(arguments, "--model")
     name = find_value(arguments, "--config")
-    recipe = _recipe(arguments, find_config(name) if name else None)
+    recipe = _recipe(find_value(arguments, "--method"), find_config(name) if name else None)
     if name is None and model in (None, BUILTIN):
         name = recipe.builtin
     config = parse_command(recipe, args, default=_from_file(recipe, name, arguments) if name else None)
@@ -63,7 +64,7 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     if named is None and not newest:
         raise UserError(f"--resume: there is no run in {RUNS}/; name its folder with --out")
     out = RUNS / f"train-{newest}" if named is None else Path(named)
-    recipe, before = _saved(out, "--resume: ")
+    recipe, before = _saved(out, find_value(arguments, "--method"), "--resume: ")
     config = parse_command(recipe, args, default=load_config(recipe, name) if name else before)
     if config.rows != before.batch:
         raise UserError(
@@ -81,10 +82,18 @@ def _parse_resume(args: Sequence[str] | None, arguments: Sequence[str]) -> Recip
     return dataclasses.replace(config, out=out, resume=True)
 
 
-def read_run(out: Path, mesh: MeshShape | None = None) -> Recipe:
-    """What the run in a folder was told, for its own mesh or another. Raises UserError if there is no run, or it is
-    none for that mesh."""
-    _, before = _saved(out)
+def read_run(out: Path, mesh: MeshShape | None = None, method: str | None = None) -> Recipe:
+    """Return what the run in a folder was told, for its own mesh or another.
+
+    Args:
+        method: its method, if that is package.module:NAME, which is imported only if the caller names it.
+
+    Raises:
+        UserError: there is no run, it is none for that mesh, or of another method.
+    """
+    _, before = _saved(out, method)
+    if method not in (None, before.method):
+        raise UserError(f"--method {method}: the run in {out} is of --method {before.method}")
     config = dataclasses.replace(before, out=out, resume=True, mesh=mesh or before.mesh)
     if config.rows != before.batch:
         raise UserError(
@@ -95,12 +104,13 @@ def read_run(out: Path, mesh: MeshShape | None = None) -> Recipe:
     return config
 
 
-def _saved(out: Path, where: str = "") -> tuple[type[Recipe], Recipe]:
-    """The recipe of the run in a folder, and what it was told."""
-    if not (out / SAVED).is_file():
+def _saved(out: Path, method: str | None, where: str = "") -> tuple[type[Recipe], Recipe]:
+    """The recipe of the run in a folder, which the command line may name, too, and what it was told."""
+    file = out / SAVED
+    if not is_there(file, where):
         raise UserError(f"{where}{out} holds no run (it has no {SAVED})")
-    recipe = _recipe((), out / SAVED)
-    return recipe, load_config(recipe, str(out / SAVED))
+    recipe = _recipe(method if method == _method(file) else None, file)
+    return recipe, load_config(recipe, str(file))
 
 
 def _check_tasks(config: Recipe, arguments: Sequence[str]) -> None:
@@ -113,7 +123,7 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
     try:
         loaded = load_config(recipe, name)
     except UserError as error:
-        written = read_values(find_config(name)).get("method", DEFAULT)
+        written = _method(find_config(name))
         told = find_value(arguments, "--method")
         if told in (None, written):
             raise
@@ -122,10 +132,23 @@ def _from_file(recipe: type[Recipe], name: str, arguments: Sequence[str]) -> Rec
     return loaded.fitted({x.name for x in dataclasses.fields(recipe) if option(x.name) in keys})
 
 
-def _recipe(arguments: Sequence[str], file: Path | None) -> type[Recipe]:
-    """The recipe that the command line names, else the file, else the default one."""
-    method = read_values(file).get("method") if file else None
-    return find_recipe(find_value(arguments, "--method") or str(method or DEFAULT))
+def _recipe(method: str | None, file: Path | None) -> type[Recipe]:
+    """The recipe that the command line names, else the file, else the default one.
+
+    A file may be a stranger's: a module that only a file names is not imported.
+    """
+    written = _method(file) if file else DEFAULT
+    if method is None and ":" in written:
+        raise UserError(
+            f"{file}: its method {written} is a module, which is imported only if the command line names it, too: "
+            f"add --method {written}"
+        )
+    return find_recipe(method or written)
+
+
+def _method(file: Path) -> str:
+    """The method that a file names."""
+    return str(read_values(file).get("method", DEFAULT))
 
 
 def _is_there(out: Path) -> bool:

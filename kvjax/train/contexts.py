@@ -2,7 +2,7 @@
 any local text likewise, and the built-in model's own tasks.
 
 Documents of some length in the order in which they come: so many of them alone, and some of the same ones again, joined
-by empty lines up to a longer length.
+by empty lines until they have a longer length.
 """
 
 import dataclasses
@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,11 @@ from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.train.data import FIRST_HELD_OUT, SHORTEST_BUILTIN
 from kvjax.train.documents import Documents, digest
-from kvjax.train.readers import open_hub
+from kvjax.train.readers import Records, local_path, open_hub
 
 TokenRow = Int[np.ndarray, " _"]
 JOINED_BY = "\n\n"
-"""Stands between the documents of one context."""
+"""Stands before each document of a joined context."""
 BYTES = 4
 """Of a token, about: what a long .txt file is cut into makes documents between the shortest and the longest."""
 
@@ -63,7 +62,7 @@ class Choice:
     longest: int
     """Tokens of a document, below this."""
     joined: int
-    """Tokens of documents joined, below this."""
+    """Tokens from which on a context of joined documents is long enough."""
     single: int
     """Documents that are contexts alone."""
     joins: int
@@ -75,40 +74,41 @@ Document = tuple[str, int]
 
 
 def chosen(documents: Callable[[], Iterator[Document]], choice: Choice) -> Iterator[str]:
-    """The texts of the contexts. Both kinds begin with the first document, so that the long ones are mostly made of the
-    single ones; the document that would bring a joined one to its length is left out (the authors' code)."""
+    """Yield the texts of the contexts, as `load_fineweb` of the authors' code makes them.
+
+    Both kinds begin with the first document, so that the long ones are mostly made of the single ones. A joined context
+    takes documents until it has `choice.joined` tokens, and the document after it is dropped.
+    """
 
     def fitting() -> Iterator[Document]:
-        return (one for one in documents() if choice.shortest <= one[1] < choice.longest)
+        return ((text.strip(), n) for text, n in documents() if choice.shortest <= n < choice.longest)
 
     yield from (text for text, _ in itertools.islice(fitting(), choice.single))
-    parts, tokens, made = [], 0, 0
-    for text, count in fitting() if choice.joins else ():
-        if tokens + count < choice.joined:
-            parts.append(text)
-            tokens += count
-            continue
-        if parts:
-            yield JOINED_BY.join(parts)
-            made += 1
-        if made == choice.joins:
+    following = fitting() if choice.joins else iter(())
+    for _ in range(choice.joins):
+        whole, tokens = "", 0
+        for text, count in following:
+            whole, tokens = whole + JOINED_BY + text, tokens + count
+            if tokens >= choice.joined:
+                break
+        else:
             return
-        parts, tokens = [], 0
+        yield whole
+        next(following, None)
 
 
 def source_documents(source: str, seed: int, tokens: int, count: Callable[[str], int]) -> Iterator[Document]:
     """A hub data set's documents in its own order, or local ones in an order drawn from the seed, each once; of a long
     .txt file pieces of about so many tokens."""
-    if (path := Path(source).expanduser()).exists():
+    if (path := local_path(source)) is not None:
         documents = Documents(path, seed, piece=BYTES * tokens)
         texts = (documents[index] for index in range(len(documents)))
         yield from ((text, count(text)) for text in texts if text)
         return
-    for row in open_hub(source):
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"the data set has no `text` column of strings, it has {', '.join(row)}")
-        known = row.get("token_count")
-        yield row["text"], known if isinstance(known, int) else count(row["text"])
+    for text, row in Records(iter(open_hub(source)), source):
+        if text:
+            known = row.get("token_count")
+            yield text, known if isinstance(known, int) else count(text)
 
 
 def text_contexts(
@@ -144,8 +144,8 @@ def text_contexts(
     if len(texts) < wanted:
         raise UserError(
             f"--data {source}: {fitting} documents have {choice.shortest} to {choice.longest - 1} tokens, too few for "
-            f"{choice.single} contexts of one and {choice.joins} of {choice.joined} tokens: change --shortest, "
-            "--longest, --joined, --single or --joins"
+            f"{choice.single} contexts of one and {choice.joins} of at least {choice.joined} tokens: change "
+            "--shortest, --longest, --joined, --single or --joins"
         )
     used = {digest(text) for text, _ in seen}
     others = ((text, count) for text, count in rest if digest(text) not in used)

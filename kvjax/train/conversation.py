@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kvjax.chat_template import templated
+from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, shown
 
 COLUMNS = "text", "messages"
@@ -18,35 +18,61 @@ class Conversation(str):
 
     @classmethod
     def of(cls, messages: Any) -> "Conversation":
-        """Of a record's `messages`: each a `role`, a `content`, which may be None, and perhaps a `reasoning_content`.
+        """Return the chat of a record's `messages`: each a `role`, a `content`, which may be None, and perhaps a
+        `reasoning_content`.
 
         Raises ValueError for what is none.
         """
-        listed = messages if isinstance(messages, list | tuple) else ()
-        if not listed or not all(isinstance(x, Mapping) and isinstance(x.get("role"), str) for x in listed):
+        if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
             raise ValueError(f"messages must be a chat, [{{'role': …, 'content': …}}], got {shown(messages)}")
-        kept = [{key: value for key, value in message.items() if value is not None} for message in listed]
-        return cls(json.dumps(kept, ensure_ascii=False))
+        kept = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return cls(json.dumps(kept, ensure_ascii=False))
+        except (TypeError, RecursionError):  # a Parquet file's dates, bytes and depths
+            raise ValueError(f"messages must hold what JSON does, got {shown(messages)}") from None
 
-    def tokens(self, tokenizer: Any) -> list[int]:
-        """The whole chat as the tokenizer's template writes it, reasoning included. Raises UserError without a
-        template."""
+    def written(self, tokenizer: Any) -> str:
+        """Return the whole chat as the tokenizer's template writes it, reasoning included.
+
+        Raises UserError without a template, or for a chat that it does not take.
+        """
         template = getattr(tokenizer, "chat_template", None)
         if not template:
-            raise UserError(
-                "--data: has chats, for which the model's tokenizer has no chat template: give texts"
-            )
+            raise UserError("has chats, for which the model's tokenizer has no chat template: give texts")
         messages = [dict(content="") | message for message in json.loads(self)]
         if "reasoning_content" not in str(template):
             messages = [_thinking(message) for message in messages]
-        return list(templated(tokenizer, messages, return_dict=False, add_generation_prompt=False))
+        return templated(tokenizer, messages, add_generation_prompt=False)
+
+    def tokens(self, tokenizer: Any) -> list[int]:
+        """Return the tokens of what is `written`."""
+        return token_ids(tokenizer, self.written(tokenizer))
 
 
-def document(record: Mapping[str, Any]) -> str:
-    """A record's `text`, or the chat of its `messages`. Raises ValueError if it has neither."""
-    if isinstance(text := record.get("text"), str):
+def check_chat(text: str, tokenizer: Any) -> None:
+    """Refuse a chat that the tokenizer's template does not take. Raises UserError."""
+    if isinstance(text, Conversation):
+        text.written(tokenizer)
+
+
+def document(record: Any) -> str:
+    """Return a record's `text`, or the chat of its `messages`; an empty text if what it has of these is null or empty.
+
+    Raises ValueError if it has neither.
+    """
+    found = record if isinstance(record, Mapping) else {}
+    if isinstance(text := found.get("text"), str):
         return text
-    return Conversation.of(record.get("messages"))
+    if text is None and found.get("messages"):
+        return Conversation.of(found["messages"])
+    if text is None and found.get("messages") in (None, []) and found.keys() & set(COLUMNS):
+        return ""
+    raise ValueError(f'expected a record such as {{"text": "…"}}, got {shown(record)}')
+
+
+def _is_message(one: Any) -> bool:
+    texts = [one.get(name) for name in ("content", "reasoning_content")] if isinstance(one, Mapping) else [0]
+    return all(isinstance(text, str | None) for text in texts) and isinstance(one.get("role"), str)
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:

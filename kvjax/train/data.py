@@ -6,6 +6,7 @@ length, which is the largest that it fills. Some are held out for validation.
 """
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
-from kvjax.train.conversation import Conversation
+from kvjax.train.conversation import Conversation, check_chat
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader, open_source
 from kvjax.train.rows import HeldRows, Rows, TokenRows, stack
@@ -292,7 +293,8 @@ class Wanted:
 
     def open(self, source: str) -> Callable[[int, int], Reader]:
         """`open_source` with .txt files in pieces that fill the longest sequence."""
-        return open_source(source, self.seed, piece=16 * max(self.lengths))
+        check = functools.partial(check_chat, tokenizer=self.tokenizer)
+        return open_source(source, self.seed, 16 * max(self.lengths), check)
 
 
 def open_data(wanted: Wanted) -> Data:

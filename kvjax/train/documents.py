@@ -1,22 +1,33 @@
 """Local text as documents: .txt, .jsonl and .parquet files, in an order that reads from disk in blocks."""
 
+import codecs
 import dataclasses
 import functools
 import hashlib
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError, shown
+from kvjax.files import UTF16, check_regular, is_there, not_utf8
 from kvjax.train.conversation import COLUMNS, document
 
 BLOCK_LINES = 1024
+LONGEST_LINE = 256 << 20
+"""Bytes of a line of .jsonl."""
+CHUNK = 1 << 24
+"""Bytes of a .txt file that are checked at a time."""
+
+Check = Callable[[str], object]
+"""Raises UserError for a document that the run could not use."""
 
 
 def digest(text: str) -> bytes:
-    """What a document is known by, so that no copy of a held-out one is trained on."""
+    """Return what a document is known by, so that no copy of a held-out one is trained on."""
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
@@ -25,38 +36,48 @@ class Block:
     """Documents that are read together: `count` of them in `file`, from `start` (a byte, or a parquet row group)."""
 
     file: Path
-    """Where."""
     start: int
-    """A byte, or a row group."""
     size: int
     """Bytes, or row groups."""
     count: int
-    """How many."""
+    empty: int = 0
+    """How many of them have no text."""
 
 
 class Documents:
     """The documents of a file or of a folder's files, shuffled by `seed`: blocks, and documents within a block.
 
     A .txt file is one document, or one for every `piece` bytes of a long file; .jsonl has one a line under `text`, or
-    a chat under `messages`; .parquet has a column of either name.
+    a chat under `messages`; .parquet has a column of either name. All of them are read and checked here, so that no
+    training ends at a line that it meets after hours. Documents without text are warned of once and are empty texts.
 
     Raises:
-        UserError: no such file, none of these kinds, a file that cannot be read, or nothing in it.
+        UserError: no such file, none of these kinds, a file that cannot be read, what is no document, by its file and
+            its line, what `check` refuses, or nothing in it.
     """
 
-    def __init__(self, path: Path, seed: int, piece: int):
+    def __init__(self, path: Path, seed: int, piece: int, check: Check = lambda text: None):
         self.path = path
-        files = sorted(f for f in path.rglob("*") if f.suffix in KINDS) if path.is_dir() else [path]
+        is_folder = is_there(path, "--data") and path.is_dir()
+        files = (
+            sorted(f for f in path.rglob("*") if f.suffix in KINDS and not f.is_dir())
+            if is_folder
+            else [path]
+        )
         if not files:
             raise UserError(f"--data {path}: the folder has no {', '.join(KINDS)} file")
-        blocks = [block for file in files for block in _blocks(file, piece)]
+        blocks = [block for file in files for block in _blocks(file, piece, check)]
         rng = np.random.default_rng((seed, 7))
         self._blocks = [blocks[i] for i in rng.permutation(len(blocks))]
         self._ends = np.cumsum([block.count for block in self._blocks], dtype=np.int64)
         self._order = [rng.permutation(block.count) for block in self._blocks]
         self._read = functools.lru_cache(maxsize=8)(_read)
-        if not len(self):
+        empty = sum(block.empty for block in blocks)
+        if empty == len(self):
             raise UserError(f"--data {path}: there is no text in it")
+        if empty:
+            what = f"{empty:,} of {len(self):,} documents have no text and are skipped"
+            warnings.warn(f"--data {path}: {what}", Doubt, stacklevel=2)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -68,85 +89,174 @@ class Documents:
         return self._read(block)[self._order[at][inside]]
 
 
-def _blocks(file: Path, piece: int) -> list[Block]:
+def _blocks(file: Path, piece: int, check: Check) -> list[Block]:
     if file.suffix not in KINDS:
         raise UserError(f"--data {file}: expected a {', '.join(KINDS)} file, or a folder of them")
+    size = check_regular(file, "--data")
     try:
-        return KINDS[file.suffix][0](file, piece)
+        return KINDS[file.suffix][0](file, size, piece, check)
     except OSError as error:
         raise UserError(f"--data {file}: cannot be read ({error.strerror or error})") from None
 
 
 def _read(block: Block) -> list[str]:
-    return KINDS[block.file.suffix][1](block)
+    try:
+        texts = KINDS[block.file.suffix][1](block)
+    except OSError as error:
+        raise UserError(f"--data {block.file}: cannot be read ({error.strerror or error})") from None
+    if len(texts) < block.count:
+        raise UserError(f"--data {block.file}: has become shorter since it was opened")
+    return texts
 
 
-def _text_blocks(file: Path, piece: int) -> list[Block]:
-    size = file.stat().st_size
-    return [Block(file, start, piece, 1) for start in range(0, size, piece)]
+def _text_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
+    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
+    with file.open("rb") as opened:
+        begin = opened.read(2)
+        opened.seek(0)
+        while True:
+            data = opened.read(CHUNK)
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                offset = at - pending + error.start
+                raise UserError(
+                    f"--data {file}: {not_utf8(begin, error.object[error.start], offset)}"
+                ) from None
+            if (zero := data.find(0)) >= 0:
+                raise UserError(f"--data {file}: is not text, byte {at + zero} is 0")
+            if not data:
+                return [Block(file, start, piece, 1) for start in range(0, size, piece)]
+            at += len(data)
 
 
 def _read_text(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         data = file.read(block.size)
-    text = data.decode("utf-8", errors="ignore")  # a cut may go through a character
-    if len(text) < len(data) // 8:
-        raise UserError(f"--data {block.file}: is not UTF-8 text")
+    # the file is UTF-8, and only a character that a piece's border cuts is left out
+    text = data.decode("utf-8", errors="ignore").removeprefix("\ufeff")
     return [text if text.strip() else ""]
 
 
-def _line_blocks(file: Path, piece: int) -> list[Block]:
-    blocks, start, size, count = [], 0, 0, 0
+def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
+    blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults("line")
     with file.open("rb") as lines:
-        for line in lines:
-            size, count = size + len(line), count + 1
+        for line in iter(lambda: lines.readline(LONGEST_LINE), b""):
+            bytes_, count, number = bytes_ + len(line), count + 1, number + 1
+            if len(line) == LONGEST_LINE:
+                raise UserError(f"--data {file}: line {number} is longer than {LONGEST_LINE >> 20} MiB")
+            try:
+                text = _text_of(line)
+                empty += not text
+                check(text)
+            except UserError as error:
+                raise UserError(f"--data {file}: line {number}: {error}") from None
+            except ValueError as error:
+                if number == 1 and line[:2] in UTF16:
+                    raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}") from None
+                faults.add(f"line {number}", error)
             if count == BLOCK_LINES:
-                blocks.append(Block(file, start, size, count))
-                start, size, count = start + size, 0, 0
-    return [*blocks, Block(file, start, size, count)] if count else blocks
+                blocks.append(Block(file, start, bytes_, count, empty))
+                start, bytes_, count, empty = start + bytes_, 0, 0, 0
+    faults.check(file)
+    return [*blocks, Block(file, start, bytes_, count, empty)] if count else blocks
+
+
+class Faults:
+    """What is wrong with a file's documents: the first fault, and how many there are."""
+
+    def __init__(self, what: str):
+        self._what, self._first, self._count = what, "", 0
+
+    def add(self, where: str, error: Exception) -> None:
+        self._first = self._first or f"{where}: {error}"
+        self._count += 1
+
+    def check(self, file: Path) -> None:
+        """Raise UserError if there are any."""
+        if self._count:
+            others = self._count - 1
+            more = f"; {others:,} more {self._what}{'s are' if others > 1 else ' is'} wrong" if others else ""
+            raise UserError(f"--data {file}: {self._first}{more}")
 
 
 def _read_lines(block: Block) -> list[str]:
     with block.file.open("rb") as file:
         file.seek(block.start)
         lines = file.read(block.size).split(b"\n")
-    return [_text_of(line, block.file) for line in lines[: block.count]]
+    try:
+        return [_text_of(line) for line in lines[: block.count]]
+    except ValueError as error:
+        raise UserError(f"--data {block.file}: has changed since it was opened, {error}") from None
 
 
-def _text_of(line: bytes, file: Path) -> str:
+def _text_of(line: bytes) -> str:
+    """Return the document of a line, empty if it has no text. Raises ValueError if it is none."""
     if not line.strip():
         return ""
     try:
-        text = document(dict(json.loads(line)))
-    except (ValueError, TypeError):
-        shown = line[:60].decode("utf-8", errors="replace")
-        raise UserError(f'--data {file}: expected lines such as {{"text": "…"}}, found {shown}') from None
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise ValueError(not_utf8(line, line[error.start], error.start)) from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"expected JSON, got {shown(line[:200].decode(errors='replace'))}") from None
+    return _checked(record)
+
+
+def _checked(record: Any) -> str:
+    """Return a record's document, empty if it has no text. Raises ValueError if it is none, or not Unicode text."""
+    text = document(record)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        raise ValueError(f"has half of a surrogate pair, {half}, which is no character") from None
     return text if text.strip() else ""
 
 
-def _parquet_blocks(file: Path, piece: int) -> list[Block]:
-    import pyarrow
+def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     import pyarrow.parquet
 
+    faults, blocks = Faults("row"), []
     try:
-        parquet = pyarrow.parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
-        raise UserError(f"--data {file}: is no parquet file ({' '.join(str(error).split())})") from None
-    with parquet:
-        _column(file, parquet)
-        groups = range(parquet.metadata.num_row_groups)
-        return [Block(file, group, 1, parquet.metadata.row_group(group).num_rows) for group in groups]
+        with pyarrow.parquet.ParquetFile(file) as parquet:
+            name = _column(file, parquet)
+            for group in range(parquet.metadata.num_row_groups):
+                rows, empty = _rows(parquet, group, name), 0
+                for row, record in enumerate(rows, 1):
+                    try:
+                        text = _checked(record)
+                        empty += not text
+                        check(text)
+                    except UserError as error:
+                        raise UserError(f"--data {file}: row {row} of row group {group}: {error}") from None
+                    except ValueError as error:
+                        faults.add(f"row {row} of row group {group}", error)
+                blocks.append(Block(file, group, 1, len(rows), empty))
+    except UserError:
+        raise
+    except Exception as error:  # of a damaged file pyarrow raises many kinds
+        raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
+    faults.check(file)
+    return blocks
 
 
 def _read_parquet(block: Block) -> list[str]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(block.file) as parquet:
-        name = _column(block.file, parquet)
-        values = parquet.read_row_group(block.start, columns=[name]).column(name).to_pylist()
-    texts = [document({name: value}) if value else "" for value in values]
-    return [text if text.strip() else "" for text in texts]
+    try:
+        with pyarrow.parquet.ParquetFile(block.file) as parquet:
+            return [_checked(row) for row in _rows(parquet, block.start, _column(block.file, parquet))]
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--data {block.file}: has changed since it was opened ({error})") from None
+
+
+def _rows(parquet: Any, group: int, name: str) -> list[dict[str, Any]]:
+    return [{name: value} for value in parquet.read_row_group(group, columns=[name]).column(name).to_pylist()]
 
 
 def _column(file: Path, parquet: Any) -> str:
@@ -162,3 +272,4 @@ KINDS = {
     ".jsonl": (_line_blocks, _read_lines),
     ".parquet": (_parquet_blocks, _read_parquet),
 }
+"""What finds and checks the blocks of a kind of file, and what reads one."""

@@ -229,7 +229,7 @@ def _ending(config: Recipe, folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise type(stop)(stopped(folder)) from None
+        raise type(stop)(stopped(config.method, folder)) from None
     except Exception as error:
         if jax.process_index() == 0 and not saved_steps(folder / "checkpoints"):
             release_folder(folder)
@@ -238,17 +238,25 @@ def _ending(config: Recipe, folder: Path) -> Iterator[None]:
         raise
 
 
-def stopped(folder: Path) -> str:
+def stopped(method: str, folder: Path) -> str:
     """How to go on with a run that a person or a batch system stopped, in one line."""
     saved = saved_steps(folder / "checkpoints")
     if saved:
-        return f"the last checkpoint is of step {saved[-1]}: {resume_command(folder)} goes on from there"
-    return f"there is no checkpoint yet: {resume_command(folder)} begins again with the same options"
+        return (
+            f"the last checkpoint is of step {saved[-1]}: {resume_command(method, folder)} goes on from there"
+        )
+    return f"there is no checkpoint yet: {resume_command(method, folder)} begins again with the same options"
 
 
-def resume_command(folder: Path) -> str:
-    """The command that goes on with a run, or makes the report of a finished one."""
-    return shlex.join(["python", "-m", "kvjax.train", "--resume", "--out", str(folder)])
+def resume_command(method: str, folder: Path) -> str:
+    """Return the command that goes on with a run, or makes the report of a finished one."""
+    command = ["python", "-m", "kvjax.train", "--resume", "--out", str(folder)]
+    return shlex.join([*command, *_told_again(method)])
+
+
+def _told_again(method: str) -> list[str]:
+    """Return the option that names a method which is imported only from the command line."""
+    return ["--method", method] if ":" in method else []
 
 
 def _export(
@@ -263,25 +271,28 @@ def _export(
     into.parent.mkdir(parents=True, exist_ok=True)
     new, old = (into.with_name(f".{into.name}.{word}") for word in ("new", "old"))
     first = jax.process_index() == 0
-    if first:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-    multihost_utils.sync_global_devices("the folder is there")
-    recipe.export(new, own, model, found)
-    made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
-    if first:
-        sign(new, made_for)
-    export(new / "orbax", params)
-    if trained is not None:
-        save_model(trained, new / "model", tokenizer_from=recipe.model)
-    multihost_utils.sync_global_devices("everything is written")
-    if first:
-        shutil.rmtree(old, ignore_errors=True)
-        if into.exists():
-            into.rename(old)
-        new.rename(into)
-        shutil.rmtree(old, ignore_errors=True)
-    multihost_utils.sync_global_devices("the folder has its name")
+    with contextlib.ExitStack() as partial:
+        if first:
+            # of an export that fails nothing is left
+            partial.callback(shutil.rmtree, new, ignore_errors=True)
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+        multihost_utils.sync_global_devices("the folder is there")
+        recipe.export(new, own, model, found)
+        made_for = MadeFor.of(model, recipe.model if trained is None else str(into / "model"))
+        if first:
+            sign(new, made_for)
+        export(new / "orbax", params)
+        if trained is not None:
+            save_model(trained, new / "model", tokenizer_from=recipe.model)
+        multihost_utils.sync_global_devices("everything is written")
+        if first:
+            shutil.rmtree(old, ignore_errors=True)
+            if into.exists():
+                into.rename(old)
+            new.rename(into)
+            shutil.rmtree(old, ignore_errors=True)
+        multihost_utils.sync_global_devices("the folder has its name")
     return RunOutput(model, own, run.mesh, run.folder, found, run.data.held_out_tokens)
 
 
@@ -321,7 +332,7 @@ def not_finite(config: Recipe, folder: Path, error: NotFiniteError) -> str:
     rate, saved = config.own_options().get("lr"), saved_steps(folder / "checkpoints")
     left = "there is no checkpoint before it"
     if saved:
-        use = shlex.join(["python", "-m", "kvjax.export", str(folder)])
+        use = shlex.join(["python", "-m", "kvjax.export", str(folder), *_told_again(config.method)])
         left = (
             f"the last good checkpoint is of step {saved[-1]}, in {folder / 'checkpoints'}: {use} exports it"
         )

@@ -74,7 +74,7 @@ class Recipe(abc.ABC):
     kvpop-llama-3.2-3b, and for prulong and duo_attention prulong-builtin, prulong-llama-3.1-8b, duo_attention-builtin,
     duo_attention-llama-3.1-8b."""
     model: str = "builtin"
-    """A Hugging Face folder, a GGUF file (or a wheel with one inside), a hub id, or `builtin`."""
+    """A Hugging Face folder, a GGUF file, a hub id, or `builtin`."""
     dtype: str | None = None
     """The model's dtype: float32, bfloat16 or float16; by default that of its weights. What is added is float32."""
     data: str = "builtin"

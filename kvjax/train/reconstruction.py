@@ -50,6 +50,7 @@ def reconstruction(
             start += count
         caches.check(cache, policy.name, 0)
         cache = reread(model, policy, cache, rows)
+        caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_layers):
             score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))
             fill_score(contexts, into, layer, score)

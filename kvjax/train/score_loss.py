@@ -14,8 +14,8 @@ CLIP = 1e-6
 """Of predictions, from 0 and from 1."""
 IMPORTANT = 0.05
 """What a target and a prediction are both above, or both below, where they agree."""
-WARM_UP = 50
-"""Updates."""
+WARM_UP = 0.01
+"""Share of the updates that warm the learning rate up."""
 LAYER = "loss/"
 """Begins the names of the layers' losses."""
 
@@ -56,11 +56,11 @@ def entropy(target: Float[np.ndarray, "n l k"]) -> float:
 
 
 def rate(update: Any, peak: float, steps: int) -> Float[Array, ""]:
-    """The learning rate of an update: .01 · i of the peak in the first 50, then all of it, half of it after half of the
-    updates and a quarter after three quarters (`lr_schedule` of the authors' code)."""
+    """Return the learning rate of an update: .01 · i of the peak in the first 1% of the updates, then all of it, half
+    of it after half of them and a quarter after three quarters (`lr_schedule` of the authors' code)."""
     late = jnp.where(update < steps * 0.75, 0.5, 0.25)
     usual = jnp.where(update < steps * 0.5, 1.0, late)
-    return peak * jnp.where(update < WARM_UP, 0.01 * update, usual)
+    return peak * jnp.where(update < WARM_UP * steps, 0.01 * update, usual)
 
 
 def by_layer(losses: Float[Array, "l ..."]) -> dict[str, Float[Array, "..."]]:

@@ -1,5 +1,5 @@
 """`python -m tests.ahead.compile_programs tpu|gpu [all]`: compile kvjax's own programs for four v5e chips or four
-H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode (also with rows split by pages), branches and
+H100s that are not here, fsdp 2 × tensor 2: training, prefill, decode, branches and
 compaction at head_dim 128; of all also decoding that counts and compacts, all but training at 64, and training for
 fsdp 2 × sequence 2.
 
@@ -93,14 +93,14 @@ def programs(mesh, config, which="all"):
 
     policy = jax.eval_shape(functools.partial(wgkv, config))
 
-    def empty(policy, tokens, striped=False):
+    def empty(policy, tokens):
         page = page_size_of(policy, None)
         pages = POOL // (page * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
             window=policy.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
             bounds=None if policy.selection is None else DTYPE,
-            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()), striped=striped,
+            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()),
         )  # fmt: skip
         return jax.eval_shape(
             lambda policy: laid_out(policy, layout, config.num_heads // config.num_kv_heads), policy
@@ -115,9 +115,6 @@ def programs(mesh, config, which="all"):
     running = row(jnp.bool_, (BATCH_SIZE,), BATCH)
     arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
-
-    by_pages = model, policy, empty(policy.traced, 65536, striped=True), *arguments[3:]
-    yield "decode, split by pages", decode_block, by_pages, {"count": 8, "greedy": True}
 
     held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))

@@ -54,7 +54,6 @@ def test_every_attention_is_a_kernel(reports, platform, which):
         # on a GPU what is merged is float32, which is Triton's
         "prefill": {"vertical_slash", "far_list"} if platform == "tpu" else {"vertical_slash"},
         "decode": decode,
-        "decode, split by pages": decode,
         "branches": set(),
         "compaction": {"attention_mass"},
     }
@@ -69,7 +68,7 @@ def test_every_attention_is_a_kernel(reports, platform, which):
 
 
 @pytest.mark.parametrize("head_dim", ALL)
-@pytest.mark.parametrize("program", ["decode", "decode, split by pages", "branches", "compaction"])
+@pytest.mark.parametrize("program", ["decode", "branches", "compaction"])
 def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     """Decoding's temporaries on a GPU are the weights of a layer, gathered from their shards: those of a TPU are not
     counted. Branches' are the pages that they copy. Compaction's are a layer's entries, and a score for each of all,
@@ -77,15 +76,6 @@ def test_nothing_of_the_pool_is_copied(reports, program, head_dim):
     report = reports[f"{program}, head_dim {head_dim}"]
     assert report["temporaries"] < (5 << 20) + (8 << 20) * head_dim // 64
     assert not report["large_copies"]
-
-
-def test_rows_split_by_pages_take_two_exchanges_a_layer(reports):
-    """In each of eight steps and four layers: what goes to all devices, and what comes back."""
-    whole, split = (
-        reports[f"{name}, head_dim {TRAINED}"]["exchanges"] for name in ("decode", "decode, split by pages")
-    )
-    more = {"all-gather": 8 * 4, "all-to-all": 8 * 4}
-    assert split == {kind: count + more.get(kind, 0) for kind, count in whole.items()}
 
 
 @pytest.mark.thorough

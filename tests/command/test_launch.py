@@ -129,6 +129,12 @@ def goes_on(monkeypatch):
         ),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "error: out: Permission denied\n"),
         (ValueError("write failed [No space left on device]"), 2, "error: the disk is full"),
+        (ValueError("OUT_OF_RANGE: x [os_error_code='27']"), 2, "error: the disk is full, or a file may not"),
+        (OSError("x: could not be written (File too large (os error 27))"), 2, "error: the disk is full, or"),
+        (OSError(errno.EFBIG, "File too large", "out"), 2, "error: out: File too large\n"),
+        (OSError(errno.ENOSPC, "No space", "from", None, "to"), 2, "error: to: No space\n"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000), 2, "error: xxx"),
+        (UserError("a\x1b[31m"), 2, "error: a\\x1b[31m\n"),
         (KeyboardInterrupt(), 130, "stopped by the keyboard\n"),
         (KeyboardInterrupt("say so"), 130, "stopped by the keyboard: say so\n"),
         (Termination("say so"), 143, "stopped by SIGTERM: say so\n"),
@@ -145,6 +151,7 @@ def test_what_a_person_can_mend_is_one_line(raised, code, line, capsys):
     shown = capsys.readouterr().err
     assert shown.startswith(line)
     assert shown.count("\n") == 1
+    assert len(shown) < 500
 
 
 @pytest.mark.usefixtures("goes_on")

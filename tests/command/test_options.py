@@ -1,4 +1,5 @@
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ class Options:
 
 def write(tmp_path, text):
     file = tmp_path / "options.yaml"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     return str(file)
 
 
@@ -51,6 +52,23 @@ def test_what_is_written_is_read_back(tmp_path):
         ("fast: perhaps", ["fast"]),
         ("just words", ["key: value"]),
         ("a: [1", ["YAML"]),
+        ("lengths: [4, --name, stolen]", ["lengths may begin with -", "'--name'"]),
+        ("lengths: [4, -h]", ["may begin with -"]),
+        ("name: {a: --fast}", ["name", "must be a value or a list of values"]),
+        ("name: [[a]]", ["must be a value or a list of values"]),
+        ("name: !!omap [a: b]", ["must be a value or a list of values"]),
+        ("name: !!python/object/apply:os.system [id]", ["name"]),
+        ("name: !!int ''", ["YAML"]),
+        ("name: " + "[" * 50_000, ["YAML"]),
+        ("name: " + "9" * 5000, ["YAML"]),
+        ("name: 0x" + "f" * 5000, ["too large a number"]),
+        ("name: a\nname: b", ["gives 'name' twice"]),
+        ("learning-rate: 1\nlearning_rate: 2", ["twice"]),
+        ("? [a]\n: b", ["a key"]),
+        ("name: &a [*a]", ["must be a value or a list of values"]),
+        ("a: &a [x]\n" + "b: &b [*a, *a]\nc: [*b, *b]\n" + "name: [*b]", ["must be a value or a list"]),
+        ("name: a\n" + "#" * (1 << 18), ["is larger than 256 KiB"]),
+        ("name: caf\udce9", ["is not UTF-8 text: byte 0xe9 at offset 9"]),
     ],
 )
 def test_a_wrong_file_is_one_line_that_names_it(tmp_path, text, parts):
@@ -58,8 +76,24 @@ def test_a_wrong_file_is_one_line_that_names_it(tmp_path, text, parts):
     with pytest.raises(UserError) as error:
         load_config(Options, file)
     line = str(error.value)
-    assert "\n" not in line
+    assert line.isprintable()
+    assert len(line) < 500
     assert all(part in line for part in [file, *parts]), line
+
+
+def test_a_value_that_looks_like_an_option_is_a_value(tmp_path):
+    file = write(tmp_path, "name: --fast\nfolder: -x\nlearning_rate: -1e-3\nlengths: [-4, -5]\n")
+    assert load_config(Options, file) == Options(
+        name="--fast", folder=Path("-x"), learning_rate=-1e-3, lengths=(-4, -5)
+    )
+
+
+def test_a_pipe_is_no_config(tmp_path):
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(UserError, match="pipe.yaml: is a pipe or a device, expected a file"):
+        load_config(Options, str(tmp_path / "pipe.yaml"))
+    with pytest.raises(UserError, match="File name too long"):
+        load_config(Options, "x" * 5000)
 
 
 def test_packaged_configs_are_found_by_name_and_by_file_name():

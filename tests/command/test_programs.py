@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+import zlib
 
 import pytest
 
 from kvjax.builtin import builtin_model
+from kvjax.command.programs import remove_broken
 
 SAMPLES = f"""
 import jax
@@ -52,3 +54,20 @@ print(jax.config.jax_compilation_cache_dir)
     assert done.stdout.strip() == environment.get("JAX_COMPILATION_CACHE_DIR", "None")
     assert done.stderr == ""
     assert not any(tmp_path.iterdir())
+
+
+def test_a_program_that_was_written_in_part_is_removed(tmp_path):
+    whole = zlib.compress(b"program" * 100)
+    for name, content, used in (
+        ("whole", whole, True), ("cut", whole[:-9], True), ("empty", b"", True), ("killed", whole, False),
+    ):  # fmt: skip
+        (tmp_path / f"jit_{name}-0a-cache").write_bytes(content)
+        if used:
+            (tmp_path / f"jit_{name}-0a-atime").write_bytes(bytes(8))
+    remove_broken(tmp_path)
+    assert {x.name for x in tmp_path.iterdir()} == {".checked", "jit_whole-0a-cache", "jit_whole-0a-atime"}
+    # it is read once
+    (tmp_path / "jit_whole-0a-cache").write_bytes(whole[:-9])
+    os.utime(tmp_path / "jit_whole-0a-cache", (0, 0))
+    remove_broken(tmp_path)
+    assert (tmp_path / "jit_whole-0a-cache").exists()

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
@@ -112,6 +113,14 @@ def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
         found = one_by_one(*pattern)
         assert found.score == outcome.score
         assert found.loss == pytest.approx(outcome.loss, abs=1e-5)
+
+
+def test_an_answer_whose_likelihood_is_not_finite_is_refused(samples):
+    model = tiny_model(tied=False)
+    forced = TeacherForcing(model, samples)
+    model.layers.down[...] = model.layers.down[...] * np.nan
+    with pytest.raises(UserError, match="not finite"):
+        forced(np.ones((3, 4), bool), 1, 1)
 
 
 def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):

@@ -20,7 +20,7 @@ from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 from kvjax.policies.admission.wgkv import save_gates
 from tests.evaluate.inputs import SMALL
-from tests.tiny_models import filled, tiny_config, tiny_gates
+from tests.tiny_models import filled, tiny_config, tiny_gates, tiny_model
 
 PROMPT = [[1, 2, 3]]
 
@@ -68,6 +68,12 @@ def test_a_dtype_does_not_change_it_but_the_contents(own):
     for dtype in (jnp.bfloat16, jnp.float16):
         assert fingerprint(named("", dtype=dtype)) == fingerprint(own)
         assert contents(named("", dtype=dtype)) != contents(own)
+
+
+def test_the_end_of_a_chat_template_s_turn_is_not_in_the_contents():
+    named = tiny_model(eos_ids=(0,))
+    assert contents(tiny_model(eos_ids=(0, 2), turn_ends=(("<|im_end|>", 2),))) == contents(named)
+    assert contents(tiny_model(eos_ids=(0, 2))) != contents(named)
 
 
 def test_other_weights_and_other_sizes_are_another_model(own, other):

@@ -1,6 +1,10 @@
 """An export for Orbax: its arrays by name."""
 
-from kvjax.exported.orbax import export
+import jax
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.exported.orbax import export, restore_export
 from kvjax.mesh import make_mesh
 from tests.train.states import made
 
@@ -14,3 +18,16 @@ def test_an_export_is_a_mapping_of_names(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         names = checkpointer.metadata(tmp_path / "exported").item_metadata.tree.keys()
     assert set(names) == {"weights", "moments.mu", "moments.nu", "count"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("_METADATA", "{}"), ("_CHECKPOINT_METADATA", "[" * 100_000), ("manifest.ocdbt", "")]
+)
+def test_a_damaged_export_is_one_line(tmp_path, name, text):
+    arrays = {"a": jax.numpy.arange(4.0)}
+    export(tmp_path / "exported", arrays)
+    like = {"a": jax.ShapeDtypeStruct((4,), jax.numpy.float32, sharding=arrays["a"].sharding)}
+    assert restore_export(tmp_path / "exported", like)["a"].tolist() == [0, 1, 2, 3]
+    (tmp_path / "exported" / name).write_text(text)
+    with pytest.raises(UserError, match=r"exported: not a whole Orbax export"):
+        restore_export(tmp_path / "exported", like)

@@ -9,6 +9,7 @@ import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.inference.draw import Draw, draw_token
 from kvjax.inference.forward import last_logits
 from kvjax.inference.stop import settled, stop_place, stop_texts
 from kvjax.mesh import make_mesh, use_mesh
@@ -43,6 +44,16 @@ def test_a_cache_serves_many_questions(model, tokens):
     after = caches.stats(cache)
     np.testing.assert_array_equal(before.entries, after.entries)
     assert before.bytes == after.bytes
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 5e-324, 1e-45, 1e-39, 1.17e-38, 1e-38, 1e-30])
+def test_a_tiny_top_p_takes_the_most_likely_token(top_p):
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, 61)), jnp.float32)
+    with use_mesh():
+        for more in ({}, {"min_p": top_p}, {"temperature": 1e-6, "top_k": 61}):
+            draw = Draw(**{"temperature": 1.0, "top_p": top_p} | more)
+            found = jax.jit(draw_token, static_argnums=3)(logits, draw, jax.random.key(3), False)
+            np.testing.assert_array_equal(found, logits.argmax(-1))
 
 
 def test_stop_tokens_end_a_row_and_write_nothing_more(model, tokens):

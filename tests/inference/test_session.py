@@ -1,12 +1,14 @@
 """Conversations: every turn is read behind what the cache holds, and is what one long text would have given."""
 
 import dataclasses
+import json
 
 import jaxtyping
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import Doubt, UserError
 from kvjax.inference.sampling import prefill, sample, stream
 from kvjax.inference.saving import save_cache
@@ -93,6 +95,11 @@ def test_a_saved_conversation_goes_on(model, tokenizer, policy, tmp_path):
     session.say(SAID[0], max_new_tokens=NEW)
     session.save(tmp_path)
     loaded = Session.load(tmp_path, model, policy, tokenizer)
+    found = describe_cache(tmp_path)
+    found["turns"]["tokens"][0] = "first"
+    (tmp_path / DESCRIPTION).write_text(json.dumps(found | {"sha256": sealed(found)}))
+    with pytest.raises(UserError, match="damaged .turns is"):
+        Session.load(tmp_path, model, policy, tokenizer)
     assert loaded.messages == session.messages
     assert loaded.say(SAID[1], max_new_tokens=NEW) == session.say(SAID[1], max_new_tokens=NEW)
 

@@ -16,6 +16,8 @@ VOCABULARY = 61
 POSITIONS = (0, 1, 2, 17, 130, 255, 384, 511)
 """The positions that the goldens keep."""
 
+IDS = {"bos_token_id": 1, "eos_token_id": 2}
+
 LLAMA = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,

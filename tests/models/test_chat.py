@@ -1,7 +1,10 @@
 """Text and chats as tokens: what the chat template makes of them, whole and in two parts."""
 
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
+from kvjax import chat_template
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.models import load_tokenizer
@@ -58,9 +61,76 @@ def test_a_beginning_leaves_the_turn_open_for_its_end(templated):
         (PICKY, CHAT, "beginning", r"does not take these messages \(of system, user\): no system role here$"),
         ("{{ messages[0].nothing.more }}", "x", "whole", r"does not take these messages \(of user\): "),
         ("{{ broken", "x", "whole", r"does not take these messages \(of user\): "),
+        ("{{ 1 / 0 }}", "x", "whole", r"\(of user\): ZeroDivisionError division by zero$"),
+        ("{{ none + 1 }}", "x", "beginning", r"\(of user\): TypeError unsupported operand"),
+        ("{{ 10.0 ** 400 }}", "x", "whole", r"\(of user\): OverflowError "),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "x", "whole", r"\(of user\): RecursionError "),
+        ("{{ 'a' * 10**10 }}", "x", "whole", r"\(of user\): MemoryError$"),
+        ("{{ 'a'|center(10**10) }}", "x", "end", r"\(of user\): MemoryError$"),
+        ("{{ 'a' * 2000000 }}", "x", "whole", "it writes more than 1,0.* characters$"),
+        ("{{ '\\ud800' }}", "x", "whole", "its text must be Unicode text"),
+        (
+            "{{ raise_exception('two\nlines ' ~ 'x' * 900) }}",
+            "x",
+            "whole",
+            r"\(of user\): two lines x{289,}$",
+        ),
+        (
+            {"rag": "", "tool_use": ""},
+            "x",
+            "whole",
+            "none of the chat .* 'default', there are 'rag', 'tool_use'",
+        ),
+        ([{"name": "rag", "template": ""}], "x", "whole", "none of the chat templates .* there are 'rag'"),
+        ([1], "x", "whole", r"a chat template must be a text, got \[1\]$"),
     ],
 )
 def test_what_cannot_be_encoded_is_one_line(plain, template, prompt, part, says):
     plain.chat_template = template
-    with pytest.raises(UserError, match=says):
+    with pytest.raises(UserError, match=says) as caught:
         encode(plain, prompt, part)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) <= 500
+
+
+def test_a_template_that_would_never_end_is_ended(templated):
+    templated.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(UserError, match="it takes longer than 2 s, or more memory than 1024 MiB$"):
+        encode(templated, "hello")
+    templated.chat_template = TEMPLATE
+    assert templated.decode(encode(templated, "hello")) == "[user]hello\n[assistant]"
+
+
+@pytest.mark.parametrize("named", [dict, lambda **both: [{"name": k, "template": both[k]} for k in both]])
+def test_of_several_templates_the_default_is_taken(plain, named):
+    plain.chat_template = named(rag="no", default=TEMPLATE)
+    assert plain.decode(encode(plain, "hello")) == "[user]hello\n[assistant]"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE + "{{ bos_token }}{{ tools }}{{ documents is none }}{{ thinking|default('unset') }}",
+        "{{ messages|tojson }}{{ messages|tojson(indent=2, sort_keys=true) }}\n\n  {%- if true %}  \n x{% endif %}\n",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ m.content }}"
+        "{{ m.reasoning_content }}{{ m.thinking }}{{ x }}{% endgeneration %}{% endif %}{% endfor %}",
+        "{% set n = namespace(a=1) %}{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% set n.a = n.a + loop.index %}{% if loop.index == 3 %}{% break %}{% endif %}{% endfor %}{{ n.a }}"
+        "{{ dict(a=1) }}{{ dict.fromkeys('ab') }}{{ strftime_now('%Y') }}{{ messages[1].keys()|list }}",
+    ],
+)
+def test_templates_are_rendered_as_transformers_renders_them(plain, template):
+    plain.chat_template = template
+    chat = [
+        {"role": "system", "content": "a <b> & ü 😀"},
+        {"role": "assistant", "content": "c", "reasoning": "d", "tool_calls": None},
+        {"role": "user", "content": "e\n"},
+    ]
+    expected = plain.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert chat_template.templated(plain, chat) == expected
+
+
+def test_a_tokenizer_that_trips_over_a_text_is_one_line(plain):
+    plain.backend_tokenizer.pre_tokenizer = Split(Regex("(a+)+$"), "isolated")
+    with pytest.raises(UserError, match="the tokenizer cannot read the text"):
+        encode(plain, "a" * 40 + "b")

@@ -1,12 +1,15 @@
 """Reading `config.json`: both spellings of everything, and one line for everything else."""
 
 import dataclasses
+import json
+import math
+from contextlib import nullcontext
 
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.models import ModelConfig
-from kvjax.models.config import config_json
+from kvjax.models.config import config_json, warn_of_turn_ends
 from tests.models.cases import CASES, LLAMA, QWEN3
 
 
@@ -66,7 +69,7 @@ def test_sizes_that_are_derived(read):
         ({"rope_scaling": {"type": "linear", "factor": "4"}}, "rope_scaling: factor must be float, got '4'"),
         (
             {"rope_scaling": {"type": "linear", "factor": 0}},
-            "rope_scaling: rope theta and factor must be positive, got 10000 and 0",
+            "rope_scaling: rope factor must be above 0 and at most 1000000, got 0",
         ),
         (
             {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}},
@@ -96,8 +99,22 @@ def test_sizes_that_are_derived(read):
             "sliding_window is 512, but sliding-window attention",
         ),
         (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 512},
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 512,
+                "max_window_layers": 2,
+            },
             "sliding_window is 512, but",
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "max_window_layers": 2,
+                "max_position_embeddings": 8192,
+            },
+            "sliding_window is 4096 (its default), but",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention; only"),
     ],
@@ -106,12 +123,90 @@ def test_what_is_refused(change, message, refused):
     assert refused(LLAMA | change).startswith(message)
 
 
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_layers must be at least 1 and at most 10,000, got 1000000000"),
+        ({"num_hidden_layers": -1}, "num_layers must be at least 1, got -1"),
+        ({"num_hidden_layers": HUGE}, "num_hidden_layers must be a whole number of 64 bits, got 10000"),
+        ({"vocab_size": 10**18}, "vocab_size must be at least 1 and at most 16,777,216, got 10000"),
+        ({"hidden_size": 2**31}, "width must be at least 1 and at most"),
+        ({"head_dim": 2**20}, "head_dim must be at least 1 and at most 65,536"),
+        ({"num_attention_heads": 2**20}, "num_heads must be at least 1 and at most 65,536"),
+        ({"num_attention_heads": 2**12, "head_dim": 2**14}, "4,096 heads of 16,384, expected at most"),
+        ({"max_position_embeddings": 2**31}, "max_position must be at least 1 and at most"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a finite number, got nan"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps must be a finite number, got inf"),
+        ({"rms_norm_eps": HUGE}, "rms_norm_eps must be a finite number, got 1000"),
+        ({"rms_norm_eps": -1}, "norm_eps must be at least 0 and below 1, got -1"),
+        ({"rms_norm_eps": 1}, "norm_eps must be at least 0 and below 1, got 1"),
+        ({"rope_theta": math.nan}, "rope_theta must be a finite number, got nan"),
+        ({"rope_theta": 1e39}, "rope_theta must be a finite number, got 1e+39"),
+        ({"rope_theta": -1}, "rope theta must be finite and above 1, got -1"),
+        ({"eos_token_id": 2**31}, "eos_token_id must be a token id or a list of them, got [2147483648]"),
+        ({"eos_token_id": [-1]}, "eos_token_id must be a token id or a list of them, got [-1]"),
+        ({"eos_token_id": [True]}, "eos_token_id must be a token id or a list of them, got [True]"),
+        ({"eos_token_id": list(range(2000))}, "eos_token_id must be a token id or a list of them, got [0, 1"),
+        ({"bos_token_id": -5}, "a token id must be at least 0 and at most 2147483647, got -5"),
+    ],
+)
+def test_numbers_out_of_their_range(change, message, refused):
+    assert refused(LLAMA | change).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "change", "message"),
+    [
+        ("linear", {"factor": 1e30}, "rope factor must be above 0 and at most 1000000, got 1e+30"),
+        (
+            "yarn",
+            {"factor": 1e6, "original_max_position_embeddings": 2**30},
+            "rope factor and original length",
+        ),
+        ("yarn", {"original_max_position_embeddings": -4}, "rope original_length must be at least 0 and"),
+        ("yarn", {"beta_fast": math.nan}, "beta_fast must be a finite number, got nan"),
+        ("yarn", {"beta_slow": -1}, "rope beta_slow must be above 0 and at most 1000000, got -1"),
+        ("yarn", {"attention_factor": 0}, "rope attention_factor must be above 0 and at most"),
+        ("yarn", {"mscale": -1, "mscale_all_dim": 1}, "rope mscale must be at least 0 and at most"),
+        ("llama3", {"low_freq_factor": 4, "high_freq_factor": 4}, "rope low_freq_factor must be below"),
+        (
+            "dynamic",
+            {"factor": 1e-3, "head_dim": 2},
+            "rope type 'dynamic' with these numbers has angles that",
+        ),
+    ],
+)
+def test_numbers_of_a_rope_out_of_their_range(rope_type, change, message, refused):
+    head = {"head_dim": change.pop("head_dim", 8)}
+    rope = {"rope_scaling": {"rope_type": rope_type, "factor": 2.0} | change}
+    assert refused(LLAMA | head | rope).removeprefix("rope_scaling: ").startswith(message)
+
+
+def test_a_sliding_window_that_no_layer_has_is_no_matter(read):
+    qwen = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 64}
+    read(qwen | {"max_window_layers": 3})
+    read(qwen)  # 28 layers have none by default
+    read(qwen | {"max_window_layers": 0, "layer_types": ["full_attention"] * 3})
+    read(qwen | {"max_window_layers": 0, "sliding_window": None})
+    # a window as long as the context hides nothing
+    read(qwen | {"layer_types": ["full_attention", "sliding_attention"] * 3, "sliding_window": 1024})
+    # Llama's code knows none
+    read(qwen | {"model_type": "llama", "num_hidden_layers": 32})
+
+
 def test_a_sliding_window_is_refused_only_where_it_would_hide_something(read, refused):
     mistral = LLAMA | {"model_type": "mistral"}
     read(mistral | {"sliding_window": None})
     read(mistral | {"sliding_window": 1024})
-    missing = mistral | {"max_position_embeddings": 8192}
+    missing = mistral | {"max_position_embeddings": 8192, "layer_types": ["full_attention"] * 3}
     assert refused(missing).startswith("sliding_window is 4096 (its default), but")
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert refused(mistral | {"sliding_window": 1024, "rope_scaling": yarn}).startswith(
+        "sliding_window is 1024"
+    )
     # Qwen files name a window that is switched off
     read(LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 512})
 
@@ -121,6 +216,67 @@ def test_eos_ids_are_those_of_generation_config_if_it_is_there(read):
     assert read(LLAMA | {"eos_token_id": [5, 2]}).eos_ids == (2, 5)
     assert read(LLAMA | {"eos_token_id": 2}, eos_token_id=[7, 9]).eos_ids == (7, 9)
     assert read(LLAMA, eos_token_id=None).eos_ids == ()
+    # one that names none leaves it to config.json
+    assert read(LLAMA | {"eos_token_id": 2}, do_sample=True).eos_ids == (2,)
+
+
+ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|done|>\n{% endfor %}"
+TOKENS = {"</s>": 2, "<end_of_turn>": 6, "<|im_end|>": 7, "<|done|>": 8, "<|user|>": 9}
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "expected"),
+    [
+        ("<|im_start|>{{ messages }}<|im_end|>", None, (7,)),
+        ("<|im_start|>{{ messages }}<|im_end|>", [1], (1, 7)),
+        ([{"name": "default", "template": ENDS}, {"name": "rag", "template": "<|im_end|>"}], 2, (2, 8)),
+        ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", None, (2,)),
+        # the user's turn begins where the model's ends
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None, (9,)),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", 2, (2,)),
+        ("{{ 1 / 0 }}", 2, (2,)),
+        ("no <|pad|> nor <|eom_id|>", 2, (2,)),
+        ("{{ raise_exception('no system') }}<end_of_turn>", 2, (2, 6)),
+    ],
+)
+@pytest.mark.parametrize("file", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
+def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, expected, file, read, tmp_path):
+    """The tokens are listed in one file or another."""
+    listed = [{"id": id_, "content": token, "special": False} for token, id_ in TOKENS.items()]
+    (tmp_path / file).write_text(
+        json.dumps(TOKENS if file == "added_tokens.json" else {"added_tokens": listed})
+    )
+    decoder = {str(token["id"]): token for token in listed} if file == "tokenizer_config.json" else None
+    config = {"chat_template": template, "eos_token": {"content": "</s>"}, "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    added = sorted(set(expected) - set(eos if isinstance(eos, list) else [eos]))
+    found = read(LLAMA | {"eos_token_id": eos})
+    assert (found.eos_ids, [id_ for _, id_ in found.turn_ends]) == (expected, added)
+    with pytest.warns(Doubt, match=rf"answers also end at '.*' \({added[0]}\)") if added else nullcontext():
+        warn_of_turn_ends(found)
+
+
+def test_a_template_in_its_own_file_wins(read, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
+    decoder = {
+        "7": {"content": "<|im_end|>", "special": True},
+        "8": {"content": "<|eot_id|>", "special": True},
+    }
+    config = {"chat_template": "<|im_end|>", "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "chat_template.jinja").write_text("<|eot_id|>")
+    found = read(LLAMA)
+    assert found.eos_ids == (8,)
+    with pytest.warns(Doubt, match="the model's files name no token$"):
+        warn_of_turn_ends(found)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
+def test_a_broken_tokenizer_does_not_keep_a_config_from_being_read(name, read, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "<|im_end|>"}))
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_bytes(b"\xff{")
+    assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
 
 
 def test_a_model_that_no_family_matches_is_not_written(read):

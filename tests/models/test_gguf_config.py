@@ -28,13 +28,23 @@ def test_chat_models_stop_where_a_turn_ends(tmp_path):
 
 REFUSED = {
     "general.architecture": ("gemma2", "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"),
-    "split.count": (3, "is one of 3 files (split.count)"),
+    "split.count": (
+        3,
+        "is part 1 of 3 of a split GGUF file: merge the parts first (llama-gguf-split --merge",
+    ),
+    "general.type": (
+        "adapter",
+        "is no language model but a LoRA adapter: merge it into its base model first",
+    ),
+    "general.alignment": (24, "general.alignment must be a power of two, got 24"),
+    "llama.block_count": (5000, "llama.block_count is 5000, but the file has 30 tensors"),
+    "tokenizer.ggml.tokens": ([1, 2], "tokenizer.ggml.tokens must be a list of strings"),
     "llama.expert_count": (8, "llama.expert_count is 8, which is not supported"),
     "llama.attention.scale": (1.0, "llama.attention.scale is 1, which is not supported"),
     "llama.logit_scale": (0.5, "llama.logit_scale is 0.5, which is not supported"),
     "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4, which is not supported"),
     "llama.rope.dimension_count": (6, "llama.rope.dimension_count is 6, but heads have 12"),
-    "llama.block_count": (None, "llama.block_count is missing"),
+    "llama.feed_forward_length": (None, "llama.feed_forward_length is missing"),
     "llama.embedding_length": ("48", "llama.embedding_length must be int, got '48'"),
     "llama.rope.scaling.type": ("longrope", "rope scaling 'longrope' is not supported, only linear and yarn"),
     "llama.attention.sliding_window": (

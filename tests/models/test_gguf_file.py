@@ -1,5 +1,8 @@
 """Tensors of GGUF files: every quantisation against llama.cpp's own, and files that are refused."""
 
+import os
+import re
+import struct
 import sys
 
 import gguf
@@ -10,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
-from kvjax.models import load_model
+from kvjax.models import load_model, read_config
 from kvjax.models.gguf_file import FLOATS, QUANTISATIONS
 from tests.models.cases import LLAMA, weights, write_folder
 from tests.models.files import assert_equal
@@ -80,6 +83,95 @@ def test_tensors_that_are_refused(tmp_path):
     assert error_in(write_gguf(file, LLAMA, tensors)) == "the tensor token_embd.weight is missing"
 
 
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def pair(name: str, kind: int, layout: str = "", *values: int | float) -> bytes:
+    """A metadata pair of a type, its value packed by `layout`."""
+    return text(name) + struct.pack("<I" + layout, kind, *values)
+
+
+def tensor(name: str, *shape: int, kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+LATER_PART = [pair("split.no", 2, "H", 1), pair("split.count", 2, "H", 3)]
+HOSTILE = {
+    "nested arrays": ([pair("a", 9, "IQ" * 3000, *[9, 1] * 3000)], [], "an array of arrays"),
+    "empty arrays": ([pair("a", 9, "IQ", 9, 2**60)], [], "an array of arrays"),
+    "many values": ([pair("a", 9, "IQ", 8, 2**60)], [], "an array of 1152921504606846976 values"),
+    "a long string": ([pair("a", 8, "Q", 2**62)], [], "it may be cut off"),
+    "an unknown type": ([pair("a", 77, "I", 1)], [], "a value of type 77"),
+    "a key twice": ([pair("a", 4, "I", 1)] * 2, [], "the key 'a' is there twice"),
+    "a tensor twice": ([], [tensor("t", 8)] * 2, "the tensor 't' is there twice"),
+    "many axes": ([], [tensor("t", *[2**63] * 100_000)], "the tensor 't' has 100000 axes, expected 1 to 4"),
+    "no axes": ([], [tensor("t")], "the tensor 't' has 0 axes"),
+    "an empty axis": ([], [tensor("t", 8, 0)], r"'t' cannot have shape \(0, 8\) in F32"),
+    "huge axes": ([], [tensor("t", *[2**63] * 4)], "it may be cut off"),
+    "broken blocks": ([], [tensor("t", 31, 2, kind=8)], r"'t' cannot have shape \(2, 31\) in Q8_0"),
+    "a far offset": ([], [tensor("t", 8, offset=2**63)], "it may be cut off"),
+    "a crooked offset": ([], [tensor("t", 8, offset=4)], "in F32 at offset 4"),
+    "overlapping": ([], [tensor("t", 9), tensor("u", 8, offset=32)], "the tensors 't' and 'u' overlap"),
+    "alignment": (
+        [pair("general.alignment", 5, "i", -1)],
+        [],
+        "general.alignment must be a power of two, got -1",
+    ),
+    "a projector": ([pair("general.type", 8) + text("mmproj")], [], "the projector of a multimodal model"),
+    "a vocabulary": ([], [], "token_embd.weight is missing, it has a vocabulary alone"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_headers_that_are_refused(name, tmp_path):
+    """Without work that such a small file has no reason to cause."""
+    pairs, tensors, message = HOSTILE[name]
+    needed = (
+        "context_length",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "block_count",
+    )
+    known = [
+        pair("general.architecture", 8) + text("llama"),
+        *(pair(f"llama.{x}", 4, "I", 8) for x in needed),
+    ]
+    assert re.search(message, refusal_of(tmp_path, [*known, *pairs], tensors))
+
+
+def test_a_later_part_of_a_split_file_is_named(tmp_path):
+    assert refusal_of(tmp_path, LATER_PART, []).startswith(
+        "is part 2 of 3 of a split GGUF file: merge the parts"
+    )
+
+
+def test_counts_beyond_the_file_are_refused(tmp_path):
+    for counts, message in (
+        ((0, 2**63), "the key '' is there twice"),
+        ((2**63, 1), "the tensor '' has 0 axes"),
+    ):
+        assert message in refusal_of(tmp_path, [pair("general.name", 8) + text("x")], [], counts)
+
+
+def refusal_of(
+    folder, pairs: list[bytes], tensors: list[bytes], counts: tuple[int, int] | None = None
+) -> str:
+    """The line of a file with these metadata and tensors, without its name."""
+    file = folder / "model.gguf"
+    tensor_count, pair_count = counts or (len(tensors), len(pairs))
+    header = b"GGUF" + struct.pack("<IQQ", 3, tensor_count, pair_count)
+    file.write_bytes(header + b"".join([*pairs, *tensors]) + bytes(200))
+    return error_in(file)
+
+
+def test_a_pipe_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "model.gguf")
+    with pytest.raises(UserError, match=r"model\.gguf: not a regular file$"):
+        read_config(tmp_path / "model.gguf")
+
+
 @pytest.mark.parametrize("kept", [0, 3, 4, 30, 700, -1])
 def test_a_cut_file_is_named(kept, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", LLAMA, weights(LLAMA))
@@ -92,10 +184,15 @@ def test_files_that_are_no_gguf(tmp_path, monkeypatch):
     file = tmp_path / "model.gguf"
     with pytest.raises(UserError, match=r"model\.gguf: no such file$"):
         load_model(file)
-    file.write_bytes(b"PK\x03\x04 and so on")
-    assert error_in(file) == "not a GGUF file, it does not begin with GGUF"
-    file.write_bytes(b"GGUF\x00\x00\x00\x03")
-    assert error_in(file).startswith("GGUF version 50331648 is not supported, only 2 and 3 (little-endian)")
+    for begin, message in {
+        b"PK\x03\x04 and so on": "not a GGUF file, it does not begin with GGUF",
+        b"version https://git-lfs.github.com/spec/v1\n": "a Git LFS pointer, not the GGUF file itself",
+        b"\n<!DOCTYPE html>": "a web page, not a GGUF file: download the file again",
+        b"GGUF\x00\x00\x00\x03": "is a big-endian GGUF file, only little-endian ones are supported",
+        b"GGUF\x01\x00\x00\x00": "GGUF version 1 is not supported, only 2 and 3",
+    }.items():
+        file.write_bytes(begin)
+        assert error_in(file).startswith(message)
     write_gguf(file, LLAMA, weights(LLAMA))
     for module in [name for name in sys.modules if name.split(".")[0] == "gguf"]:
         monkeypatch.setitem(sys.modules, module, None)

@@ -140,6 +140,9 @@ REFUSED = {
     "tokenizer.ggml.tokens": (None, "tokenizer.ggml.tokens is missing"),
     "tokenizer.ggml.token_type": ([1, 1], r"its tokenizer has \d+ tokens, but types of 2$"),
     "tokenizer.ggml.merges": (["☃"], "the tokenizer's merges do not fit its tokens"),
+    "tokenizer.ggml.eos_token_id": (2**31, "eos_token must be a token id, got 2147483648"),
+    "tokenizer.ggml.add_bos_token": (1, "tokenizer.ggml.add_bos_token must be bool, got 1"),
+    "tokenizer.chat_template": ("x" * 2**21, "its chat template has 2,097,152 characters, expected at most"),
 }
 
 
@@ -151,3 +154,31 @@ def test_tokenizers_that_are_refused(name, tmp_path):
         load_tokenizer(file)
     assert re.match(f"{re.escape(str(file))}: {message}", str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (["a", "b", "a"], "its tokens 0 and 2 are both 'a'"),
+        (["a", "b" * 200_000], "a token has 200,000 characters, expected at most 4,096"),
+        (["a" * (n + 1) for n in range(3000)], "its tokens are too long for all their merges to be found"),
+    ],
+)
+def test_tokens_that_are_refused(tokens, message, tmp_path):
+    metadata = {"model": "llama", "tokens": tokens, "scores": [0.0] * len(tokens)}
+    file = write(tmp_path / "model.gguf", {f"tokenizer.ggml.{name}": x for name, x in metadata.items()})
+    with pytest.raises(UserError, match=re.escape(f"{file}: {message}")):
+        load_tokenizer(file)
+
+
+def test_a_panic_of_the_library_is_one_line(tmp_path, monkeypatch):
+    class PanicException(BaseException):
+        pass
+
+    def panics(*_):
+        raise PanicException("called `Option::unwrap()`\non a `None` value")
+
+    file = write(tmp_path / "model.gguf", metadata_of(published("gpt-2"), "gpt-2"))
+    monkeypatch.setattr("tokenizers.decoders.ByteLevel", panics)
+    with pytest.raises(UserError, match=r"its tokenizer cannot be read \(called `Option::unwrap\(\)` on a"):
+        load_tokenizer(file)

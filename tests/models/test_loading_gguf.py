@@ -9,11 +9,10 @@ import pytest
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model, read_config
 from kvjax.models.gguf_file import GgufTensor
-from tests.models.cases import CASES, LLAMA, weights, write_folder
+from tests.models.cases import CASES, IDS, LLAMA, weights, write_folder
 from tests.models.files import WIDE, assert_equal
 from tests.models.gguf_cases import quantised, write_gguf
 from tests.models.pieces import ends
-from tests.models.wheels import IDS
 
 MADE_OF = {
     name: CASES[name] | IDS

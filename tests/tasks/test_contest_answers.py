@@ -1,8 +1,10 @@
 r"""Boxed answers, and which are right: worked examples."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.tasks import contest_answers
 from kvjax.tasks.contest_answers import Expressions, Integers, integer, last_box
 
@@ -19,6 +21,9 @@ from kvjax.tasks.contest_answers import Expressions, Integers, integer, last_box
         (r"\fbox{8}", "8"),
         (r"\boxed {9}", "9"),
         (r"\boxed{}", ""),
+        (r"so \boxed 42.", "42"),
+        (r"$\boxed{41}$, no, $\boxed 42$", "42"),
+        (r"\boxed x", None),
         ("no box, 12", None),
         ("", None),
     ],
@@ -33,14 +38,75 @@ def test_the_last_box_with_balanced_braces_counts(text, box):
         *(("33", 33), ("033", 33), ("000", 0), ("33.", 33), ("33.0", 33), ("$33$", 33), (r"\,33\;", 33)),
         *((r"\text{33}", 33), (r"\mathbf{033}", 33), (r"\boxed{33}", 33), ("m + n = 33", 33)),
         *(("x = 5, y = 33", None), ("9" * 5000, None)),
-        *((r"33^\circ", 33), (r"33^{\circ}", 33), (r"\left(33\right)", None), ("1000", 1000)),
-        *(("-33", None), ("3 3", None), ("33.5", None), (r"\frac{66}{2}", None), ("11, 22", None)),
+        *((r"33^\circ", 33), (r"33^{\circ}", 33), ("1000", 1000), (r"\$33", 33)),
+        *((r"33\text{ cm}^2", 33), (r"\textbf{(B)}\ 33", 33), ("(B) 33", 33), (r"\text{(B) }34", 34)),
+        *(("-33", None), ("3 3", None), ("33.5", None), ("11, 22", None), (r"32\text{ or }33", None)),
         *(("", None), ("thirty-three", None), ("33 or 34", None)),
     ],
 )
 def test_aime_s_answers_are_integers(text, value):
     assert integer(text) == value
     assert Integers()(text, "33") == (value == 33)
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [
+        *(
+            (r"\frac{84}{2}", True),
+            (r"\dfrac{84}2", True),
+            ("84/2", True),
+            (r"2\cdot 21", True),
+            ("6^2+6", True),
+        ),
+        *(
+            (r"\sqrt{1764}", True),
+            (r"\left(42\right)", True),
+            ("21(2)", True),
+            (r"\text{(B) }\frac{84}{2}", True),
+        ),
+        *(
+            (r"m+n = 40 + 2", True),
+            ("42 cm", True),
+            (r"\frac{85}{2}", False),
+            ("6^2+7", False),
+            ("40 2", False),
+        ),
+        *(
+            ("42.0000001", False),
+            (r"\{41, 42\}", False),
+            ("42x", False),
+            ("1+" * 100 + "1", False),
+            (r"\frac{4", False),
+        ),
+    ],
+)
+def test_an_answer_to_aime_may_be_an_expression(said, right):
+    pytest.importorskip("math_verify")
+    assert Integers()(said, "042") == right
+
+
+@pytest.mark.thorough
+def test_a_tower_of_powers_is_wrong_after_a_while():
+    pytest.importorskip("math_verify")
+    assert not Integers()("10^{10^{10}}", "42")
+
+
+def test_without_math_verify_an_expression_is_wrong_and_that_is_said(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(contest_answers.importlib, "import_module", missing)
+    assert Integers()(r"42\text{ cm}", "42")
+    with pytest.warns(Doubt, match=r"^AIME answers that are expressions count as wrong, .*'kvjax\[math\]'$"):
+        assert not Integers()(r"\frac{84}{2}", "42")
+
+
+def test_expressions_are_compared_in_the_main_thread():
+    """Where math-verify's time limit works."""
+    pytest.importorskip("math_verify")
+    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="in the main thread alone"):
+        pool.submit(Integers(), "6^2+6", "42").result()
 
 
 def test_what_aime_can_ask_for():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.tasks.mixture import Mixture, builtin_mixture
 from kvjax.train import contexts as module
 from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
@@ -24,14 +24,18 @@ def words(count, letters):
     return " ".join(["x" * letters] * count)
 
 
-def test_both_kinds_begin_with_the_first_document_and_what_trips_a_joined_one_is_left_out():
-    """Lengths 5, 3, 6, 4, 2, 6, 5, …; from 3 to below 7 count; joined below 10."""
+def test_both_kinds_begin_with_the_first_document_and_the_one_after_a_joined_context_is_left_out():
+    """Lengths 5, 3, 6, 4, 2, 6, 5, …; from 3 to below 7 count; a joined context has 10 or more."""
     counts = [5, 3, 6, 4, 2, 6, 5, 3, 9, 4]
-    documents = lambda: iter([(f"{name}", count) for name, count in zip("abcdefghij", counts, strict=True)])  # noqa: E731
+    texts = [(f" {name}\n", count) for name, count in zip("abcdefghij", counts, strict=True)]
+
+    def documents():
+        return iter(texts)
+
     found = list(chosen(documents, Choice(3, 7, 10, single=3, joins=2)))
-    # a+b = 8, c trips; d = 4, f would make 10 and trips
-    assert found == ["a", "b", "c", "a\n\nb", "d"]
-    assert list(chosen(documents, Choice(3, 7, 15, single=0, joins=1))) == ["a\n\nb\n\nc"]
+    # a + b are 8, so c comes, too, and d is left out; f + g are 11, and h is left out
+    assert found == ["a", "b", "c", "\n\na\n\nb\n\nc", "\n\nf\n\ng"]
+    assert list(chosen(documents, Choice(3, 7, 15, single=0, joins=1))) == ["\n\na\n\nb\n\nc\n\nd"]
     assert len(list(chosen(documents, Choice(3, 7, 100, single=1, joins=1)))) == 1  # never so long
 
 
@@ -45,7 +49,7 @@ def local(tmp_path, counts):
 def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
     data = local(tmp_path, [5, 6, 5, 6, 5, 2, 6, 40])
     told = {"seed": 0, "tokenizer": Words(), "instruction": "Read:"}
-    own, held = text_contexts(data, Choice(5, 10, 13, single=2, joins=1), 2, **told)
+    own, held = text_contexts(data, Choice(5, 10, 10, single=2, joins=1), 2, **told)
     assert all(5 <= len(c.tokens) < 10 for c in own[:2])
     assert len(own) == 3
     assert len(held) == 2
@@ -57,14 +61,14 @@ def test_contexts_of_local_text_and_others_for_the_report(tmp_path):
         assert context.row.tolist() == [7, *context.tokens.tolist()]
     trained = {int(token) for context in own for token in context.tokens}
     assert not trained & {int(token) for row in held for token in row[1:]}
-    again, _ = text_contexts(data, Choice(5, 10, 13, single=2, joins=1), 2, **told)
+    again, _ = text_contexts(data, Choice(5, 10, 10, single=2, joins=1), 2, **told)
     assert [x.digest for x in again] == [x.digest for x in own]
 
 
 def test_too_few_documents_are_said_in_one_line(tmp_path):
     data, told = local(tmp_path, [5, 6, 2]), {"seed": 0, "tokenizer": Words(), "instruction": ""}
     with pytest.raises(
-        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of 13"
+        UserError, match=r"2 documents have 5 to 9 tokens, too few for 3 contexts of one and 0 of at least 13"
     ):
         text_contexts(data, Choice(5, 10, 13, single=3, joins=0), 1, **told)
     with pytest.raises(UserError, match="are trained on: validation needs another, so lower --single"):
@@ -82,8 +86,13 @@ def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
     own, held = text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
     assert [context.tokens[0] for context in own] == [2, 4]
     assert [row[1] for row in held] == [5]
-    rows[0] = {"words": "x"}
-    with pytest.raises(UserError, match="the data set has no `text` column of strings, it has words"):
+    rows[0] = {"text": None}
+    assert text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)[0][0].tokens[0] == 2
+    rows[:0] = [{"words": "x"}] * 11
+    with (
+        pytest.warns(Doubt, match="are skipped"),
+        pytest.raises(UserError, match="11 of its first 11 records"),
+    ):
         text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)
 
 

@@ -32,18 +32,14 @@ class Letters:
 
     chat_template = None
 
-    def __call__(self, text, verbose):
+    def __call__(self, text, verbose, add_special_tokens=True):
         return {"input_ids": [ord(c) for c in text]}
 
 
 class Chat(Letters):
-    chat_template = "yes"
-
-    def apply_chat_template(self, turn, add_generation_prompt, return_dict):
-        assert add_generation_prompt
-        assert not return_dict
-        ((_, role), (_, content)) = turn[0].items()
-        return [ord(c) for c in f"<{role}>{content}<model>"]
+    chat_template = (
+        "<{{ messages[0].role }}>{{ messages[0].content }}{{ '<model>' if add_generation_prompt }}"
+    )
 
 
 def opened_with(source, step_lengths, validation, rows=ALL, seed=0, tokenizer=None):
@@ -244,7 +240,9 @@ def test_data_that_cannot_be_used_is_refused_before_the_first_step(tmp_path, doc
 def test_a_streamed_data_set_reads_on_from_its_position(tmp_path):
     def sequences():
         bins = Bins((8,), Encoder(Letters(), "", 8))
-        return iter(DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1), bins, 1, step_lengths, "x"))
+        return iter(
+            DocumentSequences(lambda: HubReader(hub(tmp_path, 6), 0, 1, "a/set"), bins, 1, step_lengths, "x")
+        )
 
     step_lengths = np.full(10, 8)  # more than one pass
     whole = [bytes(tokens[0].tolist()).decode() for tokens in sequences()]
@@ -278,7 +276,7 @@ def test_a_document_that_its_turn_fills_up_is_used(tmp_path):
 class Words(Letters):
     """A tokenizer with one token for eight characters."""
 
-    def __call__(self, text, verbose):
+    def __call__(self, text, verbose, add_special_tokens=True):
         return {"input_ids": [ord(c) for c in text[::8]]}
 
 

@@ -1,13 +1,19 @@
 """Files of texts as documents: pieces, order, and files that are none."""
 
+import codecs
+import functools
 import json
+import os
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
+from kvjax.train import documents as module
+from kvjax.train.conversation import check_chat
 from kvjax.train.documents import BLOCK_LINES, Documents
 
 
@@ -26,7 +32,8 @@ def test_a_folder_of_all_kinds(tmp_path):
         row_group_size=2,
     )
     (tmp_path / "notes.md").write_text("not data")
-    found = everything(tmp_path)
+    with pytest.warns(Doubt, match="2 of 7 documents have no text"):
+        found = everything(tmp_path)
     assert sorted(text for text in found if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
 
 
@@ -49,23 +56,104 @@ def test_many_lines_come_once_each_in_an_order_of_the_seed(tmp_path):
     assert found[0] != lines
 
 
+GOOD = b'{"text": "good"}'
+LINES = [GOOD] * 1500
+SURROGATE = rb'{"text": "bad \ud83d half"}'
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("x.csv", b"a,b", "expected a .txt, .jsonl, .parquet file"),
-        ("x.jsonl", b'{"words": "no"}\n', 'expected lines such as .*found {"words'),
-        ("x.jsonl", b"not json\n", "expected lines such as .*found not json"),
-        ("x.jsonl", b'{"text": 3}\n', "expected lines such as"),
-        ("x.parquet", b"not parquet", "is no parquet file"),
+        ("x.parquet", b"not parquet", "is no whole parquet file"),
         ("x.txt", b"", "there is no text in it"),
-        ("x.txt", bytes(range(128, 256)) * 4, "is not UTF-8 text"),
+        ("x.txt", bytes(range(128, 256)) * 4, "is not UTF-8 text: byte 0x80 at offset 0"),
+        (
+            "x.txt",
+            b"a" * 99 + "für".encode("latin1"),
+            "is not UTF-8 text: byte 0xfc at offset 100; if it is Latin-1",
+        ),
+        ("x.txt", "für".encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        ("x.txt", b"ab\0c", "is not text, byte 2 is 0"),
+        ("x.txt", "fü".encode()[:-1], "byte 0xc3 at offset 1"),
+        (
+            "x.jsonl",
+            b"\n".join([*LINES, b'{"text": "cut off', GOOD, GOOD]),
+            "line 1501: expected JSON, got .*cut off",
+        ),
+        ("x.jsonl", b"\n".join([*LINES, SURROGATE]), "line 1501: has half of a surrogate pair"),
+        (
+            "x.jsonl",
+            b"\n".join([GOOD, b"1", *[b"2"] * 5]),
+            "line 2: expected a record such as .*; 5 more lines are",
+        ),
+        ("x.jsonl", b'{"words": "no"}\n', "line 1: expected a record such as .*words"),
+        ("x.jsonl", b'{"text": 3}\n', "line 1: expected a record"),
+        ("x.jsonl", b'{"text": "f\xfcr"}\n', "line 1: is not UTF-8 text: byte 0xfc at offset 11"),
+        ("x.jsonl", b"[" * 100_000, "line 1: expected JSON"),
+        ("x.jsonl", b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "line 1: expected JSON"),
+        ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        ("x.jsonl", b'{"text": null}\n\n', "there is no text in it"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path, name, content, message):
+def test_a_wrong_file_is_refused_by_its_name_and_line_before_it_is_read(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message) as error:
-        everything(tmp_path / name)
+        Documents(tmp_path / name, 0, 64)
     assert name in str(error.value)
+
+
+def test_documents_without_text_are_counted_and_skipped(tmp_path):
+    lines = b'{"text": "one"}\r', b"", b'{"text": null}', b'{"text": " "}', b'{"messages": []}'
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
+    with pytest.warns(Doubt, match="4 of 5 documents have no text and are skipped"):
+        assert sorted(everything(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
+
+
+def test_a_line_has_an_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST_LINE", 1 << 20)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "' + b"a" * (1 << 20))
+    with pytest.raises(UserError, match="line 1 is longer than 1 MiB"):
+        Documents(tmp_path / "a.jsonl", 0, 64)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        Documents(tmp_path / "a.jsonl", 0, 64)
+
+
+def test_a_file_that_changes_afterwards_is_one_line(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(GOOD + b"\n" + GOOD)
+    documents = Documents(file, 0, 64)
+    for content, message in (
+        (GOOD, "has become shorter"),
+        (b"x" * 40 + b"\n", "has changed since"),
+        (None, "cannot be read"),
+    ):
+        file.unlink() if content is None else file.write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            documents[0]
+
+
+@pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [b"\xff", b"a"]])
+def test_a_parquet_column_of_another_kind_is_refused(tmp_path, column):
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match="row 1 of row group 0: expected a record such as"):
+        Documents(tmp_path / "x.parquet", 0, 100)
+
+
+def test_a_damaged_page_of_a_parquet_file_is_found_at_once(tmp_path):
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [str(i) * 99 for i in range(999)]}), file, row_group_size=99
+    )
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"x\.parquet: "):
+        Documents(file, 0, 100)
 
 
 def test_a_parquet_file_without_text_names_its_columns(tmp_path):
@@ -77,3 +165,22 @@ def test_a_parquet_file_without_text_names_its_columns(tmp_path):
 def test_a_folder_without_data_is_refused(tmp_path):
     with pytest.raises(UserError, match="has no .txt, .jsonl, .parquet file"):
         Documents(tmp_path, 0, 100)
+
+
+def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
+    """Not at the update that meets it."""
+    tokenizer = SimpleNamespace(
+        chat_template="{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+    )
+    file = tmp_path / "a.jsonl"
+    chats = [[{"role": role, "content": "x"}] for role in ("user", "system")]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    with pytest.raises(UserError, match=rf"^--data {file}: line 2: the tokenizer's .* \(of system\): no"):
+        Documents(file, 0, 64, functools.partial(check_chat, tokenizer=tokenizer))
+
+
+def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
+    """The order of a file is part of what a checkpoint says. Lines without text have a place, too."""
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
+    with pytest.warns(Doubt, match="2 of 5 documents"):
+        assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

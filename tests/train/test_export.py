@@ -82,10 +82,12 @@ def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
     def fails(*_):
         raise UserError("the disk is full")
 
+    names = sorted(file.name for file in run.iterdir())
     monkeypatch.setattr(loop, "export", fails)
     with pytest.raises(UserError, match="the disk is full"):
         command.main([str(run), "--step", "1"])
     assert contents(run / "gates") == before
+    assert sorted(file.name for file in run.iterdir()) == names, "nothing half written is left"
     assert exported_files(run)[0].parent == run / "gates"
 
 
@@ -93,7 +95,8 @@ def test_an_export_that_fails_leaves_the_one_before(run, monkeypatch):
 def test_a_trained_model_of_an_earlier_phase_is_exported_whole(tmp_path):
     method = "tests.train.recipes.whole_model:WholeModel"
     folder = train(parse(arguments(method, tmp_path / "run"))).folder
-    found, _, into = export_checkpoint(parse(["--resume", "--out", str(folder)]), 2, tmp_path / "first")
+    resumed = parse(["--resume", "--method", method, "--out", str(folder)])
+    found, _, into = export_checkpoint(resumed, 2, tmp_path / "first")
     for mine, theirs in zip(
         jax.tree.leaves(load_model(into / "model", dtype="float32")),
         jax.tree.leaves(found.model),

@@ -150,7 +150,8 @@ def test_chats_that_cannot_be_read_are_one_line(tmp_path):
     with pytest.raises(UserError, match="has chats, for which the model's tokenizer has no chat template"):
         Conversation.of(RECORD["messages"]).tokens(tokenizer)
     file = tmp_path / "a.jsonl"
-    for wrong in ({"messages": []}, {"messages": [{"content": "x"}]}, {"messages": "x"}, {"title": "x"}):
+    chats = [], [{"content": "x"}], [{"role": "user", "content": 1}], "x"
+    for wrong in (*({"messages": chat} for chat in chats), {"title": "x"}):
         file.write_text(json.dumps(wrong) + "\n")
-        with pytest.raises(UserError, match="expected lines such as"):
-            Documents(file, 0, 1000)[0]
+        with pytest.raises(UserError, match=f"--data {file}: "):
+            Documents(file, 0, 1000)

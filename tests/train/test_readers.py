@@ -4,9 +4,9 @@ import datasets
 import huggingface_hub
 import pytest
 
-from kvjax.errors import UserError
+from kvjax.errors import Doubt, UserError
 from kvjax.train.documents import Documents
-from kvjax.train.readers import FileReader, HubReader, open_hub
+from kvjax.train.readers import FileReader, HubReader, Records, local_path, open_hub
 from tests.train.texts import hub
 
 
@@ -41,7 +41,7 @@ def test_readers_tell_when_a_pass_is_over(tmp_path):
     pass_ = [reader.next() for _ in range(4)]
     assert pass_[3] is None
     assert pass_[:3] == [reader.next() for _ in range(3)]
-    split = HubReader(hub(tmp_path, 4), 1, 2)
+    split = HubReader(hub(tmp_path, 4), 1, 2, "a/set")
     assert [split.next() for _ in range(3)] == ["01" * 4, "03" * 4, None]
 
 
@@ -49,3 +49,31 @@ def tmp_path_of(folder, count):
     for i in range(count):
         (folder / f"{i}.txt").write_text(f"text {i}")
     return folder
+
+
+def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
+    bad, good = {"text": "\ud83d"}, {"text": "a"}
+    said = "^--data my/set: records that are no documents are skipped"
+    with pytest.warns(Doubt, match=said):
+        passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
+    assert passed == ["a", "", "", "a"]
+    many = Records(iter([good] * 5 + [bad] * 11), "my/set")
+    with pytest.warns(Doubt, match=said), pytest.raises(UserError, match="11 of its first 16 records are no"):
+        list(many)
+
+
+def test_a_stream_that_breaks_off_is_one_line():
+    def records():
+        yield {"text": "a"}
+        raise OSError("JSON parse error:\n\x1b[31m")
+
+    with pytest.raises(
+        UserError, match=r"^--data my/set: record 2 of this pass cannot be read \(OSError: JSON"
+    ):
+        list(Records(records(), "my/set"))
+
+
+def test_a_name_that_no_file_can_have_is_one_line():
+    with pytest.raises(UserError, match="File name too long"):
+        local_path("x" * 5000)
+    assert local_path("~nobody-of-that-name/x") is None

@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.builtin import GATES, builtin_gates
-from kvjax.errors import UserError, real_number
+from kvjax.errors import UserError, real_number, whole_number
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import DESCRIPTION, TABLE, of_run
-from kvjax.files import write_text
+from kvjax.exported.folder import DESCRIPTION, LARGEST, TABLE, of_run, read_description
+from kvjax.files import read_text, write_text
 
 
 class PatternFolder(NamedTuple):
@@ -45,15 +45,17 @@ def read_pattern(folder: str | Path) -> PatternFolder:
         if not file.is_file():
             raise UserError(f"{folder} is no head pattern: it has no {file.name}")
     table, config = files
+    lines = [line for line in read_text(table, "pattern", most=LARGEST).split("\n") if line.strip()]
     try:
-        weights = np.loadtxt(table, delimiter="\t", ndmin=2)
+        weights = np.array([[float(cell) for cell in line.split("\t")] for line in lines])
+        if weights.ndim != 2 or not np.isfinite(weights).all():
+            raise ValueError("not finite, or none")
     except ValueError as error:
         raise UserError(f"{table}: expected a table of numbers, layers × kv heads ({error})") from None
-    try:
-        said = json.loads(config.read_text())
-        sink, recent = int(said["sink_size"]), int(said["recent_size"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{config}: expected whole numbers sink_size and recent_size ({error!r})") from None
+    said = read_description(config)
+    sink, recent = (
+        whole_number(str(config), name, said.get(name), 0) for name in ("sink_size", "recent_size")
+    )
     sparsity = said.get("sparsity")
     if sparsity is not None:
         sparsity = real_number(str(config), "sparsity", sparsity, 0.0, 1.0)

@@ -31,7 +31,8 @@ class KVzip(Eviction):
     query's attention is over the prompt's prefix, this part's entries and the input's own tokens alone. All layers and
     heads share the budget unless told otherwise (`over`).
 
-    The prefix (the chat template's own tokens, a system prompt) always stays.
+    The prefix (the chat template's own tokens, a system prompt) always stays, beside the budget, as in the authors'
+    code: a ratio is of the context's entries.
     """
 
     tokenizer: Any = host(default=None, repr=False)
@@ -49,8 +50,8 @@ class KVzip(Eviction):
     repeated: int = host(default=2000)
     """Tokens of a part."""
     sink: int | None = host(default=None)
-    """As kvpress has it, only so many first entries always stay and are looked at beside a part, and the rest of the
-    prefix goes first; None: the prefix."""
+    """As kvpress has it, only so many first entries always stay and are looked at beside a part. They take places of
+    the budget, and the rest of the prefix goes first. None: the prefix stays."""
     name = "kvzip"
 
     def __post_init__(self):
@@ -80,11 +81,12 @@ class KVzip(Eviction):
 
     @property
     def needs(self) -> Needs:
-        prefix = len(self.opening) if self.prefix is None else self.prefix
-        return Needs(first=self.sink or 0, prefix=prefix if self.sink is None else self.sink)
+        if self.sink is not None:
+            return Needs(first=self.sink)
+        return Needs(prefix=len(self.opening) if self.prefix is None else self.prefix)
 
     def prefix_of(self, row: Int[np.ndarray, " _"]) -> int:
-        return self._beginning(row) if self.sink is None else self.sink
+        return self._beginning(row) if self.sink is None else 0
 
     def _beginning(self, row: Int[np.ndarray, " _"]) -> int:
         """How many of a prompt's first tokens are not asked for."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, whole_number
+from kvjax.files import check_regular
 from kvjax.tasks.longbench.tasks import EVEN, longbench_task
 from kvjax.tasks.prompt import Draft, DraftQuestion
 from kvjax.tasks.rows import (
@@ -25,6 +26,8 @@ from kvjax.tasks.rows import (
 )
 
 OPTION = "--longbench-data"
+LARGEST = 1 << 30
+"""Bytes of an archive's file, unpacked. The published ones have less than a tenth of it."""
 HUB, ARCHIVE = "THUDM/LongBench", "data.zip"
 BOUNDS = {"0-4k": 4000, "4-8k": 8000}
 """LongBench-E's lengths, and what a row of each has fewer words than."""
@@ -58,15 +61,27 @@ def _rows(name: str, data: Path | None) -> Iterator[Row]:
 
 
 def _archive_rows(archive: Path, name: str) -> Iterator[Row]:
+    check_regular(archive, OPTION)
     try:
         with zipfile.ZipFile(archive) as opened:
-            members = [member for member in opened.namelist() if Path(member).name == f"{name}.jsonl"]
-            if not members:
-                raise UserError(f"{OPTION} {archive}: there is no {name}.jsonl in it")
-            text = opened.read(members[0]).decode()
-    except (OSError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+            # macOS keeps a file's attributes under its name in __MACOSX
+            members = [
+                member
+                for member in opened.infolist()
+                if member.filename.split("/")[-1] == f"{name}.jsonl" and "__MACOSX" not in member.filename
+            ]
+            if len(members) != 1:
+                found = f"are {len(members)}" if members else "is no"
+                raise UserError(f"{OPTION} {archive}: there {found} {name}.jsonl in it")
+            # no more than the size that is stated here is unpacked
+            if members[0].file_size > LARGEST:
+                raise ValueError(f"{members[0].file_size:,} bytes, more than {LARGEST:,}")
+            text = opened.read(members[0]).decode("utf-8-sig")
+    except UserError:
+        raise
+    except Exception as error:  # zipfile raises whatever a damaged file makes it trip over
         raise UserError(f"{OPTION} {archive}: cannot be read ({' '.join(str(error).split())})") from None
-    return jsonl_rows(text, f"{OPTION} {archive}: {members[0]}")
+    return jsonl_rows(text, f"{OPTION} {archive}: {members[0].filename}")
 
 
 def _draft(row: Mapping[str, Any], name: str, at: str) -> Draft:

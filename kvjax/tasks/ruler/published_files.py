@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.errors import UserError
-from kvjax.tasks.rows import SUFFIXES, Row, file_rows, hub_splits, is_hub_name
+from kvjax.tasks.rows import Row, file_rows, hub_splits, is_hub_name, table_files
 
 OPTION = "--ruler-data"
 
@@ -42,7 +42,7 @@ def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
         if (folder / name).is_file():
             yield from file_rows(folder / name, OPTION)
             return
-    for file in sorted(file for file in folder.iterdir() if file.suffix in SUFFIXES):
+    for file in table_files(folder):
         yield from ((at, row) for at, row in file_rows(file, OPTION, task) if row.get("task") == task)
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, check_unicode
 from kvjax.files import read_text
 from kvjax.tasks.ruler.questions import DataQuestion, QuestionAnswering
 
@@ -66,9 +66,10 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
 
 
 def _load(file: Path, option: str) -> Any:
+    text = read_text(file, option)
     try:
-        return json.loads(read_text(file, option))
-    except json.JSONDecodeError as error:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{option} {file}: is not JSON ({error})") from None
 
 
@@ -80,6 +81,8 @@ def _field(record: Any, name: str, kind: type, at: str) -> Any:
         raise UserError(
             f"{at}: expected `{name}` to be a {kind.__name__}, got a {type(record[name]).__name__}"
         )
+    if kind is str:
+        check_unicode(record[name], f"{at}: `{name}`")
     return record[name]
 
 

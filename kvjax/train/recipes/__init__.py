@@ -3,7 +3,7 @@ fast_kvzip: gates on hidden states (Fast KVzip). kvpop: a whole model and its sc
 prulong, duo_attention: which kv heads need the whole context (PruLong, DuoAttention; head_masks: what they share)."""
 
 from kvjax.errors import UserError
-from kvjax.plugins import METHODS, find, names
+from kvjax.plugins import METHODS, find, load, names
 from kvjax.train.recipe import Recipe
 
 RECIPES = {
@@ -18,12 +18,13 @@ DEFAULT = "wgkv"
 
 
 def find_recipe(method: str) -> type[Recipe]:
-    """The recipe called so: kvjax's, an installed package's, or the class at package.module:NAME.
+    """Return the recipe called so: kvjax's, an installed package's, or the class at package.module:NAME.
 
     Raises:
         UserError: there is none, or it is no recipe.
     """
-    found = find(RECIPES.get(method, method), METHODS, "--method")
+    own = RECIPES.get(method)
+    found = load(own, "--method") if own else find(method, METHODS, "--method")
     if found is None:
         known = ", ".join([*RECIPES, *names(METHODS)])
         raise UserError(f"--method {method}: known are {known}, and package.module:NAME")

@@ -43,9 +43,10 @@ class DuoAttention(HeadMasks):
     """Lengths of sequences in tokens. The authors draw one of 50 from 1,000 to 32,000, each a program to compile."""
     shares: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0)
     """How often each length is trained on, relative to the others."""
-    sequences: int = 16000
-    """Sequences to train on in all, on any mesh: 2,000 updates of 8."""
-    batch: int = 8
+    sequences: int = 2000
+    """Sequences to train on in all, on any mesh: 2,000 updates of one, as the authors' eight devices share a
+    sequence."""
+    batch: int = 1
     """Sequences of an update, rounded up to a multiple of the mesh's data × fsdp."""
 
     builtin: ClassVar[str | None] = "duo_attention-builtin"

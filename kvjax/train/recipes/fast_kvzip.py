@@ -80,7 +80,7 @@ class KVzipGates(Recipe):
     longest: int = 30_000
     """Of text: tokens of a document, below this."""
     joined: int = 100_000
-    """Of text: tokens of several documents joined by empty lines, below this."""
+    """Of text: tokens from which on several documents, joined by empty lines, are a context."""
     single: int = 29
     """Of text: documents that are contexts alone, the first that come."""
     joins: int = 5
@@ -104,8 +104,8 @@ class KVzipGates(Recipe):
     sinks: int = 16
     """Keys that a gate learns beside the token's own."""
     lr: float = 0.2
-    """SGD's: a hundredth of it more with each of 50 updates, then all, half after half of them, and a quarter at the
-    last quarter."""
+    """SGD's learning rate: a hundredth of it more with each of the first 1% of the updates, then all of it, half of it
+    after half of the updates, and a quarter of it in the last quarter."""
     momentum: float = 0.9
     """SGD's."""
     init_: Annotated[str | None, tyro.conf.arg(name="init")] = None

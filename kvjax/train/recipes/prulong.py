@@ -3,6 +3,7 @@ how many do not (arXiv:2506.17121, Sec. 4, App. B)."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,13 @@ SPREAD = 0.01
 """Standard deviation of the first log α."""
 
 
+def decays(params: Any) -> Any:
+    """Return which parameters weight decay is for: all but norms and biases, as in Hugging Face's trainer."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: re.search("norm|bias", jax.tree_util.keystr(path)) is None, params
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class PruLong(HeadMasks):
     """Train PruLong's head masks: which kv heads of a model keep the whole context, by next tokens.
@@ -42,13 +50,14 @@ class PruLong(HeadMasks):
     frozen_model: bool = True
     """Train the masks alone; otherwise the model as well, at --model-lr."""
     lr: float = 1.0
-    """Peak learning rate of the masks, AdamW's: a tenth of the updates leads up to it, a cosine down to 1%."""
+    """Peak learning rate of the masks, AdamW's: a tenth of the updates leads up to it, a cosine down to 1% (as in the
+    authors' code; the paper's Table 5 says linear)."""
     multiplier_lr: float = 1.0
     """The same of the two multipliers, which ascend."""
     model_lr: float = 1e-5
     """The same of the model, if it is trained."""
     weight_decay: float = 0.1
-    """AdamW's, of masks and multipliers alike, as in the code; none of the model."""
+    """AdamW's, of masks and multipliers alike and of the model's matrices if it is trained, as in the authors' code."""
     clip: float = 1.0
     """The largest norm of the gradient, of all together."""
     lengths: tuple[int, ...] = (131072,)
@@ -131,16 +140,17 @@ class PruLong(HeadMasks):
         gradient is turned round, their decay is not."""
         warmup = min(-(-self.steps // 10), self.steps - 1)
 
-        def adamw(peak, decay):
+        def adamw(peak):
             rate = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, self.steps, FLOOR * peak)
-            return optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, weight_decay=decay)
+            decay = {"weight_decay": self.weight_decay, "mask": decays}
+            return optax.adamw(rate, b1=0.9, b2=0.95, eps=1e-8, **decay)
 
         groups: dict[Hashable, Any] = {
-            "log_alpha": adamw(self.lr, self.weight_decay),
-            "multipliers": optax.chain(optax.scale(-1), adamw(self.multiplier_lr, self.weight_decay)),
+            "log_alpha": adamw(self.lr),
+            "multipliers": optax.chain(optax.scale(-1), adamw(self.multiplier_lr)),
         }
         if not self.frozen_model:
-            groups["model"] = adamw(self.model_lr, 0.0)
+            groups["model"] = adamw(self.model_lr)
         return optax.chain(
             optax.clip_by_global_norm(self.clip), optax.partition(groups, {name: name for name in groups})
         )

@@ -31,6 +31,25 @@ def test_a_pattern_file_with_words_in_it(tmp_path):
         read_pattern(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("full_attention_heads.tsv", "", "table of numbers"),
+        ("full_attention_heads.tsv", "0.1\t0.2\n0.3\n", "table of numbers"),
+        ("full_attention_heads.tsv", "0.1\tnan\n", "table of numbers"),
+        ("full_attention_heads.tsv", "0\t" * (9 << 20), "is larger than"),
+        ("config.json", '{"sink_size": Infinity, "recent_size": 1}', "sink_size must be a whole number"),
+        ("config.json", '{"sink_size": 4, "recent_size": -1}', "recent_size must be a whole number"),
+        ("config.json", "[" * 100_000, "describes no gates"),
+    ],
+)
+def test_pattern_files_that_are_refused(tmp_path, name, text, message):
+    write_pattern(tmp_path, np.eye(2), 4, 16)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_pattern(tmp_path)
+
+
 def test_a_sparsity_that_is_none(tmp_path):
     write_pattern(tmp_path, np.eye(2), 4, 16)
     sizes = {"sink_size": 4, "recent_size": 16}

@@ -1,6 +1,7 @@
 """LongBench's rows as samples: their official scores, where they are found, and what is said of damaged ones."""
 
 import json
+import os
 import sys
 import zipfile
 from pathlib import Path
@@ -178,3 +179,58 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         match=r"--longbench-data: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
     ):
         longbench_drafts("qasper", None)
+
+
+def test_archives_as_other_tools_leave_them(tmp_path):
+    """A twin of macOS's, a byte-order mark, line ends of Windows and blank lines."""
+    row = json.dumps(longbench_row("Who?", ["x"]))
+    archive = tmp_path / "data.zip"
+    with zipfile.ZipFile(archive, "w") as opened:
+        opened.writestr("__MACOSX/data/._qasper.jsonl", b"\0\5\x16\7")
+        opened.writestr("__MACOSX/qasper.jsonl", b"\0\5\x16\7")
+        opened.writestr("data/qasper.jsonl", f"\ufeff{row}\r\n\r\n{row}\r\n")
+    assert len(longbench_drafts("qasper", archive)) == 2
+    folder = tmp_path / "rows" / "qasper"
+    folder.mkdir(parents=True)
+    (folder / "a.jsonl").write_bytes(f"\ufeff{row}\r\n\n".encode())
+    (folder / "._a.jsonl").write_bytes(b"\0\5\x16\7")
+    assert len(longbench_drafts("qasper", folder.parent)) == 1
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"a/qasper.jsonl": "", "b/qasper.jsonl": ""}, "there are 2 qasper.jsonl in it"),
+        (
+            {"qasper.jsonl": "{}\n[" + "[" * 100_000},
+            r"data\.zip: qasper\.jsonl: line 1 has no field `context`",
+        ),
+        ({"qasper.jsonl": "[" * 100_000}, r"data\.zip: qasper\.jsonl: line 1 is no JSON object"),
+        ({"qasper.jsonl": "x" * 2000}, "cannot be read .2,000 bytes, more than 1,000"),
+        (
+            {"qasper.jsonl": json.dumps(longbench_row("\ud800", ["x"]))},
+            r"line 1: `input` must be Unicode text, and character 0 is none",
+        ),
+    ],
+)
+def test_archives_that_are_refused(entries, message, tmp_path, monkeypatch):
+    if "1,000" in message:
+        monkeypatch.setattr("kvjax.tasks.longbench.records.LARGEST", 1000)
+    with zipfile.ZipFile(tmp_path / "data.zip", "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, text in entries.items():
+            opened.writestr(name, text)
+    with pytest.raises(UserError, match=message):
+        longbench_drafts("qasper", tmp_path / "data.zip")
+
+
+def test_tables_that_are_no_files_or_damaged(tmp_path):
+    rows = pyarrow.Table.from_pylist(longbench_rows("triviaqa"))
+    file = tmp_path / "triviaqa.parquet"
+    pyarrow.parquet.write_table(rows, file)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[4 + len(whole) // 2 :])
+    with pytest.raises(UserError, match=r"triviaqa\.parquet: is no parquet file"):
+        longbench_drafts("triviaqa", tmp_path)
+    os.mkfifo(tmp_path / "data.zip")
+    with pytest.raises(UserError, match=r"data\.zip: is a pipe or a device, expected a file"):
+        longbench_drafts("triviaqa", tmp_path / "data.zip")

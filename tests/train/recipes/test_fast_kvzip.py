@@ -74,6 +74,12 @@ def whole(tmp_path_factory):
     return train(parse([*ARGS, "--mesh", "1", "--out", str(tmp_path_factory.mktemp("whole") / "run")]))
 
 
+@pytest.mark.parametrize(("updates", "warm_up"), [(5000, 50), (2000, 20), (800, 8)])
+def test_the_rate_warms_up_for_a_hundredth_of_the_updates(updates, warm_up):
+    found = [float(rate(update, 0.2, updates)) for update in (0, 1, warm_up - 1, warm_up)]
+    assert found == pytest.approx([0, 0.002, 0.002 * (warm_up - 1), 0.2])
+
+
 def test_the_rate_is_the_authors():
     found = [float(rate(update, 0.2, 5000)) for update in (0, 1, 49, 50, 2499, 2500, 3749, 3750, 4999)]
     assert found == pytest.approx([0, 0.002, 0.098, 0.2, 0.2, 0.1, 0.1, 0.05, 0.05])

@@ -12,6 +12,8 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
+from kvjax.models.loading import model_shapes
+from kvjax.models.names import by_path
 from kvjax.policies import make_policy
 from kvjax.policies.admission.head_pattern import choose_heads, whole_count
 from kvjax.policies.admission.pattern_folder import read_pattern
@@ -21,8 +23,8 @@ from kvjax.train import hard_concrete, held_out_report, mask_pictures, report
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.recipes import prulong
-from kvjax.train.recipes.prulong import PruLong
-from tests.tiny_models import tiny_model
+from kvjax.train.recipes.prulong import PruLong, decays
+from tests.tiny_models import tiny_config, tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.packed import rows, weighted
 
@@ -139,7 +141,7 @@ def test_rates_lead_up_for_a_tenth_of_the_updates_and_down_by_a_cosine():
 
 
 def test_every_group_is_adam_s_with_the_paper_s_betas():
-    """0.9 and 0.95, with decay that is the rate's but for the model, which has none, written out."""
+    """0.9 and 0.95, with decay that is the rate's, written out."""
     gradients = np.random.default_rng(0).standard_normal(30)
     steps = np.arange(1, 31)
     first, second = np.zeros(31), np.zeros(31)
@@ -147,8 +149,23 @@ def test_every_group_is_adam_s_with_the_paper_s_betas():
         first[i + 1], second[i + 1] = 0.9 * first[i] + 0.1 * g, 0.95 * second[i] + 0.05 * g * g
     adam = first[1:] / (1 - 0.9**steps) / np.sqrt(second[1:] / (1 - 0.95**steps))
     for name, found in changes(gradients, weight_decay=0.1, clip=1e6).items():
-        own, decay = -adam if name == "multipliers" else adam, 0.0 if name == "model" else 0.1
-        np.testing.assert_allclose(found, -rates_of(PEAKS[name])[:30] * (own + decay), rtol=1e-3, atol=1e-8)
+        own = -adam if name == "multipliers" else adam
+        np.testing.assert_allclose(found, -rates_of(PEAKS[name])[:30] * (own + 0.1), rtol=1e-3, atol=1e-8)
+
+
+def test_the_model_s_matrices_decay_and_its_norms_and_biases_do_not():
+    with jax.set_mesh(make_mesh()):
+        model = model_shapes(tiny_config(attention_bias=True, mlp_bias=True, qk_norm=True))
+    found, _ = by_path(decays(model))
+    matrices = {name for name, leaf in found.items() if leaf}
+    assert matrices == {"embed", "q", "k", "v", "o", "gate", "up", "down"}
+    assert {
+        "attention_norm.scale",
+        "norm.scale",
+        "q_norm.scale",
+        "q_bias",
+        "down_bias",
+    } <= found.keys() - matrices
 
 
 def test_the_expected_sparsity_is_that_of_many_draws():

@@ -199,13 +199,14 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
         patched.setattr(loop, "make_update", stopping_after(3))
         with pytest.raises(Stopped):
             loop.train(parse(arguments(method, tmp_path / "run")))
-    resumed = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
+    again = ["--resume", "--method", method, "--out", str(tmp_path / "run"), "--mesh", "2"]
+    resumed = loop.train(parse(again))
     for mine, theirs in zip(*(jax.tree.leaves((x.params, x.model)) for x in (resumed, whole)), strict=True):
         np.testing.assert_array_equal(mine, theirs)
     assert resumed.validation.numbers == whole.validation.numbers
     if method in recipes.RECIPES:  # once more, with nothing left to do
-        again = loop.train(parse(["--resume", "--out", str(tmp_path / "run"), "--mesh", "2"]))
-        for mine, theirs in zip(jax.tree.leaves(again.params), jax.tree.leaves(whole.params), strict=True):
+        ended = loop.train(parse(again))
+        for mine, theirs in zip(jax.tree.leaves(ended.params), jax.tree.leaves(whole.params), strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
     recipe, exported = parse(arguments(method, tmp_path / "other")), whole.folder / type(made(method)).exports
@@ -362,7 +363,7 @@ def test_a_run_in_bfloat16_and_in_parts_is_resumed_exactly(more, tmp_path):
         patched.setattr(loop, "make_update", stopping_after(2))
         with pytest.raises(Stopped):
             loop.train(parse(args))
-    resumed = loop.train(parse(["--resume", "--out", str(tmp_path / "run")]))
+    resumed = loop.train(parse(["--resume", "--method", method, "--out", str(tmp_path / "run")]))
     for mine, theirs in zip(jax.tree.leaves(resumed.model), jax.tree.leaves(whole.model), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError
-from kvjax.exported.folder import describe, exported_files, load_arrays, save_exported
+from kvjax.exported.folder import describe, exported_files, load_arrays, read_sizes, save_exported
 from kvjax.exported.module import arrays_of, filled
 from kvjax.policies.admission.kvpop.scorer import Scorer, Sizes
 
@@ -22,7 +22,7 @@ def load_scorers(folder: str | Path) -> tuple[Scorer, dict[str, Any]]:
     """The scorers and the description that `save_scorers` wrote. Raises UserError naming the file that is wrong."""
     description = describe(folder)
     try:
-        sizes = Sizes(**{name: of(description[name]) for name, of in Sizes.__annotations__.items()})
+        sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
         if description["method"] != METHOD:
             raise ValueError(f"method is {description['method']!r}")
     except Exception as error:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.errors import UserError, shown
-from kvjax.exported.folder import save_exported
+from kvjax.exported.folder import read_sizes, save_exported
 from kvjax.exported.gates import Found, open_gates
 from kvjax.exported.module import arrays_of, filled
 from kvjax.exported.torch_file import TorchFile, shape_of
@@ -81,7 +81,10 @@ def check_made_for(shape: tuple[int, int, int], model: Any) -> None:
 
 def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
     try:
-        return Sizes(**{key: of(description[key]) for key, of in Sizes.__annotations__.items()})
+        sizes = Sizes(**read_sizes(description, Sizes.__annotations__))
+        if min(sizes.shape) < 1:
+            raise ValueError(f"{sizes}")
+        return sizes
     except Exception as error:
         raise UserError(f"{folder}: these are no WG-KV gates, or the files are damaged ({error!r})") from None
 

@@ -47,9 +47,10 @@ class WGKV(Admission):
                 f"wgkv: gates must be a folder or a file of gates or a WriteGate, got {shown(gates)}"
             )
         layers, kv_heads, _, _ = gates.w1.shape
-        tau = description.get("tau", 0.1) if self.tau is None else self.tau
-        tau, rate = real_array(self.name, "tau", tau, 0.0, 1.0), self.rate
-        if rate is None and tau >= np.float32(description.get("tau", tau)):
+        own = real_array(self.name, "tau", description.get("tau", 0.1), 0.0, 1.0)
+        tau = own if self.tau is None else real_array(self.name, "tau", self.tau, 0.0, 1.0)
+        rate = self.rate
+        if rate is None and ("tau" not in description or tau >= own):
             rate = description.get("peak_rate", description.get("rate"))
         rate = np.ones((layers, kv_heads)) if rate is None else rate
         if not is_placed(rate):

@@ -10,7 +10,7 @@ from flax import nnx
 
 from kvjax.builtin import BUILTIN
 from kvjax.errors import UserError
-from kvjax.exported.folder import save_exported
+from kvjax.exported.folder import read_sizes, save_exported
 from kvjax.exported.gates import Found, open_gates
 from kvjax.exported.module import arrays_of, filled
 from kvjax.exported.torch_file import TorchFile, shape_of
@@ -97,9 +97,8 @@ def _described(folder: str | Path, description: dict[str, Any]) -> Sizes:
     if (method := description.get("method", METHOD)) != METHOD:
         raise UserError(f"{folder}: these are gates of {method}, not of Fast KVzip")
     try:
-        values = {key: of(description[key]) for key, of in Sizes.__annotations__.items()}
-        found = Sizes(**values)
-        if min(found[:6]) < 1 or found.form not in FORMS or found.inputs not in INPUTS:
+        found = Sizes(**read_sizes(description, Sizes.__annotations__))
+        if found.form not in FORMS or found.inputs not in INPUTS:
             raise ValueError(f"{found}")
         return found
     except Exception as error:

@@ -1,5 +1,6 @@
 """Gates in files: read as we and the authors write them, and refused for another model or when damaged."""
 
+import math
 from math import erf
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.exported.folder import save_exported
 from kvjax.mesh import HEADS, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import load_gates, save_gates
@@ -36,6 +38,37 @@ def test_gates_survive_a_round_trip_and_refuse_another_model(tmp_path, model, ga
     (tmp_path / "gates.safetensors").write_bytes(b"junk")
     with pytest.raises(UserError, match="damaged"):
         make_policy("wgkv", model=model, gates=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"expand": value} for value in (0, -1, math.nan, math.inf, 10**400, 1e-9, "4", None, [4])),
+        *({"head_dim": value} for value in (0, -1, math.nan, math.inf, 2**70, True)),
+    ],
+)
+def test_a_wrong_description_is_one_line(tmp_path, wrong):
+    description = Sizes(3, 4, 8, 4.0)._asdict() | wrong
+    save_exported(tmp_path, {}, description)
+    with pytest.raises(UserError, match="no WG-KV gates, or the files are damaged"):
+        load_gates(tmp_path)
+
+
+def test_a_description_that_is_no_object_is_one_line(tmp_path):
+    save_exported(tmp_path, {}, {})
+    for text in ("[" * 100_000, "[1]", "1" * 5000, "null"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match="this describes no gates, or the file is damaged"):
+            gate_sizes(tmp_path)
+
+
+def test_a_number_in_the_authors_file_that_is_not_finite_is_named(published):
+    file, arrays = published
+    name = "model.layers.1.self_attn.g_predictors.conv1.bias"
+    for value in (np.inf, np.nan):
+        write_torch(file, arrays | {name: np.full_like(arrays[name], value)}, parameters=True)
+        with pytest.raises(UserError, match=r"layer 1: conv1\.bias has numbers that are not finite$"):
+            load_gates(file)
 
 
 def test_mistakes_are_named_in_one_line(model):

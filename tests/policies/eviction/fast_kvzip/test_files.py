@@ -1,6 +1,7 @@
 """Gates in files: read as we and the authors write them, and refused for another model or when damaged."""
 
 import json
+import math
 import re
 
 import jax
@@ -76,7 +77,18 @@ def test_another_model_is_refused_before_weights_are_read(tmp_path, model):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"form": "gelu"}, {"inputs": "v"}, {"sinks": 0}, {"dim": "wide"}, {"group": None}]
+    "wrong",
+    [
+        {"form": "gelu"},
+        {"form": ["sink"]},
+        {"inputs": "v"},
+        {"sinks": 0},
+        {"dim": "wide"},
+        {"group": None},
+        {"layers": math.nan},
+        {"width": 10**30},
+        {"kv_heads": -1},
+    ],
 )
 def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
     save_gates(tmp_path, gates_for(model), {})
@@ -85,6 +97,14 @@ def test_a_wrong_description_is_one_line(tmp_path, model, wrong):
     with pytest.raises(UserError, match="no Fast KVzip gates, or the files are damaged") as caught:
         load_gates(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_gates_that_are_not_finite_are_named(tmp_path, model):
+    gates = gates_for(model)
+    gates.k_base[...] = gates.k_base[...] * np.nan
+    save_gates(tmp_path, gates, {})
+    with pytest.raises(UserError, match=r"k_base has numbers that are not finite$"):
+        load_gates(tmp_path)
 
 
 def test_an_array_of_another_shape_is_named(tmp_path, model):
