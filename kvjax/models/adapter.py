@@ -14,21 +14,15 @@ from kvjax.models.names import canonical
 from kvjax.models.tensor_files import ADAPTER, DTYPES, INDEX, SINGLE, TensorInFile, tensors_of
 
 WEIGHTS = "adapter_model.safetensors"
+# fmt: off
 _WITHOUT_EFFECT = {
-    *("auto_mapping", "base_model_name_or_path", "corda_config", "eva_config"),
-    *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform"),
-    *("loftq_config", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core", "peft_type"),
-    *(
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-    ),
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout",
+    "megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
 }
-"""Keys that either change nothing once the matrices are there, or are looked at below."""
+# fmt: on
+"""Keys that change nothing once the matrices are there, or are looked at below."""
 _HARMLESS_INITS = None, True, False, "gaussian", "eva", "orthogonal"
 """Values of `init_lora_weights` that leave the base model as it is."""
 
@@ -73,8 +67,8 @@ def base_of(folder: Path) -> Path:
     keys, base, _ = _settings(folder)
     try:
         found = find_model(base)
-    except UserError as error:
-        raise keys.error(f"the base model of this adapter is not found: {error}") from None
+    except (UserError, OSError) as error:  # the name may be too long for a path
+        raise keys.error(f"the base model of this adapter is not found: {few([str(error)])}") from None
     if is_adapter(found):
         raise _refused(keys, "an adapter of another adapter")
     return found
@@ -92,15 +86,11 @@ def merge(folder: Path, stored: dict[str, TensorInFile]) -> dict[str, TensorInFi
         raise UserError(f"{folder}: an adapter without weights, expected {WEIGHTS}")
     pairs: dict[str, dict[str, TensorInFile]] = {}
     for tensor in tensors_of(file):
-        named = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(\.weight)", tensor.name)
-        name = canonical(named[1] + named[3]) if named else ""
+        named = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])\.weight", tensor.name)
+        name = canonical(f"{named[1]}.weight") if named else ""
         base = stored.get(name)
-        if (
-            named is None
-            or base is None
-            or len(base.shape) != 2
-            or not {base.kind, tensor.kind} <= DTYPES.keys()
-        ):
+        known = base is not None and len(base.shape) == 2 and {base.kind, tensor.kind} <= DTYPES.keys()
+        if named is None or base is None or not known:
             raise UserError(
                 f"{file}: {few([tensor.name])} is not a LoRA matrix of one of the base model's weights"
             )
