@@ -41,8 +41,6 @@ ABLATIONS: dict[str, tuple[str, ...]] = {
     "targets of attention over all tokens": ("--target", "all"),
 }
 """Of the scorers, by the options of the training, at the first budget."""
-FIXED = "--mask", "streaming", "--lr", "3e-6"
-"""The rival's training, with the model's learning rate that suits it best (docs/decisions.md)."""
 FROM = 60
 """Updates after which the courses of two runs are compared."""
 Part = Literal["main", "ablations", "courses", "cost"]
@@ -125,7 +123,7 @@ def main_table(config: ClaimsConfig) -> str:
         gather(dense, None, asked(config, seed, up, ["full"], BUDGETS[:1]))
         for budget in BUDGETS:
             own = sparsified(config, seed, budget)
-            fixed = sparsified(config, seed, budget, *FIXED)
+            fixed = sparsified(config, seed, budget, "--mask", "streaming")
             gather(scores, "KVPOP", asked(config, seed, own, ["kvpop"], [budget]))
             gather(scores, "StreamLLM+", asked(config, seed, fixed, ["streaming_llm"], [budget]))
         gather(scores, None, asked(config, seed, up, ["streaming_llm", *OTHERS], BUDGETS))
@@ -189,7 +187,7 @@ def cost_table(config: ClaimsConfig) -> str:
     runs = {
         "uptrain (dense)": uptrained(config, seed),
         "sparsify": sparsified(config, seed, BUDGETS[0]),
-        "sparsify, fixed mask": sparsified(config, seed, BUDGETS[0], *FIXED),
+        "sparsify, fixed mask": sparsified(config, seed, BUDGETS[0], "--mask", "streaming"),
     }
     for name, folder in runs.items():
         lines = [json.loads(line) for line in (folder.parent / "metrics.jsonl").read_text().splitlines()]

@@ -19,7 +19,7 @@ WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf|boxed)\s*\{([^{}]*)\}")
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox)\s*\{[^{}\d]*\}(?:\^\{?\d\}?)?")
 """Words without a number, units among them."""
 SPACES = re.compile(r"\\[,;:! ]|~")
-WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)")
+WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)|\\(?:boxed|fbox)(?!\s*\{)")
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
 """Of so many digits that Python reads it; with one "… =" before it."""
 LABEL = re.compile(r"^\s*\([A-Z]\)")

@@ -129,7 +129,7 @@ def test_what_is_read_before_the_first_update_is_compiled_first(folder, monkeypa
     monkeypatch.setattr(command, "compiled", compiled)
     monkeypatch.setattr(command.Topology, "check_compiler", lambda self: None)
     asked = [*TRAIN[:5], "--no-search", "--method", "fast_kvzip", "--data", "texts", "--model", str(folder)]
-    asked += ["--shortest", "100", "--longest", "900", "--joined", "4000"]
+    asked += ["--shortest", "100", "--longest", "900", "--joined", "3100"]
     command.main(asked)
     assert jobs[:2] == [("read", 4000), ("repeat", 4000)]
     said, progress = capsys.readouterr()

@@ -161,7 +161,7 @@ class KVzipGates(Recipe):
     def most_tokens(self) -> int:
         if self.data == "builtin":
             return super().most_tokens
-        return max(self.longest if self.single else 0, self.joined if self.joins else 0)
+        return self.longest + (self.joined if self.joins else 0)
 
     @property
     def repeats(self) -> str:

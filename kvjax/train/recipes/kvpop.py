@@ -88,6 +88,8 @@ class ConstantCache(Recipe):
     """The teacher's likeliest tokens, over which that divergence is."""
     lr: float = 8e-5
     """Learning rate of the model, AdamW's, constant."""
+    streaming_lr: float | None = None
+    """The same with --mask streaming; None: --lr."""
     scorer_lr: float = 1e-3
     """Peak rate of the scorers: --scorer-warmup updates lead up to it, a cosine down to 8e-5."""
     scorer_warmup: int = 100
@@ -131,6 +133,8 @@ class ConstantCache(Recipe):
     def fitted(self, told: Container[str]) -> Recipe:
         fitted = super().fitted(told)
         assert isinstance(fitted, ConstantCache)
+        if "lr" in told and "streaming_lr" not in told:
+            fitted = dataclasses.replace(fitted, streaming_lr=None)
         if fitted.phase == "sparsify" and fitted.uptrained is not None:
             fitted = dataclasses.replace(fitted, model=_model_of(fitted.uptrained))
         return fitted
@@ -151,6 +155,8 @@ class ConstantCache(Recipe):
         yield 0 <= self.distilled <= 1, "--distilled", "from 0 to 1", self.distilled
         yield self.teacher_tokens >= 1, "--teacher-tokens", "at least 1", self.teacher_tokens
         yield self.lr > 0, "--lr", "above 0", self.lr
+        rate = self.streaming_lr
+        yield rate is None or rate > 0, "--streaming-lr", "above 0", rate
         yield self.scorer_lr > 0, "--scorer-lr", "above 0", self.scorer_lr
         yield self.scorer_warmup >= 0, "--scorer-warmup", "at least 0", self.scorer_warmup
         yield self.weight_decay >= 0, "--weight-decay", "at least 0", self.weight_decay
@@ -287,7 +293,8 @@ class ConstantCache(Recipe):
             return optax.chain(optax.clip_by_global_norm(self.clip), adam)
 
         if not self.has_scorers:
-            return adamw(self.lr)
+            fixed = self.phase == "sparsify" and self.streaming_lr is not None
+            return adamw(self.streaming_lr if fixed else self.lr)
         warmup, end = min(self.scorer_warmup, self.steps - 1), min(FALL, self.scorer_lr)
         rate = optax.warmup_cosine_decay_schedule(0.0, self.scorer_lr, warmup, self.steps, end)
         groups: dict[Hashable, Any] = {"scorers": adamw(rate), "model": adamw(self.lr)}

@@ -105,6 +105,25 @@ def test_transformers_reads_a_trained_model_and_computes_the_same(uptrained):
             np.testing.assert_allclose(ends(model, put(tokens))["logits"], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("phase", "told", "rate"),
+    [
+        ("sparsify", ["--mask", "streaming"], 3e-6),
+        ("sparsify", ["--mask", "streaming", "--lr", "1e-3"], 1e-3),
+        ("sparsify", ["--mask", "streaming", "--lr", "1e-3", "--streaming-lr", "1e-4"], 1e-4),
+        ("uptrain", [], 3e-5),
+    ],
+)
+def test_the_fixed_mask_has_a_rate_of_its_own(phase, told, rate):
+    """Adam's first step is the rate; --lr on the command line says both."""
+    before = ["--uptrained", MODEL] if phase == "sparsify" else []
+    recipe = parse(["--method", "kvpop", "--mesh", "1", "--phase", phase, *before, *told])
+    params = {"model": jnp.zeros(1)}
+    tx = recipe.optimizer()
+    change, _ = tx.update({"model": jnp.ones(1)}, tx.init(params), params)
+    assert float(change["model"][0]) == pytest.approx(-rate, rel=1e-3)
+
+
 def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
     """But the cache that its model was trained for; a dense one's, how it goes on."""
     phases = [], ["--phase", "sparsify", "--uptrained", MODEL, "--mask", "streaming", *CACHE]
