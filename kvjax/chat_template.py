@@ -21,6 +21,8 @@ PLACE = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Stands for the text in a rendered template."""
 CONVERSATION = [{"role": role, "content": PLACE} for role in ("user", "assistant", "user")]
 """Three turns."""
+LONGEST = 2**18
+"""Characters of a chat template; published ones have up to 30,000."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
 """The keys of a message's reasoning. Templates read the first."""
 
@@ -63,6 +65,8 @@ def default_template(named: Any) -> str:
     template = named["default"] if isinstance(named, Mapping) else named
     if not isinstance(template, str):
         raise UserError(f"a chat template must be a text, got {shown(template)}")
+    if len(template) > LONGEST:
+        raise UserError(f"a chat template has {len(template):,} characters, expected at most {LONGEST:,}")
     return template
 
 

@@ -348,6 +348,8 @@ def storage_problem(error: BaseException) -> str | None:
         for number in (errno.ENOSPC, errno.EFBIG):
             # other libraries' words for it
             if os.strerror(number) in str(seen) or f"os_error_code='{number}'" in str(seen):
+                if isinstance(seen, OSError) and seen.errno is None:  # of kvjax.files, which names the file
+                    return str(seen)
                 return f"the disk is full, or a file may not be as large: {os.strerror(number)}"
         seen = seen.__cause__ or seen.__context__
     return None

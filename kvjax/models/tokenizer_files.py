@@ -8,7 +8,7 @@ import base64
 import codecs
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ TOKENIZER_FILES = (
 )
 TEMPLATES = "additional_chat_templates"
 """The folder of the templates that have names."""
-_STEPS, _GROWTH, _LETTERS, _IDS = 100, 10_000, 1024, 2**22
-"""Most steps around a tokenizer's model, times that they lengthen a text, characters of a token, and token ids."""
+_STEPS, _GROWTH, _LETTERS, _IDS, _ADDED = 100, 10_000, 1024, 2**22, 100_000
+"""Most steps around a tokenizer's model, times that they lengthen a text, characters of a token, token ids, and added
+tokens."""
 _LENGTHENS = {
     "ByteLevel": 2,
     "Lowercase": 2,
@@ -81,9 +82,15 @@ def _check(name: str, keys: JsonObject) -> None:
             raise keys.error(f"a token has {longest:,} characters, expected at most {_LETTERS:,}")
     elif name in ("added_tokens.json", "tokenizer_config.json"):
         added = keys.data if name == "added_tokens.json" else keys.get("added_tokens_decoder", dict, {})
+        _check_added(keys, added)
         for id_ in added.values() if name == "added_tokens.json" else added:
             if not str(id_).isdecimal() or int(id_) >= _IDS:
                 raise keys.error(f"an added token has the id {shown(id_)}, expected one below {_IDS:,}")
+
+
+def _check_added(keys: JsonObject, added: Sized) -> None:
+    if len(added) > _ADDED:
+        raise keys.error(f"it has {len(added):,} added tokens, expected at most {_ADDED:,}")
 
 
 def _check_pieces(data: bytes, file: Path) -> None:
@@ -112,7 +119,7 @@ def _check_pieces(data: bytes, file: Path) -> None:
 
 def _check_steps(keys: JsonObject) -> None:
     """Refuse normalizers and the like that are many, or that lengthen a text without measure."""
-    keys.get("added_tokens", list)
+    _check_added(keys, keys.get("added_tokens", list))
     keys.get("model", dict)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth = 1

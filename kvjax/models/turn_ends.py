@@ -67,11 +67,9 @@ def _read(file: Path, most: int = JSON_BYTES) -> JsonObject:
 
 def _template(folder: Path, config: JsonObject) -> str | None:
     try:
-        return read_file(folder / "chat_template.jinja", JSON_BYTES).decode("utf-8-sig")
+        named = read_file(folder / "chat_template.jinja", JSON_BYTES).decode("utf-8-sig", errors="replace")
     except FileNotFoundError:
         named = config.data.get("chat_template")
-    except UnicodeDecodeError:
-        named = None
     return None if named is None else default_template(named)
 
 

@@ -1,7 +1,7 @@
 """Conversations as documents: records whose `messages` are a chat, such as Nemotron-Math-v2's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.chat_template import templated, token_ids
@@ -49,10 +49,19 @@ class Conversation(str):
         return token_ids(tokenizer, self.written(tokenizer))
 
 
-def check_chat(text: str, tokenizer: Any) -> None:
-    """Refuse a chat that the tokenizer's template does not take. Raises UserError."""
-    if isinstance(text, Conversation):
-        text.written(tokenizer)
+def chat_check(tokenizer: Any) -> Callable[[str], None]:
+    """Return what raises UserError for a chat that the tokenizer's template does not take. Of chats with the same roles
+    and keys, in order, it tries one: a template takes half a millisecond."""
+    taken = set[tuple[Any, ...]]()
+
+    def check(text: str) -> None:
+        if isinstance(text, Conversation):
+            form = tuple((message["role"], *message) for message in json.loads(text))
+            if form not in taken:
+                text.written(tokenizer)
+                taken.add(form)
+
+    return check
 
 
 def document(record: Any) -> str:

@@ -6,7 +6,6 @@ length, which is the largest that it fills. Some are held out for validation.
 """
 
 import dataclasses
-import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
-from kvjax.train.conversation import Conversation, check_chat
+from kvjax.train.conversation import Conversation, chat_check
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader, open_source
 from kvjax.train.rows import HeldRows, Rows, TokenRows, stack
@@ -293,8 +292,7 @@ class Wanted:
 
     def open(self, source: str) -> Callable[[int, int], Reader]:
         """`open_source` with .txt files in pieces that fill the longest sequence."""
-        check = functools.partial(check_chat, tokenizer=self.tokenizer)
-        return open_source(source, self.seed, 16 * max(self.lengths), check)
+        return open_source(source, self.seed, 16 * max(self.lengths), chat_check(self.tokenizer))
 
 
 def open_data(wanted: Wanted) -> Data:

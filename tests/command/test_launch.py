@@ -130,7 +130,7 @@ def goes_on(monkeypatch):
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "error: out: Permission denied\n"),
         (ValueError("write failed [No space left on device]"), 2, "error: the disk is full"),
         (ValueError("OUT_OF_RANGE: x [os_error_code='27']"), 2, "error: the disk is full, or a file may not"),
-        (OSError("x: could not be written (File too large (os error 27))"), 2, "error: the disk is full, or"),
+        (OSError("x: could not be written (File too large (os error 27))"), 2, "error: x: could not"),
         (OSError(errno.EFBIG, "File too large", "out"), 2, "error: out: File too large\n"),
         (OSError(errno.ENOSPC, "No space", "from", None, "to"), 2, "error: to: No space\n"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 5000), 2, "error: xxx"),

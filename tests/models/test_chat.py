@@ -82,6 +82,7 @@ def test_a_beginning_leaves_the_turn_open_for_its_end(templated):
             "none of the chat .* 'default', there are 'rag', 'tool_use'",
         ),
         ([{"name": "rag", "template": ""}], "x", "whole", "none of the chat templates .* there are 'rag'"),
+        ("x" * 300_000, "x", "whole", "a chat template has 300,000 characters, expected at most 262,144$"),
         ([1], "x", "whole", r"a chat template must be a text, got \[1\]$"),
     ],
 )

@@ -272,6 +272,11 @@ def test_a_tokenizer_that_would_work_without_end(change, message, tmp_path):
             {"added_tokens_decoder": {"x": {"content": "x"}}},
             "has the id 'x', expected",
         ),
+        (
+            "added_tokens.json",
+            {f"<{i}>": i for i in range(100_001)},
+            "it has 100,001 added tokens, expected at",
+        ),
         ("added_tokens.json", {"<x>": -1}, "an added token has the id -1, expected one below 4,194,304"),
         ("vocab.json", {"x" * 2000: 1}, "a token has 2,000 characters, expected at most 1,024"),
         ("config.json", {"num_hidden_layers": 10**9}, "num_layers must be at least 1 and at most 10,000"),

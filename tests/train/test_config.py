@@ -114,7 +114,7 @@ PUBLISHED = {
         "frozen_model": True, "lr": 1.0, "multiplier_lr": 1.0, "model_lr": 1e-5, "weight_decay": 0.1, "clip": 1.0,
     },
     "duo_attention": {
-        "lengths": (8000, 16000, 24000, 32000), "shares": (1.0, 1.0, 1.0, 1.0), "sequences": 16000, "batch": 8,
+        "lengths": (8000, 16000, 24000, 32000), "shares": (1.0, 1.0, 1.0, 1.0), "sequences": 2000, "batch": 1,
         "steps": 2000, "data_kind": "passkeys", "passkeys": 10, "words": 32, "sparsity": 0.5,
         "sink": 128, "window": 256, "block": 128, "regularized": 0.05, "lr": 0.02,
     },

@@ -1,7 +1,6 @@
 """Files of texts as documents: pieces, order, and files that are none."""
 
 import codecs
-import functools
 import json
 import os
 from types import SimpleNamespace
@@ -13,7 +12,7 @@ import pytest
 
 from kvjax.errors import Doubt, UserError
 from kvjax.train import documents as module
-from kvjax.train.conversation import check_chat
+from kvjax.train.conversation import chat_check
 from kvjax.train.documents import BLOCK_LINES, Documents
 
 
@@ -176,7 +175,7 @@ def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
     chats = [[{"role": role, "content": "x"}] for role in ("user", "system")]
     file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     with pytest.raises(UserError, match=rf"^--data {file}: line 2: the tokenizer's .* \(of system\): no"):
-        Documents(file, 0, 64, functools.partial(check_chat, tokenizer=tokenizer))
+        Documents(file, 0, 64, chat_check(tokenizer))
 
 
 def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
