@@ -67,8 +67,8 @@ def base_of(folder: Path) -> Path:
     keys, base, _ = _settings(folder)
     try:
         found = find_model(base)
-    except (UserError, OSError) as error:  # the name may be too long for a path
-        raise keys.error(f"the base model of this adapter is not found: {few([str(error)])}") from None
+    except UserError as error:
+        raise keys.error(f"the base model of this adapter is not found: {error}") from None
     if is_adapter(found):
         raise _refused(keys, "an adapter of another adapter")
     return found

@@ -35,8 +35,9 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         )
     if path_or_hub_id == BUILTIN:
         return builtin_model()
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir() or (is_gguf(path) and path.is_file()):
+    # unlike those of Path, these functions raise nothing for a name that is too long or an unknown user's home
+    path = Path(os.path.expanduser(path_or_hub_id))
+    if os.path.isdir(path) or (is_gguf(path) and os.path.isfile(path)):
         inside = sorted(file.name for file in path.glob("*.gguf"))
         if not (path / "config.json").exists() and not is_adapter(path):
             if inside:
@@ -44,7 +45,7 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
             if kind := kind_of_folder(path):
                 raise UserError(f"{path}: not a model folder, it has no config.json{kind}")
         return path
-    if path.exists():
+    if os.path.exists(path):
         raise UserError(
             f"{path}: is a file; pass the folder that holds config.json and the weights, or a .gguf file"
         )

@@ -408,6 +408,11 @@ def test_folders_of_other_kinds_are_called_by_their_kind(name, kind, config, tmp
     assert kind in error(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-this-name/model"])
+def test_names_that_are_no_paths(name):
+    assert error(name).endswith(": no such folder")
+
+
 def test_a_hub_id_is_fetched_into_a_folder(folder, whole, monkeypatch):
     import huggingface_hub
 
