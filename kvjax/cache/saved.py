@@ -71,7 +71,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "trained": lambda x: x is None or _named(x, _text),  # older files have none
     "made_for": lambda x: _named(x, _text) and {"model", "fingerprint"} <= x.keys(),
 }
-"""What each field must be."""
+"""A check of the value of each field."""
 
 
 def sealed(description: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 PROGRAM_BYTES = 2 << 30
 """Of compiled programs that are kept; of more, those used longest ago go."""
 CHECKED_BYTES = 64 << 20
-"""Of the newest programs that are read at a start to see whether they are whole."""
+"""Bytes of the newest programs that are read at a start to see whether they are whole."""
 
 
 def keep_programs() -> None:

@@ -38,7 +38,7 @@ class MergedTensor(TensorInFile):
     up: TensorInFile
     """peft's lora_B, [outputs, rank]."""
     scale: float
-    """What the product is multiplied by."""
+    """Factor of the product."""
 
     def fill(self, out: np.ndarray, start: int) -> None:
         """As `TensorInFile.fill`."""

@@ -1,4 +1,4 @@
-"""What a folder or a file that holds no model for kvjax holds instead, so that an error can say it."""
+"""Kinds of folders and files that hold no model for kvjax, so that an error can name them."""
 
 import re
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _FOLDERS = {
     "*/adapter_config.json": "a folder of adapters: pass one of them",
     "snapshots/*/config.json": "a folder of the hub's cache: pass one of its snapshots",
 }
-"""What a folder is, by a name in it. The first that is there counts."""
+"""Kinds of folders, by a name in them. The first that is there counts."""
 _ORBAX = "; kvjax reads only those that python -m kvjax.convert --to orbax wrote, by the folder that holds config.json"
 _FILES = {
     rb"version https://git-lfs": "a Git LFS pointer, not the weights: git lfs pull fetches them",
@@ -36,7 +36,7 @@ _FILES = {
     rb"PK\x03\x04|\x80\x02": "a PyTorch file, expected safetensors",
     rb"GGUF": "a GGUF file: give it the suffix .gguf and pass it instead of the folder",
 }
-"""What a file is, by how it begins."""
+"""Kinds of files, by how they begin."""
 _TENSORS = {
     r"\.g_idx$": "GPTQ-quantized weights",
     r"\.(qweight|qzeros)$": "AWQ- or GPTQ-quantized weights",
@@ -54,7 +54,7 @@ _TENSORS = {
     r"(^|\.)encoder\.": "an encoder",
     r"^(transformer|gpt_neox|backbone|base_model|_orig_mod|module)\.": "weights by another program's names",
 }
-"""What a folder's weights are, by a tensor that kvjax does not have or read. The first that is there counts."""
+"""Kinds of weights, by a tensor that kvjax does not have or read. The first that is there counts."""
 
 
 def kind_of_folder(folder: Path) -> str:

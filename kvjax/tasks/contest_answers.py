@@ -23,7 +23,7 @@ WORTHLESS = re.compile(r"\\?\$|\\left|\\right|\^\{?\\circ\}?|\\\(|\\\)|\\(?:boxe
 INTEGER = re.compile(r"(?:[^,;]*=)?\s*0*(\d{1,18})(?:\.0*)?\s*")
 """Of so many digits that Python reads it; with one "… =" before it."""
 LABEL = re.compile(r"^\s*\([A-Z]\)")
-"""Of a choice, before its value."""
+"""Letter of a choice before its value."""
 SIDE_BY_SIDE = re.compile(r"\d\s+\d")
 """Numbers that math-verify would add, as a mixed fraction's."""
 PRODUCT = re.compile(r"([\d)])\s*\(")

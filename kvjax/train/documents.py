@@ -41,7 +41,7 @@ class Block:
     """Bytes, or row groups."""
     count: int
     empty: int = 0
-    """How many of them have no text."""
+    """Documents without text among them."""
 
 
 class Documents:
@@ -165,7 +165,7 @@ def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]
 
 
 class Faults:
-    """What is wrong with a file's documents: the first fault, and how many there are."""
+    """Faults in a file's documents: the first one, and their number."""
 
     def __init__(self, what: str):
         self._what, self._first, self._count = what, "", 0
@@ -272,4 +272,4 @@ KINDS = {
     ".jsonl": (_line_blocks, _read_lines),
     ".parquet": (_parquet_blocks, _read_parquet),
 }
-"""What finds and checks the blocks of a kind of file, and what reads one."""
+"""Functions that find and check the blocks of a kind of file, and that read one."""

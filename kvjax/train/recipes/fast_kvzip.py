@@ -80,7 +80,7 @@ class KVzipGates(Recipe):
     longest: int = 30_000
     """Of text: tokens of a document, below this."""
     joined: int = 100_000
-    """Of text: tokens from which on several documents, joined by empty lines, are a context."""
+    """For text: documents are joined by empty lines until a context has so many tokens."""
     single: int = 29
     """Of text: documents that are contexts alone, the first that come."""
     joins: int = 5
