@@ -54,7 +54,12 @@ def test_a_question_counts_behind_its_context(model):
 def test_a_stretched_rope_is_for_more():
     yarn = RopeConfig(type="yarn", factor=4.0, original_length=32)
     assert tiny_config(max_position=40, rope=yarn).longest == 128
-    assert tiny_config(max_position=40, rope=RopeConfig(type="dynamic", factor=2.0, length=90)).longest == 90
+    assert (
+        tiny_config(
+            max_position=40, rope=RopeConfig("dynamic", factor=2.0, original_length=40, length=90)
+        ).longest
+        == 90
+    )
 
 
 def test_the_examples_fit_the_built_in_model():
