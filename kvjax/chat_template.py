@@ -56,7 +56,7 @@ def default_template(named: Any) -> str:
     Raises UserError, which names them, if they have names and none is the default.
     """
     if isinstance(named, list | tuple) and all(isinstance(one, Mapping) for one in named):
-        named = {one.get("name"): one.get("template") for one in named}
+        named = {str(one.get("name")): one.get("template") for one in named}
     if isinstance(named, Mapping) and "default" not in named:
         names = ", ".join(sorted(map(shown, named))[:8])
         raise UserError(

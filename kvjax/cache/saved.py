@@ -49,7 +49,12 @@ def _dtype(x: Any) -> bool:
 
 
 def _array(x: Any) -> bool:
-    return isinstance(x, dict) and _listed(x.get("shape"), _count) and _dtype(x.get("dtype"))
+    return (
+        isinstance(x, dict)
+        and _listed(x.get("shape"), _count)
+        and len(x["shape"]) <= 32
+        and _dtype(x.get("dtype"))
+    )
 
 
 FIELDS: dict[str, Callable[[Any], bool]] = {

@@ -112,15 +112,17 @@ def checked_place(path: str | Path) -> Path:
 
 def _is_ours(path: Path) -> bool:
     """Whether a folder's description is one."""
+    if not (path / DESCRIPTION).is_file():
+        return False
     try:
         found = json.loads((path / DESCRIPTION).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and {"format", "sha256"} <= found.keys()
 
 
 def _path(where: str, path: Any) -> Path:
-    if not isinstance(path, str | Path) or not str(path):
+    if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise UserError(f"{where}: path must be a folder's, got {shown(path)}")
     return Path(path)
 

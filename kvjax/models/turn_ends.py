@@ -79,7 +79,7 @@ def _added_tokens(folder: Path, config: JsonObject) -> dict[str, int]:
     tokens = [
         {"id": int(id_), **token}
         for id_, token in listed.items()
-        if id_.isdecimal() and isinstance(token, dict)
+        if id_.isdecimal() and len(id_) < 20 and isinstance(token, dict)
     ]
     if not tokens and (old := _read(folder / "added_tokens.json").data):
         tokens = [{"id": id_, "content": token} for token, id_ in old.items()]

@@ -18,7 +18,7 @@ from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
 from kvjax.exported.orbax import export
 from kvjax.inference.sampling import prefill, sample
-from kvjax.inference.saving import _digests, load_cache, save_cache, saved_bytes
+from kvjax.inference.saving import _digests, checked_place, load_cache, save_cache, saved_bytes
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
@@ -339,6 +339,7 @@ NOT_WHAT_IT_WAS = {
     "a number for a mapping": (at(3, "arrays"), "arrays is 3"),
     "a plane of nonsense": (at({"x": "object"}, "planes"), "planes is"),
     "bytes": (at(10**400, "bytes"), "bytes is"),
+    "an array of 5000 axes": (at([2**31 - 1] * 5000, "arrays", "entries", "shape"), "arrays is"),
     "a huge page": (at(2**31, "page_size"), "page_size is"),
     "another state": (lambda found: found["arrays"].update(state={"shape": [3], "dtype": "int32"}), "."),
 }
@@ -390,3 +391,14 @@ def test_pipes_links_and_json_of_any_depth_are_refused_in_a_line(model, saved, t
     os.mkfifo(folder / DESCRIPTION)
     with pytest.raises(UserError, match="damaged"):
         describe_cache(folder)
+
+
+@pytest.mark.parametrize(
+    "begun", [os.mkfifo, lambda file: file.write_text("[" * 100_000)], ids=["pipe", "deep"]
+)
+def test_what_stands_where_a_description_would_is_not_waited_for(tmp_path, begun):
+    begun(tmp_path / DESCRIPTION)
+    with pytest.raises(UserError, match="it is there and holds no saved cache"):
+        checked_place(tmp_path)
+    with pytest.raises(UserError, match="path must be a folder's"):
+        checked_place("a\0b")

@@ -271,6 +271,20 @@ def test_a_template_in_its_own_file_wins(read, tmp_path):
         warn_of_turn_ends(found)
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"chat_template": "<|im_end|>", "added_tokens_decoder": {"9" * 5000: {"content": "<|im_end|>"}}},
+        {"chat_template": [{"name": [], "template": "<|im_end|>"}]},
+    ],
+    ids=["an id of 5000 digits", "a template whose name is a list"],
+)
+def test_odd_keys_of_a_tokenizer_do_not_keep_a_config_from_being_read(keys, read, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(keys))
+    assert read(LLAMA | {"eos_token_id": 2}).eos_ids == (2,)
+
+
 @pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "tokenizer.json"])
 def test_a_broken_tokenizer_does_not_keep_a_config_from_being_read(name, read, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "<|im_end|>"}))
