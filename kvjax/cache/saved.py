@@ -62,7 +62,7 @@ FIELDS: dict[str, Callable[[Any], bool]] = {
     "contents": _text,
     "policy": _text,
     "window": _positive,
-    "page_size": _positive,
+    "page_size": lambda x: _count(x, 1, 1 << 14),
     "dtype": DTYPES.__contains__,
     "selects": lambda x: type(x) is bool,
     "planes": lambda x: _named(x, _dtype),

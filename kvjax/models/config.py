@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import warnings
 from pathlib import Path
 from typing import Any, Literal
@@ -187,7 +188,7 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     heads, width = keys.get("num_attention_heads", int), keys.get("hidden_size", int)
     bias = keys.get("attention_bias", bool, False)
     generation = folder / "generation_config.json"
-    eos = JsonObject.read(generation).ids("eos_token_id") if generation.exists() else []
+    eos = JsonObject.read(generation).ids("eos_token_id") if os.path.lexists(generation) else []
     eos = eos or keys.ids("eos_token_id")
     # those of a GGUF file are among its keys
     ends = {} if is_gguf(folder) else folder_turn_ends(folder)
@@ -227,6 +228,8 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
         config = ModelConfig(**read)
     except UserError as error:
         raise keys.error(str(error)) from None
+    if (file := keys.get("transformers_weights", str, None)) not in (None, "model.safetensors"):
+        raise keys.error(f"transformers_weights names {shown(file)}, expected model.safetensors")
     _refuse_sliding_window(keys, family, config.longest)
     return config
 

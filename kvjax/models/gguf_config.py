@@ -18,6 +18,8 @@ _UNLIKE = {
     "embedding_scale": (0, 1),
     "residual_scale": (0, 1),
     "rope.scale_linear": (0, 1),
+    "rope.scaling.attn_factor": (0, 1),
+    "pooling_type": (0,),
 }
 """What makes another model of the same architecture, and the values with which it does not: 0 is as if it were missing,
 and a factor of 1 changes nothing."""
@@ -35,6 +37,8 @@ def config_keys(file: GgufFile) -> JsonObject:
     for name, usual in _UNLIKE.items():
         if (value := file.get(name, float, 0.0)) not in usual:
             raise file.metadata.error(f"{file.architecture}.{name} is {value:g}, which is not supported")
+    if not file.get("attention.causal", bool, True):
+        raise file.metadata.error(f"{file.architecture}.attention.causal is false: it is an embedding model")
     heads, width = file.get("attention.head_count", int), file.get("embedding_length", int)
     head_dim = file.get("attention.key_length", int, width // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):
@@ -100,7 +104,9 @@ def _eos_ids(metadata: JsonObject) -> list[int]:
 
 
 def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    kind = file.get("rope.scaling.type", str, "none")
+    # as in llama.cpp, a factor without a type is a linear one's
+    alone = file.get("rope.scaling.factor", float, 0.0) not in (0, 1)
+    kind = file.get("rope.scaling.type", str, "linear" if alone else "none")
     factors = file.tensors.get("rope_freqs.weight")
     if factors is not None:
         if kind != "none":
@@ -112,10 +118,8 @@ def _rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
         raise file.metadata.error(f"rope scaling {kind!r} is not supported, only linear and yarn")
     scaling: dict[str, Any] = {"rope_type": kind, "factor": _decimal(file.get("rope.scaling.factor", float))}
     if kind == "yarn":
-        if file.get("rope.scaling.attn_factor", float, 1.0) != 1 or file.get(
-            "rope.scaling.yarn_log_multiplier", float, 0.0
-        ):
-            raise file.metadata.error("yarn with an attn_factor or a log multiplier is not supported")
+        if file.get("rope.scaling.yarn_log_multiplier", float, 0.0):
+            raise file.metadata.error("yarn with a log multiplier is not supported")
         scaling["original_max_position_embeddings"] = file.get(
             "rope.scaling.original_context_length", int, None
         )

@@ -31,6 +31,8 @@ def read_file(file: Path, most: int) -> bytes:
                 raise UserError(f"{file}: has {status.st_size:,} bytes, expected at most {most:,}")
             return opened.read(status.st_size)
     except FileNotFoundError:
+        if file.is_symlink():
+            raise UserError(f"{file}: is a link to nothing") from None
         raise
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None

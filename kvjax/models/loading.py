@@ -26,7 +26,7 @@ from kvjax.models.gguf_file import GgufFile, is_gguf
 from kvjax.models.kinds import few, kind_of_tensors
 from kvjax.models.names import TOP, by_path, from_hf, hf_shape, is_rotary_table, layer_name, split
 from kvjax.models.rope import inverse_frequencies
-from kvjax.models.tensor_files import DTYPES, SINGLE, TensorInFile, ignored_files, stored_tensors
+from kvjax.models.tensor_files import DTYPES, TensorInFile, ignored_files, stored_tensors
 
 Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
@@ -137,8 +137,9 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
         stored = GgufFile.read(base).hugging_face_tensors()
     else:
         stored = stored_tensors(base)
-        if ignored := ignored_files(base):
-            text = f"{base}: {SINGLE} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
+        own, ignored = ignored_files(base)
+        if ignored:
+            text = f"{base}: {own} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
             warnings.warn(text, Doubt, stacklevel=4)
     # names are made for every layer from here on
     if config.num_layers > len(stored):

@@ -110,9 +110,10 @@ def _equal(one: TensorInFile, other: TensorInFile) -> bool:
     return True
 
 
-def ignored_files(folder: Path) -> list[str]:
-    """Return the names of files that could be meant as weights and are not read, because `SINGLE` is there."""
-    return [name for name in (INDEX, ADAPTER) if (folder / SINGLE).exists() and (folder / name).exists()]
+def ignored_files(folder: Path) -> tuple[str, list[str]]:
+    """Return the file that says what the weights are, and the names of others that could be meant and are not read."""
+    own = SINGLE if (folder / SINGLE).exists() else INDEX
+    return own, [name for name in (INDEX, ADAPTER) if name != own and (folder / name).exists()]
 
 
 def _files(folder: Path) -> list[Path]:

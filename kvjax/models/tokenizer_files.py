@@ -7,8 +7,9 @@ time of a regex is not bounded beyond that library's own limit for one match.
 import base64
 import codecs
 import json
+import os
 import struct
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def copy_tokenizer_files(folder: Path, to: Path) -> JsonObject:
     """
     config = JsonObject({}, str(folder / "tokenizer_config.json"))
     for file in (*(folder / name for name in TOKENIZER_FILES), *(folder / TEMPLATES).glob("*.jinja")):
-        if not file.exists():
+        if not os.path.lexists(file):
             continue
         large = file.name in (*VOCABULARIES, "merges.txt")
         data = read_file(file, VOCABULARY_BYTES if large else JSON_BYTES)
@@ -78,14 +79,19 @@ def _check(name: str, keys: JsonObject) -> None:
     if name == "tokenizer.json":
         _check_steps(keys)
     elif name == "vocab.json":
-        if longest := max((len(token) for token in keys.data if len(token) > _LETTERS), default=0):
-            raise keys.error(f"a token has {longest:,} characters, expected at most {_LETTERS:,}")
+        _check_lengths(keys, keys.data)
     elif name in ("added_tokens.json", "tokenizer_config.json"):
         added = keys.data if name == "added_tokens.json" else keys.get("added_tokens_decoder", dict, {})
-        _check_added(keys, added)
+        for listed in (added, *(value for value in keys.data.values() if isinstance(value, list))):
+            _check_added(keys, listed)
         for id_ in added.values() if name == "added_tokens.json" else added:
             if not str(id_).isdecimal() or int(id_) >= _IDS:
                 raise keys.error(f"an added token has the id {shown(id_)}, expected one below {_IDS:,}")
+
+
+def _check_lengths(keys: JsonObject, tokens: Iterable[Any]) -> None:
+    if longest := max((len(x) for x in tokens if isinstance(x, str) and len(x) > _LETTERS), default=0):
+        raise keys.error(f"a token has {longest:,} characters, expected at most {_LETTERS:,}")
 
 
 def _check_added(keys: JsonObject, added: Sized) -> None:
@@ -120,7 +126,9 @@ def _check_pieces(data: bytes, file: Path) -> None:
 def _check_steps(keys: JsonObject) -> None:
     """Refuse normalizers and the like that are many, or that lengthen a text without measure."""
     _check_added(keys, keys.get("added_tokens", list))
-    keys.get("model", dict)
+    vocabulary = keys.get("model", dict).get("vocab")
+    pieces = (piece[0] if isinstance(piece, list) and piece else piece for piece in vocabulary or ())
+    _check_lengths(keys, pieces)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         growth = 1
         for number, step in enumerate(_steps(keys.get(name, dict, {}))):

@@ -1,5 +1,9 @@
 """The tokens with which a chat template ends the model's turn, which a model's files do not always name as its end."""
 
+import contextlib
+import functools
+import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,23 +28,28 @@ _KNOWN = (
 
 
 def turn_ends(template: str, tokens: Mapping[str, int], special: Mapping[str, Any]) -> dict[str, int]:
-    """Return the tokens that end a turn in a chat template, and their ids.
-
-    They are the known ones that it contains. If it contains none, it is the token that it shows behind an assistant's
-    text. A template that fails has none.
+    """Return the tokens that end a turn in a chat template, and their ids: the known ones that it contains, and the one
+    that it shows behind an assistant's text.
 
     tokens: those that may end a turn. special: the texts of `bos_token`, `eos_token` and so on, which templates use.
     """
-    ends = [token for token in _KNOWN if token in template and token in tokens]
-    if not ends:
-        try:
-            shown = render(template, {"messages": CONVERSATION, "add_generation_prompt": False, **special})
-        except UserError:
-            return {}
-        parts = shown.split(PLACE)
-        behind = parts[2].lstrip() if len(parts) == len(CONVERSATION) + 1 else ""
-        ends = sorted((token for token in tokens if token and behind.startswith(token)), key=len)[-1:]
-    return {token: tokens[token] for token in ends}
+    behind = _behind_an_answer(template, json.dumps(special, sort_keys=True))
+    shown = sorted((token for token in tokens if token and behind.startswith(token)), key=len)[-1:]
+    known = [token for token in _KNOWN if token in template and token in tokens]
+    return {token: tokens[token] for token in dict.fromkeys([*known, *shown])}
+
+
+@functools.lru_cache(maxsize=16)
+def _behind_an_answer(template: str, special: str) -> str:
+    """Return the text that a template shows behind an assistant's text; none if it takes no usual conversation."""
+    system = {"role": "system", "content": "a"}
+    for messages in (CONVERSATION, [system, *CONVERSATION], CONVERSATION[:2]):
+        variables = {"messages": messages, "add_generation_prompt": False, **json.loads(special)}
+        with contextlib.suppress(UserError):
+            parts = render(template, variables).split(PLACE)
+            if len(parts) > 2:
+                return parts[2].lstrip()
+    return ""
 
 
 def folder_turn_ends(folder: Path) -> dict[str, int]:
@@ -62,7 +71,7 @@ def folder_turn_ends(folder: Path) -> dict[str, int]:
 
 
 def _read(file: Path, most: int = JSON_BYTES) -> JsonObject:
-    return JsonObject.read(file, most) if file.exists() else JsonObject({}, str(file))
+    return JsonObject.read(file, most) if os.path.lexists(file) else JsonObject({}, str(file))
 
 
 def _template(folder: Path, config: JsonObject) -> str | None:
@@ -77,7 +86,7 @@ def _added_tokens(folder: Path, config: JsonObject) -> dict[str, int]:
     """Return the tokenizer's added tokens. The vocabulary, a large file, is read if no other file lists them."""
     listed = config.get("added_tokens_decoder", dict, {})
     tokens = [
-        {"id": int(id_), **token}
+        {**token, "id": int(id_)}
         for id_, token in listed.items()
         if id_.isdecimal() and len(id_) < 20 and isinstance(token, dict)
     ]

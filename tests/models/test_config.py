@@ -256,6 +256,46 @@ def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, exp
         warn_of_turn_ends(found)
 
 
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{# <|im_end|> #}{% for m in messages %}{{ m.content }}{{ '[END]' }}{% endfor %}", (2, 7, 9)),
+        (
+            "{% for m in messages %}{{ m.content }}{{ '<|im_end|>' if m.role == 'user' else '[END]' }}{% endfor %}",
+            (2, 7, 9),
+        ),
+        (
+            "{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+            "{% for m in messages[1:] %}{{ m.content }}[END]{% endfor %}",
+            (2, 9),
+        ),
+        (
+            "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
+            "{% for m in messages %}{{ m.content }}[END]{% endfor %}",
+            (2, 9),
+        ),
+    ],
+    ids=["a known end in a comment", "another end of the user's turn", "a system message", "one turn"],
+)
+def test_the_end_of_the_models_turn_is_the_one_that_the_template_shows(template, expected, read, tmp_path):
+    """The ids are those of the decoder's keys, whatever its values say."""
+    decoder = {"7": {"content": "<|im_end|>", "id": 3}, "9": {"content": "[END]"}}
+    config = {"chat_template": template, "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read(LLAMA | {"eos_token_id": 2}).eos_ids == expected
+
+
+def test_weights_by_another_name_are_not_passed_over(read):
+    with pytest.raises(UserError, match=r"transformers_weights names 'other\.safetensors'"):
+        read(LLAMA | {"transformers_weights": "other.safetensors"})
+
+
+def test_a_link_to_nothing_is_not_a_missing_file(read, tmp_path):
+    (tmp_path / "generation_config.json").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is a link to nothing"):
+        read(LLAMA)
+
+
 def test_a_template_in_its_own_file_wins(read, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": []}))
     decoder = {

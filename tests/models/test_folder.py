@@ -279,6 +279,16 @@ def test_a_tokenizer_that_would_work_without_end(change, message, tmp_path):
         ),
         ("added_tokens.json", {"<x>": -1}, "an added token has the id -1, expected one below 4,194,304"),
         ("vocab.json", {"x" * 2000: 1}, "a token has 2,000 characters, expected at most 1,024"),
+        (
+            "tokenizer.json",
+            {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["x", 0.0], ["a" * 200_000, -1.0]]}},
+            "a token has 200,000 characters, expected at most 1,024",
+        ),
+        (
+            "tokenizer_config.json",
+            {"additional_special_tokens": [f"<{i}>" for i in range(200_000)]},
+            "it has 200,000 added tokens",
+        ),
         ("config.json", {"num_hidden_layers": 10**9}, "num_layers must be at least 1 and at most 10,000"),
     ],
 )

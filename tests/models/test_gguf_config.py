@@ -26,6 +26,15 @@ def test_chat_models_stop_where_a_turn_ends(tmp_path):
     assert eos(eos=2, eot=1, eom=3) == (1, 2, 3)
 
 
+def test_a_rope_factor_without_a_type_is_linear(tmp_path):
+    """As llama.cpp reads it."""
+    found = write_gguf(
+        tmp_path / "a.gguf", LLAMA, weights(LLAMA), metadata={"llama.rope.scaling.factor": 4.0}
+    )
+    rope = read_config(found).rope
+    assert (rope.type, rope.factor) == ("linear", 4.0)
+
+
 REFUSED = {
     "general.architecture": ("gemma2", "architecture 'gemma2' is not supported, only llama, qwen2, qwen3"),
     "split.count": (
@@ -43,6 +52,9 @@ REFUSED = {
     "llama.attention.scale": (1.0, "llama.attention.scale is 1, which is not supported"),
     "llama.logit_scale": (0.5, "llama.logit_scale is 0.5, which is not supported"),
     "llama.rope.scale_linear": (4.0, "llama.rope.scale_linear is 4, which is not supported"),
+    "llama.rope.scaling.attn_factor": (2.0, "llama.rope.scaling.attn_factor is 2, which is not supported"),
+    "llama.pooling_type": (1, "llama.pooling_type is 1, which is not supported"),
+    "llama.attention.causal": (False, "llama.attention.causal is false: it is an embedding model"),
     "llama.rope.dimension_count": (6, "llama.rope.dimension_count is 6, but heads have 12"),
     "llama.feed_forward_length": (None, "llama.feed_forward_length is missing"),
     "llama.embedding_length": ("48", "llama.embedding_length must be int, got '48'"),
