@@ -79,9 +79,11 @@ CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", 
 def models(tmp_path_factory):
     """By family the torch model and ours, of the same folder."""
     folders = {name: write_folder(tmp_path_factory.mktemp(name), config) for name, config in FAMILIES.items()}
+    loaded = {name: (twins.load(folder), load_model(folder)) for name, folder in folders.items()}
+    # later: its template's end of a turn is not the models'
     for folder in folders.values():
         byte_tokenizer().save_pretrained(folder)
-    return {name: (twins.load(folder), load_model(folder)) for name, folder in folders.items()}
+    return loaded
 
 
 def policy_for(name, model, ratio):
