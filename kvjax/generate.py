@@ -1,6 +1,7 @@
 """`python -m kvjax.generate`: continue a prompt, with the cache that a policy keeps."""
 
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import tyro
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
+
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,14 +192,22 @@ def run(config: GenerateConfig) -> None:
             laps.append((watch.lap(), sum(map(len, blocks))))
             parts.append(blocks)
             if live is not None:
-                print(live.more(blocks[0].tolist()), end="", flush=True)
+                print(for_terminal(live.more(blocks[0].tolist())), end="", flush=True)
             sizes = caches.stats(held, config.samples)
     found = answers(parts, logprobs, sizes, (*model.config.eos_ids, *ids), tokenizer, stop)
     for index, own in enumerate(found.texts or ()):
-        print(live.rest(own) if live is not None else f"[{index + 1}] {own}", flush=True)
+        print(for_terminal(live.rest(own) if live is not None else f"[{index + 1}] {own}"), flush=True)
         if found.logprobs is not None:
             print(logprob_lines(tokenizer, found.tokens[index].tolist(), found.logprobs[index].tolist()))
     print(summary(policy.name, len(prompt), sizes, laps, config.samples), file=sys.stderr)
+
+
+def for_terminal(text: str) -> str:
+    """Return an answer whose control characters, which a stranger's vocabulary may hold, are escapes, but for tabs and
+    line feeds. Where no terminal reads it the text is as it is."""
+    if not sys.stdout.isatty():
+        return text
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _saved(

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import run_command
 from kvjax.errors import UserError
-from kvjax.generate import main
+from kvjax.generate import for_terminal, main
 
 SMALL = ["--model", str(builtin_model("test_model"))]
 
@@ -170,3 +170,11 @@ def test_mistakes_end_in_one_line(args, says, capsys):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ")
     assert says in line
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_control_characters_of_an_answer_do_not_reach_a_terminal(terminal, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    answer = "a\tb\n\x1b[31mRED\x07\x9b é"
+    shown = "a\tb\n\\x1b[31mRED\\x07\\x9b é"
+    assert for_terminal(answer) == (shown if terminal else answer)
