@@ -141,45 +141,47 @@ def _read_text(block: Block) -> list[str]:
 
 
 def _line_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
-    blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults("line")
+    blocks, start, bytes_, count, empty, number, faults = [], 0, 0, 0, 0, 0, Faults(file, "line", check)
     with file.open("rb") as lines:
         for line in iter(lambda: lines.readline(LONGEST_LINE), b""):
             bytes_, count, number = bytes_ + len(line), count + 1, number + 1
             if len(line) == LONGEST_LINE:
                 raise UserError(f"--data {file}: line {number} is longer than {LONGEST_LINE >> 20} MiB")
-            try:
-                text = _text_of(line)
-                empty += not text
-                check(text)
-            except UserError as error:
-                raise UserError(f"--data {file}: line {number}: {error}") from None
-            except ValueError as error:
-                if number == 1 and line[:2] in UTF16:
-                    raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}") from None
-                faults.add(f"line {number}", error)
+            if number == 1 and line[:2] in UTF16:
+                raise UserError(f"--data {file}: {not_utf8(line, line[0], 0)}")
+            empty += faults.is_empty(f"line {number}", _text_of, line)
             if count == BLOCK_LINES:
                 blocks.append(Block(file, start, bytes_, count, empty))
                 start, bytes_, count, empty = start + bytes_, 0, 0, 0
-    faults.check(file)
+    faults.refuse()
     return [*blocks, Block(file, start, bytes_, count, empty)] if count else blocks
 
 
 class Faults:
     """Faults in a file's documents: the first one, and their number."""
 
-    def __init__(self, what: str):
-        self._what, self._first, self._count = what, "", 0
+    def __init__(self, file: Path, what: str, check: Check):
+        self._file, self._what, self._check, self._first, self._count = file, what, check, "", 0
 
-    def add(self, where: str, error: Exception) -> None:
-        self._first = self._first or f"{where}: {error}"
-        self._count += 1
+    def is_empty(self, where: str, text_of: Callable[[Any], str], record: Any) -> bool:
+        """Check a document and return whether it has no text. A fault is kept; one that `check` finds is raised."""
+        try:
+            text = text_of(record)
+            self._check(text)
+        except UserError as error:
+            raise UserError(f"--data {self._file}: {where}: {error}") from None
+        except ValueError as error:
+            self._first = self._first or f"{where}: {error}"
+            self._count += 1
+            return False
+        return not text
 
-    def check(self, file: Path) -> None:
+    def refuse(self) -> None:
         """Raise UserError if there are any."""
         if self._count:
             others = self._count - 1
             more = f"; {others:,} more {self._what}{'s are' if others > 1 else ' is'} wrong" if others else ""
-            raise UserError(f"--data {file}: {self._first}{more}")
+            raise UserError(f"--data {self._file}: {self._first}{more}")
 
 
 def _read_lines(block: Block) -> list[str]:
@@ -219,27 +221,22 @@ def _checked(record: Any) -> str:
 def _parquet_blocks(file: Path, size: int, piece: int, check: Check) -> list[Block]:
     import pyarrow.parquet
 
-    faults, blocks = Faults("row"), []
+    faults, blocks = Faults(file, "row", check), []
     try:
         with pyarrow.parquet.ParquetFile(file) as parquet:
             name = _column(file, parquet)
             for group in range(parquet.metadata.num_row_groups):
-                rows, empty = _rows(parquet, group, name), 0
-                for row, record in enumerate(rows, 1):
-                    try:
-                        text = _checked(record)
-                        empty += not text
-                        check(text)
-                    except UserError as error:
-                        raise UserError(f"--data {file}: row {row} of row group {group}: {error}") from None
-                    except ValueError as error:
-                        faults.add(f"row {row} of row group {group}", error)
+                rows = _rows(parquet, group, name)
+                places = (f"row {row} of row group {group}" for row in range(1, len(rows) + 1))
+                empty = sum(
+                    faults.is_empty(place, _checked, row) for place, row in zip(places, rows, strict=True)
+                )
                 blocks.append(Block(file, group, 1, len(rows), empty))
     except UserError:
         raise
     except Exception as error:  # of a damaged file pyarrow raises many kinds
         raise UserError(f"--data {file}: is no whole parquet file ({error})") from None
-    faults.check(file)
+    faults.refuse()
     return blocks
 
 
