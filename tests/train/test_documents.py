@@ -91,7 +91,8 @@ SURROGATE = rb'{"text": "bad \ud83d half"}'
         ("x.jsonl", b'{"text": "f\xfcr"}\n', "line 1: is not UTF-8 text: byte 0xfc at offset 11"),
         ("x.jsonl", b"[" * 100_000, "line 1: expected JSON"),
         ("x.jsonl", b'{"text": "a", "n": ' + b"9" * 10_000 + b"}", "line 1: expected JSON"),
-        ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "is not UTF-8 text but UTF-16"),
+        ("x.jsonl", '{"text": "a"}\n'.encode("utf-16"), "x.jsonl: is not UTF-8 text but UTF-16"),
+        ("x.jsonl", '\ufeff{"text": "a"}\n'.encode("utf-16-be"), "x.jsonl: is not UTF-8 text but UTF-16"),
         ("x.jsonl", b'{"text": null}\n\n', "there is no text in it"),
     ],
 )
