@@ -5,8 +5,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parent.parent
 
 LAYERS = (
@@ -90,80 +88,75 @@ def layer(name: str) -> int | None:
     return max(holders)[1] if holders else None
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=module_name)
-def test_imports_only_from_its_layer_and_below(path):
-    own = layer(module_name(path))
-    assert own is not None, f"{module_name(path)} stands in no layer: name its package in LAYERS"
-    above = {name for name in imports(path) if (other := layer(name)) is not None and other > own}
-    assert not above, f"{module_name(path)} imports upwards: {sorted(above)}"
+def test_imports_point_down():
+    for path in LIBRARY:
+        name = module_name(path)
+        own = layer(name)
+        assert own is not None, f"{name} stands in no layer: name its package in LAYERS"
+        above = {x for x in imports(path) if (other := layer(x)) is not None and other > own}
+        assert not above, f"{name} imports upwards: {sorted(above)}"
 
 
-def outside(path: Path, allowed: set[str]) -> set[str]:
-    """The modules of kvjax that a file imports and may not."""
-    ours = {name for name in imports(path) if within(name, {"kvjax"})}
-    return {name for name in ours if not within(name, allowed)} - {"kvjax"}
+def outside(package: str, allowed: set[str]) -> dict[str, set[str]]:
+    """Modules of kvjax outside `allowed`, by the file of `package` that imports them."""
+    found = {}
+    for path in sources(package):
+        ours = {name for name in imports(path) if within(name, {"kvjax"})} - {"kvjax"}
+        if stray := {name for name in ours if not within(name, allowed)}:
+            found[module_name(path)] = stray
+    return found
 
 
-@pytest.mark.parametrize("path", sources("kvjax/policies"), ids=module_name)
-def test_policies_know_no_model_and_no_cache(path):
-    assert not outside(path, POLICIES_MAY_IMPORT)
+def test_policies_know_no_model_and_no_cache():
+    assert not outside("kvjax/policies", POLICIES_MAY_IMPORT)
 
 
-METHODS = [
-    path for role in ("admission", "eviction", "selection") for path in sources(f"kvjax/policies/{role}")
-]
+def test_the_cache_knows_no_policy_and_no_model():
+    found = outside("kvjax/cache", CACHE_MAY_IMPORT)
+    found.pop("kvjax.cache.__main__", None)  # a command
+    assert not found
 
 
-@pytest.mark.parametrize("path", METHODS, ids=module_name)
-def test_a_method_writes_no_sharding(path):
-    """But gates and scorers, modules with parameters, which say beside each how it is split."""
+def test_a_method_writes_no_sharding():
+    """Modules with parameters (gates and scorers) may: each says beside a parameter how it is split."""
     placing = {"kvjax.mesh.put", "kvjax.mesh.P", "kvjax.mesh.BATCH", "jax.sharding.PartitionSpec"}
     folders = "admission.wgkv", "admission.kvpop", "eviction.fast_kvzip"
     gates = tuple(f"kvjax.policies.{folder}." for folder in folders)
-    allowed = placing if module_name(path).startswith(gates) else set()
-    assert not set(imports(path)) & placing - allowed
-    assert allowed or "out_sharding" not in path.read_text(encoding="utf-8")
+    for role in ("admission", "eviction", "selection"):
+        for path in sources(f"kvjax/policies/{role}"):
+            if not module_name(path).startswith(gates):
+                assert not set(imports(path)) & placing, module_name(path)
+                assert "out_sharding" not in path.read_text(encoding="utf-8"), module_name(path)
 
 
-@pytest.mark.parametrize("path", sources("kvjax/cache"), ids=module_name)
-def test_the_cache_knows_no_policy_and_no_model(path):
-    command = {"kvjax.command"} if path.name == "__main__.py" else set()
-    assert not outside(path, CACHE_MAY_IMPORT | command)
-
-
-@pytest.mark.parametrize("path", sources("kvjax/models"), ids=module_name)
-def test_models_know_only_the_policy_type(path):
-    stray = {
-        name
-        for name in imports(path)
-        if within(name, {"kvjax.policies", "kvjax.cache", "kvjax.inference.attention"})
-    }
-    assert stray <= {
+def test_models_know_only_the_policy_type():
+    allowed = {
         "kvjax.policies",
         "kvjax.policies.Policy",
         "kvjax.policies.policy",
         "kvjax.policies.policy.Policy",
     }
+    for path in sources("kvjax/models"):
+        others = {"kvjax.policies", "kvjax.cache", "kvjax.inference.attention"}
+        stray = {name for name in imports(path) if within(name, others)} - allowed
+        assert not stray, f"{module_name(path)} imports {sorted(stray)}"
 
 
-@pytest.mark.parametrize("path", sources("pallas_kernels"), ids=module_name)
-def test_kernels_stand_alone(path):
-    stray = {
-        name
-        for name in imports(path)
-        if name.split(".")[0] not in KERNELS_MAY_IMPORT | sys.stdlib_module_names
-    }
-    assert not stray, f"{module_name(path)} imports {sorted(stray)}"
+def test_kernels_stand_alone():
+    for path in sources("pallas_kernels"):
+        known = KERNELS_MAY_IMPORT | sys.stdlib_module_names
+        stray = {name for name in imports(path) if name.split(".")[0] not in known}
+        assert not stray, f"{module_name(path)} imports {sorted(stray)}"
 
 
-@pytest.mark.parametrize("path", [*sources("kvjax"), *sources("pallas_kernels")], ids=module_name)
-def test_the_packages_use_no_program_of_the_repository(path):
-    stray = {name for name in imports(path) if name.split(".")[0] in {"train", "infer", "tests"}}
-    assert not stray, f"{module_name(path)} imports {sorted(stray)}, which the wheel does not install"
+def test_the_packages_use_no_program_of_the_repository():
+    for path in [*sources("kvjax"), *sources("pallas_kernels")]:
+        stray = {name for name in imports(path) if name.split(".")[0] in {"train", "infer", "tests"}}
+        assert not stray, f"{module_name(path)} imports {sorted(stray)}, which the wheel does not install"
 
 
-@pytest.mark.parametrize("path", sources("tests"), ids=module_name)
-def test_tests_import_nothing_from_tests(path):
+def test_tests_import_nothing_from_tests():
     """What several of them share stands in a file of its own."""
-    shared = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
-    assert not shared, f"{module_name(path)} imports from {sorted(shared)}"
+    for path in sources("tests"):
+        shared = {name for name in imports(path) if name.startswith("tests.") and ".test_" in name}
+        assert not shared, f"{module_name(path)} imports from {sorted(shared)}"
