@@ -28,8 +28,6 @@ from kvjax.policies.admission.pattern_folder import write_pattern
 TASKS = "recall", "copy", "needle", "text"
 CONTEXT, CHUNK = 1024, 256
 """Tokens of a context, and of a call that reads it: a quarter, as 32K are of 128K."""
-SMALL = 64
-"""Tokens of a smaller call, as 8K are of 128K."""
 SPARSITIES = 0.3, 0.5, 0.7, 0.9
 BUDGETS = 0.1, 0.2, 0.3, 0.5, 0.7
 """Of the cache, for what is no head pattern."""
@@ -51,7 +49,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "DuoAttention, natural data": (*RANKINGS["DuoAttention"], "--data-kind", "natural"),
 }
 """That are compared at one sparsity."""
-Part = Literal["main", "variants", "chunks"]
+Part = Literal["main", "variants"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ class ClaimsConfig:
     """Folder of everything: runs, cells, claims.md."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of masks, contexts and draws; the tables show means, and the least and the most."""
-    parts: tuple[Part, ...] = ("main", "variants", "chunks")
+    parts: tuple[Part, ...] = ("main", "variants")
     """What is measured."""
     samples: int = 96
     """Answers of a cell, at least."""
@@ -87,16 +85,13 @@ def asked(
     seed: int,
     pattern: Path,
     sparsities: Sequence[float] = SPARSITIES,
-    *,
-    chunk: int = CHUNK,
-    streaming: str = "exact",
 ) -> dict[float, dict[str, tuple[float, float]]]:
     """Of each sparsity and task the footprint and the score of a pattern as it is."""
-    policies = [f"head_pattern:sparsity={x:g},streaming={streaming}" for x in sparsities]
+    policies = [f"head_pattern:sparsity={x:g}" for x in sparsities]
     own = pattern / "model"  # if the run trained it
     model = ["--model", str(own)] if own.is_dir() else []
-    told = *model, "--pattern", str(pattern), *common(config, seed, chunk)
-    of = "-".join((pattern.parent.name, pattern.name, streaming, str(chunk), *map(str, sparsities)))
+    told = *model, "--pattern", str(pattern), *common(config, seed)
+    of = "-".join((pattern.parent.name, pattern.name, *map(str, sparsities)))
     found = evaluated(config.out / f"seed-{seed}" / "asked" / of, policies, [1.0], TASKS, *told)
     by_policy = dict(zip(policies, sparsities, strict=True))
     cells: dict[float, dict[str, tuple[float, float]]] = {}
@@ -106,9 +101,9 @@ def asked(
     return cells
 
 
-def common(config: ClaimsConfig, seed: int, chunk: int = CHUNK) -> tuple[str, ...]:
+def common(config: ClaimsConfig, seed: int) -> tuple[str, ...]:
     """What every evaluation is told."""
-    sizes = "--context", str(CONTEXT), "--chunk", str(chunk)
+    sizes = "--context", str(CONTEXT), "--chunk", str(CHUNK)
     return "--seed", str(seed), "--samples", str(config.samples), *sizes
 
 
@@ -280,23 +275,6 @@ def variant_table(config: ClaimsConfig) -> str:
     return at_one(config, runs)
 
 
-def chunk_table(config: ClaimsConfig) -> str:
-    """The same patterns in larger and smaller calls, with heads that stream exactly, or between calls as published."""
-    rows = []
-    for name, options in RANKINGS.items():
-        for streaming in ("exact", "between_calls"):
-            for chunk in (CHUNK, SMALL):
-                found: dict[str, list[float]] = {}
-                for seed in config.seeds:
-                    pattern = trained(config, name, options, seed) / "pattern"
-                    cells = asked(config, seed, pattern, [AT], chunk=chunk, streaming=streaming)[AT]
-                    for task in TASKS:
-                        found.setdefault(task, []).append(cells[task][1])
-                words = [name, streaming.replace("_", " "), str(chunk)]
-                rows.append([*words, *(spread(found[task]) for task in TASKS)])
-    return table([f"at {AT:g}", "streaming", "tokens of a call", *TASKS], rows)
-
-
 def main(args: list[str] | None = None) -> None:
     """The command."""
     config = parse_command(ClaimsConfig, args)
@@ -305,7 +283,6 @@ def main(args: list[str] | None = None) -> None:
     made = {
         "main": main_tables,
         "variants": lambda config: [variant_table(config)],
-        "chunks": lambda config: [chunk_table(config)],
     }
     texts = [text for part, make in made.items() if part in config.parts for text in make(config)]
     write_text(config.out / "claims.md", "\n\n".join(texts) + "\n")

@@ -58,8 +58,8 @@ class EvaluateConfig:
     """Answers of each cell, at least. A text of which the last eighth is predicted counts for 12; every problem of a
     contest is answered equally often, each time by draws of its own."""
     chunk: int | None = None
-    """Tokens of a call while a context is read, and of a chunk where a method evicts, or heads forget
-    (head_pattern:streaming=between_calls), after each; by default a quarter of the shortest context, at most 32768."""
+    """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
+    of the shortest context, at most 32768."""
     observed: int | None = None
     """Last tokens that SnapKV and what builds on it look back at; by default 64, at most a sixteenth of a chunk."""
     question_aware: bool = False

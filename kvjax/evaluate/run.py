@@ -274,10 +274,7 @@ class Evaluation:
             folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
             known = orders(run, sizing.shape, narrow, folder, MadeFor.of(self.model)) | known
-        # as it is measured; the order is one for all
-        whole_calls = contender(name).make(sizing).admission.whole_calls
-        chunk = self.config.chunk if whole_calls else None
-        run = TeacherForcing(self.model, own.for_pattern, workload.batch, chunk)
+        run = TeacherForcing(self.model, own.for_pattern, workload.batch)
         return Rivals(run, known, workload.tokens, window, sizing.shape)
 
     def _size(self, policy: Policy, workload: Workload, manner: Manner) -> float:

@@ -17,7 +17,6 @@ from einops import rearrange
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import not_finite
-from kvjax.evaluate.answering import LONG
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, on_cpu, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.struct import static, struct
@@ -33,9 +32,6 @@ class AnswerRows:
     """Ids; unspecified where there is padding."""
     position: Int[Array, "b t"]
     """In its own sequence, −1 for padding."""
-    start: Int[Array, "b t"]
-    """The first position of the call that reads the token: before it streaming heads forget. Its own where each token
-    forgets for itself."""
     part: Int[Array, "b t"]
     """0 in the first `context` columns, the context's, then the number of the question."""
     target: Int[Array, "b t"]
@@ -68,19 +64,15 @@ class Outcome:
 
 class TeacherForcing:
     """The expected answers to all questions of some samples, of which `batch` at most are read at a time. Texts that
-    are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them.
+    are given are scored by agreement with what is said where all heads are whole, as an evaluation scores them."""
 
-    chunk: heads stream between calls (`HeadPattern.streaming`), and so many tokens of a context are one, as an
-    evaluation reads it and the questions; None: each token forgets for itself.
-    """
-
-    def __init__(self, model: Decoder, samples: Sequence[Sample], batch: int = 16, chunk: int | None = None):
+    def __init__(self, model: Decoder, samples: Sequence[Sample], batch: int = 16):
         self._model = model
         start = max(len(sample.context) for sample in samples)
         size = -(-len(samples) // -(-len(samples) // batch))
         with use_mesh(model):
             size = -(-size // batch_shards()) * batch_shards()
-            rows, self._answers = _rows(samples, -(-len(samples) // size), size, chunk)
+            rows, self._answers = _rows(samples, -(-len(samples) // size), size)
             self._lines = [
                 AnswerRows(**{name: put(x, BATCH, None) for name, x in part.items()}, context=start)
                 for part in rows
@@ -110,30 +102,26 @@ class TeacherForcing:
 
 
 def _rows(
-    samples: Sequence[Sample], parts: int, size: int, chunk: int | None
+    samples: Sequence[Sample], parts: int, size: int
 ) -> tuple[list[dict[str, Int[np.ndarray, "b t"]]], list[tuple[int, slice, Question]]]:
     """The lines as arrays, in parts of `size` with empty ones at the end; and of each answer its row, its columns after
     the context and its question."""
     context = max(len(sample.context) for sample in samples)
     room = max(sum(len(q.prompt) + len(q.answer) - 1 for q in sample.questions) for sample in samples)
     shape = parts * size, context + room
-    token, position, start, part, target = (np.full(shape, x, np.int32) for x in (0, -1, FOREVER, -1, -1))
+    token, position, part, target = (np.full(shape, x, np.int32) for x in (0, -1, -1, -1))
     answers = []
     for row, sample in enumerate(samples):
         n, column = len(sample.context), context
         token[row, :n], position[row, :n], part[row, :n] = sample.context, np.arange(n), 0
-        start[row, :n] = np.arange(n) // (chunk or 1) * (chunk or 1)
         for number, question in enumerate(sample.questions, 1):
             answer = question.answer
             ids = np.concatenate([question.prompt, answer[:-1]])
             at = slice(column, column := column + len(ids))
             token[row, at], position[row, at], part[row, at] = ids, n + np.arange(len(ids)), number
-            start[row, at] = position[row, at]
-            if chunk is not None and len(question.prompt) > LONG:
-                start[row, at][: len(question.prompt) - 1] = n
             target[row, column - len(answer) : column] = answer
             answers.append((row, slice(column - len(answer) - context, column - context), question))
-    rows = {"token": token, "position": position, "start": start, "part": part, "target": target}
+    rows = {"token": token, "position": position, "part": part, "target": target}
     return [
         {name: x[at * size : (at + 1) * size] for name, x in rows.items()} for at in range(parts)
     ], answers
@@ -149,7 +137,7 @@ def _outcome(
         step = step.without_padding()
         own = dataclasses.replace(pattern, whole=whole)
         local = jax.shard_map(partial(_attend, context=lines.context), out_specs=P(BATCH, HEADS))
-        return local(step.q, step.k, step.v, lines.position, lines.start, lines.part, own), carry, None
+        return local(step.q, step.k, step.v, lines.position, lines.part, own), carry, None
 
     x = model.embed_tokens(lines.token)
     x, _, _ = scan_layers(model, x, lines.position, attend, xs=pattern.whole, as_integers=as_integers)
@@ -162,21 +150,17 @@ def _outcome(
     return jax.sharding.reshard(output, P()), loss.sum(), wanted.sum()
 
 
-def _attend(q, k, v, position, start, part, pattern, *, context):
+def _attend(q, k, v, position, part, pattern, *, context):
     """The context under its own mask, then the questions over the context and each over itself."""
     stays = pattern.whole[:, None] | (position < pattern.sink)[:, None]
-    leaves = jax.vmap(partial(jnp.searchsorted, side="right"))(
-        start[:, :context], (position + pattern.window - 1)[:, :context]
-    )
-    end = jnp.where(stays[..., :context], FOREVER, leaves[:, None])
+    end = jnp.where(stays, FOREVER, (position + pattern.window)[:, None])[..., :context]
     end = jnp.where((position >= 0)[:, None, :context], end, 0).astype(jnp.int32)
     first = {"q": q[:, :, :context], "k": k[:, :, :context], "v": v[:, :, :context]}
     read, _ = vertical_slash(**first, end=end, window=1)
     age = position[:, context:, None] - position[:, None]
     own = (part[:, None] == 0) | (part[:, None] == part[:, context:, None])
     sees = own & (position >= 0)[:, None] & (age >= 0)
-    since = start[:, context:, None] - position[:, None]
-    sees = sees[:, None] & (stays[:, :, None] | (since < pattern.window)[:, None])
+    sees = sees[:, None] & (stays[:, :, None] | (age < pattern.window)[:, None])
     asking = rearrange(q[:, :, context:], "b (k g) t h -> b k g t h", k=k.shape[1])
     exact = {"preferred_element_type": jnp.float32}
     logits = jnp.einsum("bkgth,bksh->bkgts", asking, k, **exact) * q.shape[-1] ** -0.5

@@ -88,10 +88,9 @@ def cached_attention(
     """Attention of one layer's new tokens over the cache and among themselves, its log-sum-exp, and the cache with them
     written; if they are not to be, with the methods' memories alone.
 
-    A token sees exactly {j : i − j < window} ∪ {j kept}, with `whole_calls` all that was stored before the call and the
-    call's tokens up to itself; of those kept, a token that comes alone reads only the pages that the policy's selection
-    chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding, whose output means nothing
-    and which leaves no trace.
+    A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
+    that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
+    whose output means nothing and which leaves no trace.
     """
     window = policy.window
 
@@ -235,9 +234,6 @@ def _near_attention(policy, step, pages, layer, wanted, priority, bias, seen, va
         # nothing is masked: padding comes after every real token
         return vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
-    if policy.admission.whole_calls:
-        # nothing has left the ring before the call ends
-        wanted, bias = jnp.ones_like(wanted), None
     end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
     return vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
 

@@ -134,15 +134,14 @@ LITTLE = 32
 """Tokens of padding that cost less than another call."""
 
 
-def pieces(tokens: int, chunk: int, whole: bool = False) -> Iterator[tuple[int, int]]:
+def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
     """How calls of at most `chunk` tokens read so many: of each its tokens, and the size that they are padded to: one
-    of `SIZES`, or the chunk. At most a quarter is padding, or `LITTLE`. whole: a chunk is one call, whatever the
-    padding."""
+    of `SIZES`, or the chunk. At most a quarter is padding, or `LITTLE`."""
     sizes = [*(size for size in SIZES if size < chunk), max(chunk, SIZES[0])]
     left = tokens
     while left:
         size = next((size for size in sizes if size >= left), None)
-        if size is None or (size - left > max(tokens // 4, LITTLE) and not whole):
+        if size is None or size - left > max(tokens // 4, LITTLE):
             size = max(size for size in sizes if size <= left)
         count = min(size, left, chunk)
         yield count, size
@@ -179,8 +178,7 @@ def feed(
     room: int = 0,
     grow: bool = True,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """All of `rows` through the model, at most `chunk` tokens a call; under an admission of `whole_calls` in calls of
-    exactly so many and what is left.
+    """All of `rows` through the model, at most `chunk` tokens a call.
 
     Args:
         cache: it is donated.
@@ -200,7 +198,7 @@ def feed(
         end = min(start + chunk, longest)
         if calls is not None:
             calls.feed(cache, np.array([row[start:end].size for row in rows]))
-        for count, size in pieces(end - start, chunk, policy.admission.whole_calls):
+        for count, size in pieces(end - start, chunk):
             part = [row[start : start + count] for row in rows]
             tokens, valid = padded(part, size)
             start += count

@@ -195,8 +195,7 @@ def prefill(
             pools follow each prompt, and programs are shared by those of about one length.
         page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
             policy with a selection, which chooses among pages.
-        chunk: prompt tokens in one call; the result does not depend on it, but for policies whose rule is for calls
-            (`head_pattern` with streaming="between_calls").
+        chunk: prompt tokens in one call; the result does not depend on it.
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
             the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
         calls: a record to add to, of what was held at each call (the KV footprint is computed from it).

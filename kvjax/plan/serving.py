@@ -193,7 +193,7 @@ class Serving:
         chunk = min(told.chunk, told.context)
         if plan is not None and plan.moment.in_chunks:
             chunk = min(chunk, plan.moment.chunk)
-        sizes = [size for _, size in pieces(chunk, told.chunk, policy.admission.whole_calls)]
+        sizes = [size for _, size in pieces(chunk, told.chunk)]
         tokens = self._array(jnp.int32, (self.rows, max(sizes)), BATCH, None)
         valid = self._array(jnp.int32, (self.rows,), BATCH)
         traced = self.placed(lambda placed: placed.reading)

@@ -132,12 +132,6 @@ class Admission(Role, abc.ABC):
         (`Step.earlier`), from 1 and less than the window; None: it wants none."""
         return None
 
-    @property
-    def whole_calls(self) -> bool:
-        """Whether a call's tokens see all that was kept before it, and of the call all up to themselves, whatever
-        leaves the ring meanwhile. A prompt's calls are then exactly the user's chunks. It has no capacity."""
-        return False
-
     @abc.abstractmethod
     def score(
         self, state: State, step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]

@@ -61,9 +61,8 @@ class Policy:
         Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1), when=AtPrompt())
 
     A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
-    only those of them in the pages that `selection` chooses for it. Under an admission of `whole_calls` it also sees
-    what else was in the window when its call began, and the call. Once it is `placed`, every array in it has a leading
-    layer axis.
+    only those of them in the pages that `selection` chooses for it. Once it is `placed`, every array in it has a
+    leading layer axis.
 
     Raises:
         UserError: a composition that means nothing, or a part that is none.
@@ -131,10 +130,6 @@ class Policy:
             )
         if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity).item() < 0:
             raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
-        if self.admission.whole_calls:
-            raise UserError(
-                f"{self.name}: an admission with a capacity decides token by token, not by whole calls"
-            )
         if self.admission.updates:
             raise UserError(
                 f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"

@@ -247,17 +247,6 @@ def test_a_name_may_be_followed_by_arguments(model, gates):
     assert within.eviction.eviction.tail == (1, 2, 3)
 
 
-@pytest.mark.parametrize("name", ["head_pattern", "streaming_llm"])
-def test_static_heads_may_stream_between_calls(name, model, gates):
-    sizing = Sizing(model, 0.5, 128, 120, 32, 4, gates)
-    exact, calls = (budget_policy(x, sizing) for x in (name, f"{name}:streaming=between_calls"))
-    assert (exact.admission.whole_calls, calls.admission.whole_calls) == (False, True)
-    assert (calls.name, calls.window) == (name, exact.window)
-    np.testing.assert_array_equal(calls.admission.pattern, exact.admission.pattern)
-    with pytest.raises(UserError, match="streaming is one of exact, between_calls, got 'never'"):
-        budget_policy(f"{name}:streaming=never", sizing)
-
-
 @pytest.mark.parametrize("name", LEARNED)
 def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(name, model, tmp_path):
     """Of those that stream the sinks are the folder's, the window at least the folder's."""

@@ -129,13 +129,13 @@ def check_plan(policy, planned):
         assert getattr(found, measure) == pytest.approx(getattr(planned, measure)), measure
 
 
-@pytest.mark.parametrize("streaming", [pytest.param("exact", marks=pytest.mark.thorough), "between_calls"])
-def test_real_heads_of_two_kinds_hold_what_the_small_example_says(streaming):
+def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
     heads = np.tile([0.0, 1.0, 1.0, 0.0], (3, 1))
     planned = mean_head([(0.5, streaming_head(8, 2, 4, sink=1, window=2)), (0.5, evicting_head(8, 2, 4))])
     assert planned.footprint == pytest.approx(0.8636, abs=5e-5)
-    told = {"pattern": heads, "sink": 1, "window": 3, "streaming": streaming}
-    check_plan(lambda model: make_policy("head_pattern", model=model, **told), planned)
+    check_plan(
+        lambda model: make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3), planned
+    )
 
 
 def test_real_chunks_hold_what_is_planned():

@@ -133,17 +133,3 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
     assert rivals.window == 64
-
-
-@pytest.mark.parametrize(
-    ("name", "chunk"), [("head_pattern", None), ("head_pattern:streaming=between_calls", 32)]
-)
-def test_static_heads_are_chosen_as_they_are_read(tmp_path, monkeypatch, name, chunk):
-    """Those that stream between calls in the evaluation's chunks; the order of the heads is one for both."""
-    own = ["--policies", name, "--tasks", "needle", "--order-contexts", "2", "--out", str(tmp_path / "run")]
-    config = parse([*SMALL, *own])
-    evaluation, made = Evaluation(config, load_model(config.model), workloads(config)), []
-    monkeypatch.setattr(run, "TeacherForcing", lambda *given: made.append(given[3:]) or print)
-    monkeypatch.setattr(run, "orders", lambda *given: {})
-    evaluation._rivals(evaluation.workloads[0], name)
-    assert made == [(), (chunk,)]

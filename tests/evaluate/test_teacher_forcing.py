@@ -47,17 +47,15 @@ def patterns():
         yield weights < share, sink, window
 
 
-def through_the_cache(model, samples, whole, sink, window, calls=lambda sample, question: [40], **more):
-    """calls: in which tokens are read, the padding behind them included."""
+def through_the_cache(model, samples, whole, sink, window):
     told = {"pattern": whole.astype(float), "sink": sink, "window": window}
-    policy = make_policy("head_pattern", model=model, **told, **more)
+    policy = make_policy("head_pattern", model=model, **told)
     losses, scores = [], []
     for sample in samples:
         for question in sample.questions:
             line = np.concatenate([sample.context, question.prompt, question.answer])
             padded = np.pad(line, (0, 40 - len(line)))[None]
-            own = calls(sample, question)
-            logits, _ = cached_logits(model, policy, padded, own, lengths=np.array([len(line)]))
+            logits, _ = cached_logits(model, policy, padded, [40], lengths=np.array([len(line)]))
             logits = logits[0, len(line) - len(question.answer) - 1 : len(line) - 1].astype(np.float64)
             total = np.log(np.exp(logits).sum(-1))
             losses.append(total - logits[np.arange(len(logits)), question.answer])
@@ -71,25 +69,6 @@ def test_every_pattern_is_what_the_policy_says(model, samples):
         outcome = run(*pattern)
         assert (outcome.score, outcome.loss) == pytest.approx(
             through_the_cache(model, samples, *pattern), abs=1e-5
-        )
-
-
-@pytest.mark.thorough
-def test_heads_stream_between_the_calls_that_read_a_context_and_a_question(model):
-    """A context in chunks of 8; a long question in one call but for its last token, whatever else token by token."""
-    samples = drawn_samples((20, ((11, 3), (4, 2))), (16, ((9, 5),)))
-
-    def calls(sample, question):
-        asked = len(question.prompt)
-        first = [8, 8, 4] if len(sample.context) == 20 else [8, 8]
-        long = [asked - 1] if asked > 8 else []
-        return [*first, *long, *[1] * (40 - len(sample.context) - sum(long))]
-
-    run = TeacherForcing(model, samples, 16, 8)
-    for pattern in patterns():
-        outcome, told = run(*pattern), {"calls": calls, "streaming": "between_calls"}
-        assert (outcome.score, outcome.loss) == pytest.approx(
-            through_the_cache(model, samples, *pattern, **told), abs=1e-5
         )
 
 

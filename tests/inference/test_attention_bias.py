@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from kvjax.inference.forward import forward
-from kvjax.inference.sampling import logits, prefill
+from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
-from kvjax.policies import Policy
-from kvjax.struct import struct
 from tests.inference.cached import LENGTH, TOKENS, cached_logits
-from tests.inference.delayed import Delayed, delayed
+from tests.inference.delayed import delayed
 from tests.inference.dense import dense_logits
 from tests.tiny_models import tiny_model
 
@@ -33,23 +31,6 @@ def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, thre
         got, cache = cached_logits(model, policy, TOKENS, calls, page_size=3)
         assert np.abs(got - want).max() < 1e-4
         assert "bias" in cache.pages.planes
-
-
-@struct
-class Whole(Delayed):
-    @property
-    def whole_calls(self):
-        return True
-
-
-@pytest.mark.thorough
-def test_where_calls_are_whole_nothing_has_left_the_window_before_the_call_ends():
-    model = tiny_model()
-    with use_mesh(model):
-        policy = Policy(Whole(np.float32(2), None, 2, True, 0), window=6).placed(3, 4)
-    got, cache = cached_logits(model, policy, TOKENS, [LENGTH])
-    np.testing.assert_allclose(got, logits(model, TOKENS), atol=1e-4)
-    assert (np.asarray(cache.pages.planes["bias"]) != 0).any(), "which those after it add"
 
 
 @pytest.mark.thorough

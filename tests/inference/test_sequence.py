@@ -22,7 +22,6 @@ POLICIES = {
     "full": {},
     "streaming_llm": {"window": 6, "sink": 2},
     "head_pattern": PATTERN,
-    "head_pattern between calls": PATTERN | {"streaming": "between_calls"},
     "wgkv": {"tau": 0.5, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},

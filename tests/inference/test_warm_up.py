@@ -40,8 +40,8 @@ FAMILIES = {
     "snapkv": [{"ratio": 0.5, "observed": 8}, {"ratio": 0.2, "observed": 8}, {"entries": 40, "observed": 8}],
     "kvzip": [KVZIP | {"ratio": 0.5}, KVZIP | {"ratio": 0.45, "tail": [9, 9]}],
     "streaming_llm": [
-        {"sink": 2, "window": 8, "streaming": "between_calls"},
-        {"sink": 5, "window": 8, "streaming": "between_calls"},
+        {"sink": 2, "window": 8},
+        {"sink": 5, "window": 8},
     ],
     "random": [{"window": 8, "ratio": 0.2}, {"window": 8, "ratio": 0.25, "seed": 1}],
 }

@@ -103,16 +103,6 @@ def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     assert least * page <= own - 4 <= caches.pool_size(int(least) + 3 * rows, page) * page
 
 
-@pytest.mark.parametrize(("streaming", "tokens"), [("exact", 64), ("between_calls", 200)])
-def test_a_chunk_that_must_be_one_call_is_planned_as_one(mesh, shape, streaming, tokens):
-    """120 tokens are else read in two calls."""
-    told = {"policy": "streaming_llm", "window": 16, "set": ((f"streaming={streaming}",),)}
-    with jax.set_mesh(mesh):
-        config = ServeConfig(topology="", context=120, batch=4, chunk=200, **told)
-        batch = dict(Serving(config, shape, "bfloat16", mesh).prefill().parts)["batch"]
-    assert batch[0].shape == (4, tokens)
-
-
 class Called(Exception):
     """A run came to a program, with these arguments."""
 

@@ -150,13 +150,6 @@ def test_a_capacity_is_checked(changes, says):
         Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)
 
 
-def test_a_capacity_is_no_rule_for_whole_calls(monkeypatch):
-    admission = delayed(window=6, capacity=8).admission
-    monkeypatch.setattr(type(admission), "whole_calls", True)
-    with pytest.raises(UserError, match="with a capacity decides token by token, not by whole calls"):
-        Policy(admission, window=6)
-
-
 @pytest.mark.parametrize(
     ("start", "more"),
     [(START, 2.0), (START, 2), (START, np.float32(2)), (START, jnp.int32(2)), (jnp.asarray(START), 2)],

@@ -11,16 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.errors import UserError, one_of, real_number
+from kvjax.errors import UserError, real_number
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.admission.pattern_folder import read_pattern
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, whole_array
 from kvjax.step import Step
-from kvjax.struct import assign, host, remembered, static, struct
-
-STREAMING = "exact", "between_calls"
-"""When streaming heads forget: as each token passes the window, or only when a call ends."""
+from kvjax.struct import assign, host, remembered, struct
 
 
 @struct
@@ -28,11 +25,8 @@ class HeadPattern(Admission):
     """A kv head admits everything where `pattern` says so, else only the first `sink` positions.
 
     `pattern` may be given as a pattern folder, or as its table, a weight for each layer and kv head; `sparsity`, `sink`
-    and `window` are by default the folder's own. With `streaming="between_calls"` a call's tokens see all that was kept
-    before it and the call up to themselves, as in DuoAttention's and PruLong's evaluations: what a streaming head has
-    is cut to `sink` and the last window − 1 tokens when the call ends, and answers depend on the prompt's chunks. The
-    window counts the query's own token, so a folder's `recent_size` is the window where each token forgets for itself,
-    and between calls one less than the window.
+    and `window` are by default the folder's own. The window counts the query's own token, and a folder's `recent_size`
+    is the window.
 
     Raises:
         UserError: no pattern folder, no table of finite numbers, weights outside 0 … 1 without a sparsity, a table of 0
@@ -48,8 +42,6 @@ class HeadPattern(Admission):
     """First positions that every head keeps."""
     window: int | None = host(default=None, repr=False)
     """The policy's, where it names none."""
-    streaming: str = static(default="exact")
-    """One of `STREAMING`."""
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "head_pattern"
@@ -58,14 +50,13 @@ class HeadPattern(Admission):
     def __post_init__(self):
         if is_placed(self.pattern):
             return
-        one_of(self.name, "streaming", self.streaming, STREAMING)
         weights, sparsity, sink, window = self.pattern, self.sparsity, self.sink, self.window
         if isinstance(weights, str | Path):
             weights, own_sink, recent, own_sparsity, made_for = read_pattern(weights)
             assign(self, made_for=made_for)
             sparsity = own_sparsity if sparsity is None else sparsity
             sink = own_sink if sink is None else sink
-            window = recent + self.whole_calls if window is None else window
+            window = recent if window is None else window
         elif sink is None:
             raise UserError(
                 "head_pattern: a table of weights needs sink and window as well; a pattern folder has them"
@@ -74,10 +65,6 @@ class HeadPattern(Admission):
         sparsity = None if sparsity is None else real_number(self.name, "sparsity", sparsity, 0.0, 1.0)
         assign(self, pattern=heads_for(weights, sparsity), sparsity=sparsity, window=window)
         assign(self, sink=whole_array(self.name, "sink", sink, 0))
-
-    @property
-    def whole_calls(self) -> bool:
-        return self.streaming == "between_calls"
 
     def score(
         self, state: tuple[()], step: Step, seen: Int[Array, " b"], valid: Int[Array, " b"]

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.errors import one_of
-from kvjax.policies.admission.head_pattern import STREAMING, HeadPattern
+from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.numbers import whole_array
 from kvjax.struct import assign, struct
 
@@ -28,5 +27,4 @@ class StreamingLLM(HeadPattern):
     name = "streaming_llm"
 
     def __post_init__(self):
-        one_of(self.name, "streaming", self.streaming, STREAMING)
         assign(self, sink=whole_array(self.name, "sink", self.sink, 0))

@@ -107,17 +107,9 @@ def test_the_published_pattern_of_llama_31_8b():
         ({"pattern": WEIGHTS, "sparsity": -0.1}, "sparsity must be a finite number, at least 0 and at most 1"),
         ({"pattern": WEIGHTS, "ratio": 0.3}, "no argument 'ratio'; the share of heads that stream is sparsity"),
         ({"pattern": WEIGHTS - 3}, "without a sparsity weights are shares from 0 to 1, got -3 to -2: say"),
-        ({"pattern": WEIGHTS, "streaming": "between"}, "streaming is one of exact, between_calls, got 'between'"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):
     with pytest.raises(UserError, match=says) as caught:
         make_policy("head_pattern", model=model, **{"sink": 1, "window": 3} | arguments)
     assert "\n" not in str(caught.value)
-
-
-def test_a_folder_s_recent_tokens_are_beside_the_query_s_own_where_calls_end(tmp_path):
-    """A call of one token sees so many older ones, and itself."""
-    write_pattern(tmp_path, WEIGHTS, 2, 5)
-    assert HeadPattern(tmp_path, streaming="between_calls").window == 6
-    assert HeadPattern(tmp_path, streaming="between_calls", window=5).window == 5
