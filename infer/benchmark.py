@@ -1,118 +1,135 @@
-"""Prefill and decode speed of a sparse cache against full attention, on one device, in one run.
+"""Time prefill and decoding of a whole model with compressed caches against full attention, in one run.
 
-    python infer/benchmark.py --json figures.json
+    python infer/benchmark.py --policies wgkv snapkv:ratio=0.25 quest:ratio=0.25
 
-The protocol is WG-KV's (App. I): random admission at an exact sparsity with trained-size gates still evaluated, index
-building and page bookkeeping inside the clock, logits of the last position only, one warm-up, medians, greedy feedback.
-The rival is the same model with every key, by the fastest path here: blockwise causal attention, XLA's own and on a GPU
-cuDNN's, over plain contiguous caches, and kvjax's own pages under the full policy are timed, and each phase is held
-against the best. Runs are interleaved, so that a noisy machine is noisy for all. A dense prefill that took over twice
-as long as the best in the warm-up is not repeated.
+One sequence is read and continued greedily. Index building, page bookkeeping, compaction and the host's work between
+blocks are inside the clock. The rival is the same model with every key by the fastest path there is: contiguous caches
+(blockwise causal attention, XLA's own, and cuDNN's on a GPU) and kvjax's own pages under the full policy are all timed,
+and each phase is compared with the best of them. Paths take turns, so that a noisy machine is noisy for all. The first
+round compiles and does not count; of the others the median does.
 
-    python infer/benchmark.py --policies streaming_llm snapkv pyramidkv_patched expected_attention h2o r_kv quest
+`wgkv` without gates follows WG-KV's protocol (App. I): tokens are admitted at random at an exact rate, and gates of the
+trained ones' size are evaluated all the same. `kvpop` without scorers has random ones, which cost what trained ones do.
 
-times these beside it, by their names in `kvjax.evaluate`, at the same share and with its chunks: a quarter of the
-context. What evicts has done so by the end of its prefill; how much of that a single eviction was is a row of its own:
-with Knorm's scores, which cost next to nothing, it is what moving entries costs.
+    python infer/benchmark.py --throughput --model builtin --policies snapkv:ratio=0.25
 
-    python infer/benchmark.py --positions 1024 4096 16384 65536
-
-times a decode step of KVPOP's cache of constant size, of 512 entries a kv head, after so many tokens instead, beside
-the full cache's; neither --context, --sparsity nor --policies has a meaning then.
+times many prompts of several lengths at once, against `generate` of Hugging Face transformers with the same weights
+(needs torch, from the extra `parity`).
 """
 
 import dataclasses
+import importlib
 import json
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
+from kvjax.files import write_text
+
+TRANSFORMERS = "transformers"
+OWN_FULL = "full"
+"""kvjax's own pages under the full policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-    """Time prefill and decode at a given sparsity against full attention."""
+    """Time prefill and decoding with compressed caches against full attention."""
 
-    context: int = 16384
-    """Prompt tokens."""
-    sparsity: float = 0.75
-    """Share of tokens refused."""
-    window: int = 256
-    """Last tokens that are always visible."""
-    page_size: int = 64
-    """Tokens per page."""
-    layers: int = 2
-    width: int = 128
-    """Of the residual stream: narrow, so that attention dominates."""
-    mlp_width: int = 128
-    heads: int = 32
-    """Query heads; these and the next two are Llama-3.2-1B's."""
-    kv_heads: int = 8
-    head_dim: int = 64
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of weights and cache: bfloat16 on an accelerator."""
-    expand: float = 1.5
-    """Hidden width of the gates over head_dim: the paper's for Qwen3, which this model is a narrow one of."""
+    policies: tuple[str, ...] = ("wgkv",)
+    """Policies to time, each a name with its arguments, as `snapkv:ratio=0.25`. The full cache is always timed."""
+    model: str | None = None
+    """A model folder, a GGUF file, a hub id or `builtin`. None: random weights of the sizes below."""
+    context: tuple[int, ...] = (16384,)
+    """Prompt tokens; each number is timed."""
     new_tokens: int = 32
     """Decoded tokens in one timing."""
-    policies: tuple[str, ...] = ()
-    """Policies to time as well, each at the same share of what stays: the names of kvjax.evaluate, less wgkv, whose
-    speed is that of the random admission with gates, which is always timed. Heads of a pattern are drawn."""
-    positions: tuple[int, ...] = ()
-    """Time decoding after so many tokens instead: KVPOP, of which untrained scorers cost what trained ones do, and the
-    full cache."""
+    page_size: int = 64
+    """Tokens per page."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and cache."""
     repeats: int = 3
-    """Timings of each path, of which the median counts."""
+    """Timings of each path."""
+    layers: int = 2
+    width: int = 128
+    """Width of the residual stream. It is narrow, so that attention dominates."""
+    mlp_width: int = 128
+    heads: int = 32
+    """Query heads. These and the next two are Llama-3.2-1B's."""
+    kv_heads: int = 8
+    head_dim: int = 64
+    throughput: bool = False
+    """Time many prompts of random tokens at once, against transformers."""
+    prompts: int = 16
+    """For --throughput: sequences of the batch."""
+    shortest: int = 100
+    """For --throughput: tokens of the shortest prompt. The others are spread evenly up to --longest."""
+    longest: int = 1500
+    """For --throughput: tokens of the longest prompt."""
     json: Path | None = None
-    """Write the rows here as well."""
+    """File to write the rows to."""
+
+    def check(self) -> None:
+        """Raise UserError for numbers that mean nothing."""
+        for name in ("new_tokens", "repeats", "prompts"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if min(self.context, default=0) < 1:
+            raise UserError(f"--context must be at least 1, got {list(self.context)}")
+        if not 1 <= self.shortest <= self.longest:
+            raise UserError(
+                f"--shortest and --longest must be rising, got {self.shortest} and {self.longest}"
+            )
+        if self.throughput and self.model is None:
+            raise UserError("--throughput needs --model: transformers reads the same folder")
 
 
 def main(args: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     config = parse_command(BenchmarkConfig, args)
-    if config.positions and config.policies:
-        raise UserError("--positions times KVPOP and the full cache: leave --policies out")
+    config.check()
     mesh = start(MeshShape())
 
     import jax
 
     with jax.set_mesh(mesh):
-        rows = run_positions(config) if config.positions else run(config)
-    for row in rows:
-        if config.positions:
-            print(
-                f"decode after {row['position']:>7} tokens: full {row['full_s']:.5f} s, kvpop {row['policy_s']:.5f} s, "
-                f"{row['beside_first']:.2f} of its first; {row['bytes'] / 2**20:.1f} MiB against "
-                f"{row['full_bytes'] / 2**20:.1f}"
-            )
-            continue
-        print(
-            f"{row['phase']:8}{row['context']:>8} tokens, {100 * row['sparsity']:.0f}% sparse: "
-            f"full {row['full_s']:.4f} s ({row['rival']}), {row['policy']} {row['policy_s']:.4f} s, "
-            f"{row['ratio']:.2f}×; {row['bytes'] / 2**20:.1f} MiB against {row['full_bytes'] / 2**20:.1f}"
-        )
-        if "eviction_s" in row:
-            print(f"  of which the eviction {row['eviction_s']:.4f} s")
+        rows = run_throughput(config) if config.throughput else run(config)
     if config.json is not None:
-        device = jax.devices()[0]
-        where = {
-            "device": device.device_kind,
+        found = {
+            "rows": rows,
+            "device": jax.devices()[0].device_kind,
             "machine": platform.processor() or platform.machine(),
             "jax": jax.__version__,
             "config": {k: v for k, v in dataclasses.asdict(config).items() if k != "json"},
         }
-        config.json.write_text(json.dumps({"rows": rows} | where, indent=1) + "\n")
+        write_text(config.json, json.dumps(found, indent=1) + "\n")
 
 
-def random_gated(model: Any, config: BenchmarkConfig):
-    """Admission at exactly the given rate whose gates are evaluated all the same."""
+def random_model(config: BenchmarkConfig) -> Any:
+    """Return a Qwen3 with random weights of the sizes in `config`."""
     import jax
-    import jax.numpy as jnp
-    import numpy as np
+    from flax import nnx
+
+    from kvjax.models.config import ModelConfig
+    from kvjax.models.decoder import Decoder
+
+    shape = ModelConfig(
+        model_type="qwen3", vocab_size=512, num_layers=config.layers, width=config.width, mlp_width=config.mlp_width,
+        num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
+        max_position=max(config.context) + config.new_tokens + 1,
+    )  # fmt: skip
+    return jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
+
+
+def random_gates(model: Any, ratio: float = 0.25, window: int = 256) -> Any:
+    """Return a policy that admits tokens at exactly this rate, at random, and evaluates gates all the same."""
+    import jax
     from flax import nnx
 
     from kvjax.policies import Policy, make_policy
@@ -131,7 +148,7 @@ def random_gated(model: Any, config: BenchmarkConfig):
 
         def score(self, state, step, seen, valid):
             state, priority, delay = self.random.score(state, step, seen, valid)
-            # far below the resolution of the draw: the gate is computed and decides nothing
+            # far below the resolution of the priorities: the gates are computed and decide nothing
             return state, priority + 1e-12 * self.gates(step.k_pre, step.k), delay
 
         def keep(self):
@@ -140,203 +157,218 @@ def random_gated(model: Any, config: BenchmarkConfig):
         def admitted(self, tokens):
             return self.random.admitted(tokens)
 
-    shape = (config.layers, config.kv_heads, config.head_dim)
-    gates = jax.jit(lambda: WriteGate(*shape, expand=config.expand, rngs=nnx.Rngs(1)))()
-    random: Any = make_policy("random", model=model, ratio=1 - config.sparsity, window=config.window)
-    assert np.isfinite(jnp.sum(gates.b2[...]))
-    return Policy(GatedRandom(gates, random.admission), name="random + gates", window=config.window)
+    shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+    # 1.5 is the paper's hidden width over head_dim for Qwen3
+    gates = jax.jit(lambda: WriteGate(*shape, expand=1.5, rngs=nnx.Rngs(1)))()
+    random: Any = make_policy("random", model=model, ratio=ratio, window=window)
+    return Policy(GatedRandom(gates, random.admission), name="wgkv", window=window)
 
 
-def at_share(name: str, model: Any, config: BenchmarkConfig) -> Any:
-    """The policy called so in `kvjax.evaluate`, keeping the share that is not refused."""
-    import numpy as np
-
-    from kvjax.evaluate.config import default_chunk, default_observed
-    from kvjax.evaluate.contenders import Sizing, budget_policy
-    from kvjax.evaluate.static_heads import SINKS, whole_heads
-
-    if name.split("+")[0] == "wgkv":
-        raise UserError(f"--policies {name}: gates are timed as 'random + gates', at a rate that is known")
-    share = 1 - config.sparsity
-    if name == "head_pattern":
-        weights = np.random.default_rng(0).random((config.layers, config.kv_heads))
-        sizes = {"context": config.context, "window": config.window, "sink": SINKS[0]}
-        return whole_heads(weights, entries=share * config.context, **sizes).policy(model)
-    chunk = default_chunk(config.context)
-    sizing = Sizing(model, share, config.context, config.context, chunk, default_observed(chunk))
-    return budget_policy(name, sizing)
-
-
-def eviction(
-    model: Any, policy: Any, tokens: Any, config: BenchmarkConfig
-) -> tuple[Any, Callable[[Any], Any]] | None:
-    """A cache before the compaction that ends a policy's prefill, and that compaction; None where there is none."""
-    from kvjax.inference import sampling
-    from kvjax.inference.schedule import at_prompt_end
-
-    if policy.plan is None or policy.plan.moment.when != "prompt":
-        return None
-    cache = sampling.prefill(model, [tokens], policy=policy.uncompacted, page_size=config.page_size)
-    return cache, lambda cache: at_prompt_end(model, policy, cache, [tokens])
-
-
-def narrow_model(config: BenchmarkConfig) -> Any:
-    """A random model of the sizes that are told."""
-    import jax
-    from flax import nnx
-
-    from kvjax.models.config import ModelConfig
-    from kvjax.models.decoder import Decoder
-
-    shape = ModelConfig(
-        model_type="qwen3", vocab_size=512, num_layers=config.layers, width=config.width, mlp_width=config.mlp_width,
-        num_heads=config.heads, num_kv_heads=config.kv_heads, head_dim=config.head_dim, qk_norm=True, tied=True,
-        max_position=max(config.context, *config.positions, 0) + config.new_tokens,
-    )  # fmt: skip
-    return jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
-
-
-def prefilled(model: Any, policy: Any, tokens: Any, config: BenchmarkConfig) -> Any:
-    """A policy's cache of the tokens, with room for those that are decoded."""
-    from kvjax.inference import sampling
-
-    return sampling.prefill(
-        model, [tokens], policy=policy, max_new_tokens=config.new_tokens, page_size=config.page_size
-    )
-
-
-def decoded(model: Any, policy: Any, cache: Any, config: BenchmarkConfig) -> Any:
-    """The cache, which is taken over, after so many more tokens."""
-    import jax
-    import numpy as np
-
-    from kvjax.inference import sampling
-    from kvjax.mesh import BATCH, put
-
-    first, running = put(np.zeros(1, np.int32), BATCH), put(np.ones(1, bool), BATCH)
-    given = first, running, sampling.Draw(), jax.random.key(0), np.int32(1)
-    return sampling.decode_block(
-        model, policy.continuing.traced, cache, *given, count=config.new_tokens, greedy=True
-    )[0]
-
-
-def clock(f: Callable[..., Any], *a: Any) -> tuple[float, Any]:
-    """Seconds, and what it gives."""
-    import jax
-
-    began = time.perf_counter()
-    out = jax.block_until_ready(f(*a))
-    return time.perf_counter() - began, out
-
-
-def copied(state: Any) -> Any:
-    """For what takes its memory over."""
-    import jax
-    import jax.numpy as jnp
-
-    return jax.block_until_ready(jax.tree.map(jnp.copy, state))
-
-
-def run_positions(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """A row for each position: seconds a decoded token of KVPOP's cache and of the full one, interleaved."""
-    import numpy as np
-
-    from kvjax import cache as caches
-    from kvjax.policies import make_policy
+def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
+    """Return the policy that a name with arguments describes, with random gates or scorers where it names none."""
+    import kvjax
+    from kvjax.policies import POLICIES
     from kvjax.policies.admission.kvpop import Sizes
+    from kvjax.policies.assignments import with_arguments
 
-    model = narrow_model(config)
-    scorers = Sizes(config.layers, config.kv_heads, config.head_dim).make(0)
-    policies = {
-        "full": make_policy("full", window=config.window),
-        "kvpop": make_policy("kvpop", scorers=scorers, model=model),
-    }
-    tokens = np.random.default_rng(0).integers(0, 512, max(config.positions))
-    states = {
-        (name, at): prefilled(model, policy, tokens[:at], config)
-        for at in config.positions
-        for name, policy in policies.items()
-    }
-    times: dict[tuple[str, int], list[float]] = {key: [] for key in states}
-    for repeat in range(config.repeats + 1):
-        for (name, at), state in states.items():
-            seconds, _ = clock(decoded, model, policies[name], copied(state), config)
-            if repeat:
-                times[name, at].append(seconds / config.new_tokens)
-    median = {key: float(np.median(found)) for key, found in times.items()}
-    first = median["kvpop", config.positions[0]]
-    return [
-        {
-            "phase": "decode", "position": at, "full_s": median["full", at], "policy_s": median["kvpop", at],
-            "beside_first": median["kvpop", at] / first,
-            "bytes": caches.stats(states["kvpop", at]).bytes, "full_bytes": caches.stats(states["full", at]).bytes,
-        }
-        for at in config.positions
-    ]  # fmt: skip
+    name, arguments = with_arguments(text, POLICIES, "--policies")
+    arguments = arguments or {}
+    if name == "wgkv" and "gates" not in arguments:
+        return random_gates(model, **arguments)
+    if name == "kvpop" and not arguments.keys() & {"gates", "scorers"}:
+        shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
+        arguments |= {"scorers": Sizes(*shape).make(0)}
+    return kvjax.make_policy(name, model=model, tokenizer=tokenizer, **arguments)
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:
-    """The rows: for each policy one for prefill and one for decode (seconds a token)."""
-    import jax.numpy as jnp
-    import numpy as np
+    """Time one sequence. Return and print a row for each context, phase and path; decoding is by token."""
+    import kvjax
+
+    if config.model is None:
+        model, tokenizer = random_model(config), None
+    else:
+        longest = max(config.context) + config.new_tokens + 1
+        model, tokenizer = kvjax.load(config.model, config.dtype, max_length=longest)
+    policies = {name: policy_of(name, model, tokenizer) for name in config.policies}
+    policies = {OWN_FULL: kvjax.make_policy("full")} | policies
+    rows = []
+    for context in config.context:
+        tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, context)
+        for row in time_context(config, model, policies, tokens):
+            rows.append(row)
+            size = (
+                ""
+                if row["bytes"] is None
+                else f"{row['bytes'] / 2**20:9.1f} MiB ({row['kv_ratio']:.3f} kept)"
+            )
+            print(
+                f"{row['phase']:8}{context:>8} tokens  {row['path']:32}{row['seconds']:10.5f} s "
+                f"{row['ratio']:6.2f}× {size}",
+                flush=True,
+            )
+    return rows
+
+
+def time_context(
+    config: BenchmarkConfig, model: Any, policies: dict[str, Any], tokens: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the rows of one context."""
     from dense_attention import dense_paths
 
-    from kvjax import cache as caches
-    from kvjax.policies import make_policy
-
-    model = narrow_model(config)
-    tokens = np.random.default_rng(0).integers(0, 512, config.context)
-
-    def paged(policy):
-        """A policy's (prefill, decode)."""
-        return lambda _: prefilled(model, policy, tokens, config), lambda cache: decoded(
-            model, policy, cache, config
-        )
-
-    policies = {"random + gates": random_gated(model, config)}
-    policies |= {name: at_share(name, model, config) for name in config.policies}
-    evictions = {name: eviction(model, policy, tokens, config) for name, policy in policies.items()}
-    dense = dense_paths(model, config)
-    dense["full policy"] = paged(make_policy("full", window=config.window))
-    paths = dense | {name: paged(policy) for name, policy in policies.items()}
-    ids = jnp.asarray(tokens[None], jnp.int32)
-    states: dict[str, Any] = {}
+    dense = dense_paths(model, len(tokens), config.new_tokens)
+    ids = np.asarray(tokens[None], np.int32)
+    stats: dict[str, Any] = {}
     times: dict[tuple[str, str], list[float]] = {}
-    slow: set[str] = set()
     for repeat in range(config.repeats + 1):
-        if repeat == 1:
-            times = {}  # the warm-up does not count
-        for name, (prefill, _) in paths.items():
-            if name not in slow:
-                seconds, states[name] = clock(prefill, ids)
-                times.setdefault(("prefill", name), []).append(seconds)
-        if repeat == 0:
-            warm = {name: times["prefill", name][0] for name in dense}
-            slow = {name for name in dense if warm[name] > 2 * min(warm.values())}
-            sizes = {name: caches.stats(states[name]) for name in policies}
-        # decoding and compaction take the state's memory over, and a slow prefill's state must last
-        for name, (_, decode) in paths.items():
-            seconds, _ = clock(decode, copied(states[name]))
-            times.setdefault(("decode", name), []).append(seconds / config.new_tokens)
-        for name, found in evictions.items():
-            if found is not None:
-                times.setdefault(("eviction", name), []).append(clock(found[1], copied(found[0]))[0])
-    median = {key: float(np.median(found)) for key, found in times.items()}
+        for name in [*dense, *policies]:
+            if name in dense:
+                seconds = time_dense(*dense[name], ids, config.new_tokens)
+            else:
+                *seconds, stats[name] = time_policy(config, model, policies[name], tokens)
+            if repeat:
+                for phase, one in zip(("prefill", "decode"), seconds, strict=True):
+                    times.setdefault((phase, name), []).append(one)
     rows = []
-    for name in policies:
-        for phase in ("prefill", "decode"):
-            rival = min((x for x in dense if (phase, x) in median), key=lambda x: median[phase, x])
-            full, own = median[phase, rival], median[phase, name]
-            row = {
-                "phase": phase, "policy": name, "context": config.context, "sparsity": config.sparsity, "full_s": full,
-                "policy_s": own, "ratio": full / own, "rival": rival, "bytes": sizes[name].bytes,
-                "full_bytes": sizes[name].full_bytes, "page_size": config.page_size,
-                "kv_ratio": sizes[name].kv_ratio,
-            }  # fmt: skip
-            if phase == "prefill" and evictions[name] is not None:
-                row["eviction_s"] = median["eviction", name]
-            rows.append(row)
+    for phase in ("prefill", "decode"):
+        median = {name: statistics.median(times[phase, name]) for name in [*dense, *policies]}
+        rival = min([*dense, OWN_FULL], key=lambda name: median[name])
+        for name, seconds in median.items():
+            sizes = stats.get(name)
+            rows.append({
+                "context": len(tokens), "phase": phase, "path": name, "seconds": seconds, "rival": rival,
+                "ratio": median[rival] / seconds, "bytes": sizes and sizes.bytes, "kv_ratio": sizes and sizes.kv_ratio,
+            })  # fmt: skip
     return rows
+
+
+def time_dense(prefill: Callable, decode: Callable, ids: np.ndarray, new_tokens: int) -> tuple[float, float]:
+    """Return seconds of prefill and seconds a decoded token of one of `dense_paths`."""
+    import jax
+
+    began = time.perf_counter()
+    state = jax.block_until_ready(prefill(ids))
+    between = time.perf_counter()
+    jax.block_until_ready(decode(state))
+    return between - began, (time.perf_counter() - between) / new_tokens
+
+
+def time_policy(
+    config: BenchmarkConfig, model: Any, policy: Any, tokens: np.ndarray
+) -> tuple[float, float, Any]:
+    """Return seconds of prefill (with the first new token), seconds a decoded token, and the stats of the cache that
+    prefill leaves."""
+    import jax
+
+    import kvjax
+
+    began = time.perf_counter()
+    blocks = kvjax.stream(
+        model, [tokens], policy=policy, max_new_tokens=config.new_tokens + 1, block=config.new_tokens,
+        page_size=config.page_size, eos=(),
+    )  # fmt: skip
+    _, cache = next(blocks)
+    jax.block_until_ready(cache)
+    prefill = time.perf_counter() - began
+    stats = kvjax.stats(cache)
+    began = time.perf_counter()
+    for _, cache in blocks:
+        jax.block_until_ready(cache)
+    return prefill, (time.perf_counter() - began) / config.new_tokens, stats
+
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Continues each prompt greedily by a number of tokens, whatever they are."""
+
+
+def with_transformers(folder: Path, dtype: str) -> Generate:
+    """Return transformers' `generate`, with the padding on the left that it wants. Raises UserError without torch."""
+    try:
+        torch: Any = importlib.import_module("torch")
+    except ImportError:
+        raise UserError("transformers needs torch: pip install '.[parity]'") from None
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": count, "min_new_tokens": count}
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=mask, **options)
+        return out[:, width:].tolist()
+
+    return generate
+
+
+def with_kvjax(model: Any, policy: Any) -> Generate:
+    """Return `kvjax.sample` under a policy."""
+    import kvjax
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        found = kvjax.sample(model, prompts, policy=policy, max_new_tokens=count, eos=())
+        return [tokens.tolist() for tokens in found.tokens]
+
+    return generate
+
+
+def run_throughput(config: BenchmarkConfig) -> list[dict[str, Any]]:
+    """Time a batch. Return and print tokens per second of each path, and how many answers are the rival's."""
+    import kvjax
+    from kvjax.models.folder import find_model
+
+    assert config.model is not None  # BenchmarkConfig.check
+    folder = find_model(config.model)
+    rival = with_transformers(folder, config.dtype)
+    model, tokenizer = kvjax.load(folder, config.dtype)
+    policies = {name: policy_of(name, model, tokenizer) for name in config.policies}
+    policies = {OWN_FULL: kvjax.make_policy("full")} | policies
+    paths = {TRANSFORMERS: rival} | {name: with_kvjax(model, policy) for name, policy in policies.items()}
+    random = np.random.default_rng(0)
+    lengths = np.linspace(config.shortest, config.longest, config.prompts).astype(int)
+    prompts = [random.integers(1, model.config.vocab_size, length).tolist() for length in lengths]
+    times: dict[tuple[str, int], list[float]] = {}
+    answers: dict[str, list[list[int]]] = {}
+    for repeat in range(config.repeats + 1):
+        for name, generate in paths.items():
+            # the first token counts as prefill
+            for count in (1, config.new_tokens + 1):
+                began = time.perf_counter()
+                answers[name] = generate(prompts, count)
+                if repeat:
+                    times.setdefault((name, count), []).append(time.perf_counter() - began)
+    rows = []
+    for name in paths:
+        first, all_ = (statistics.median(times[name, count]) for count in (1, config.new_tokens + 1))
+        decoded = config.prompts * config.new_tokens
+        same = sum(own == other for own, other in zip(answers[name], answers[TRANSFORMERS], strict=True))
+        row = {
+            "path": name,
+            "prefill_tokens_per_s": int(lengths.sum()) / first,
+            # None: so few tokens that they are lost in the noise of prefill
+            "decode_tokens_per_s": decoded / (all_ - first) if all_ > first else None,
+            "equal_answers": same,
+        }
+        rows.append(row)
+        speeds = [
+            _speed(row[phase], rows[0][phase]) for phase in ("prefill_tokens_per_s", "decode_tokens_per_s")
+        ]
+        print(
+            f"{name:32} prefill {speeds[0]}, decode {speeds[1]}, answers equal to {TRANSFORMERS}': "
+            f"{same} of {config.prompts}"
+        )
+    return rows
+
+
+def _speed(speed: float | None, rival: float | None) -> str:
+    """Return tokens per second, and the multiple of the rival's, as text."""
+    if speed is None:
+        return "too short to time (--new-tokens)"
+    return f"{speed:8.0f} tokens/s" + (f" ({speed / rival:.2f}×)" if rival else "")
 
 
 if __name__ == "__main__":

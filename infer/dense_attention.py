@@ -1,4 +1,4 @@
-"""Full attention over plain contiguous caches, by the fastest paths there are: what a sparse cache is held against."""
+"""Full attention over plain contiguous caches, by the fastest paths there are: the rival of `benchmark.py`."""
 
 import functools
 import math
@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 
-def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]:
-    """Full attention over a contiguous cache: name → (prefill(tokens) → state, decode(state) → state)."""
+def dense_paths(model: Any, context: int, new_tokens: int) -> dict[str, tuple[Callable, Callable]]:
+    """Return by name (prefill(tokens) → state, decode(state) → state): full attention over a contiguous cache, for
+    prompts of `context` tokens that `new_tokens` greedy ones follow."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -17,7 +18,8 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
     from kvjax.models.decoder import scan_layers
     from kvjax.models.rope import cos_sin
 
-    total, scale = config.context + config.new_tokens, config.head_dim**-0.5
+    config = model.config
+    total, scale = context + new_tokens, config.head_dim**-0.5
 
     local = functools.partial(jax.shard_map, out_specs=SPLIT)
 
@@ -25,26 +27,26 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
     def xla_causal(step):
         """`jax.nn.dot_product_attention`, a block of queries at a time: the whole matrix would not fit."""
         q, k, v = (rearrange(x, "b n t h -> b t n h") for x in (step.q, step.k, step.v))
-        rows = math.gcd(1024, config.context)
+        rows = math.gcd(1024, context)
 
         def block(i):
             part = jax.lax.dynamic_slice_in_dim(q, i * rows, rows, 1)
-            mask = i * rows + jnp.arange(rows)[:, None] >= jnp.arange(config.context)
+            mask = i * rows + jnp.arange(rows)[:, None] >= jnp.arange(context)
             return jax.nn.dot_product_attention(part, k, v, mask=mask[None, None])
 
-        o = jax.lax.map(block, jnp.arange(config.context // rows))
+        o = jax.lax.map(block, jnp.arange(context // rows))
         return rearrange(o, "blocks b t n h -> b n (blocks t) h")
 
     def prefill(attention, layout, model, tokens):
         def attend(step, _, xs):
-            room = ((0, 0), (0, 0), (0, config.new_tokens), (0, 0))
+            room = ((0, 0), (0, 0), (0, new_tokens), (0, 0))
             kept = (rearrange(jnp.pad(x, room), f"b k s h -> {layout}") for x in (step.k, step.v))
             return attention(step), None, tuple(kept)
 
-        position = jnp.arange(config.context)[None]
+        position = jnp.arange(context)[None]
         x, _, kv = scan_layers(model, model.embed_tokens(tokens), position, attend)
         token = jnp.argmax(model.logits(model.norm(x[:, -1:]))[:, 0], -1)
-        layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.layers)]
+        layers = [jax.tree.map(lambda a, i=i: a[i], kv) for i in range(config.num_layers)]
         return layers, token
 
     @local
@@ -56,20 +58,20 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
 
     @local
     def einsum_decode(q, k, v, length):
-        q = rearrange(q, "b (k g) 1 h -> b k g h", k=config.kv_heads)
+        q = rearrange(q, "b (k g) 1 h -> b k g h", k=config.num_kv_heads)
         s = jnp.einsum("bkgh,bksh->bkgs", q, k, preferred_element_type=jnp.float32) * scale
         p = jax.nn.softmax(jnp.where(jnp.arange(total) < length, s, -1e30), -1).astype(v.dtype)
         return rearrange(jnp.einsum("bkgs,bksh->bkgh", p, v), "b k g h -> b (k g) 1 h")
 
     def decode(attention, layout, model, state, start):
         """Layers unrolled and each layer's cache a carry of its own: a stacked cache would be copied by slicing."""
-        layer = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.layers)]
+        layer = [jax.tree.map(lambda w, i=i: w[i], model.layers) for i in range(config.num_layers)]
         axis = layout.split().index("s")
 
         def one(carry, index):
             caches, token = carry
             x = model.embed_tokens(token[:, None])
-            angles = cos_sin(model.config.rope, config.head_dim, (start + index)[None, None])
+            angles = cos_sin(config.rope, config.head_dim, (start + index)[None, None])
             new = []
             for block, kept in zip(layer, caches, strict=True):
                 projected = block.project(x, angles)
@@ -84,7 +86,7 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
             token = jnp.argmax(model.logits(model.norm(x))[:, 0], -1)
             return (new, token), token
 
-        return jax.lax.scan(one, state, jnp.arange(config.new_tokens))[0]
+        return jax.lax.scan(one, state, jnp.arange(new_tokens))[0]
 
     @local
     def cudnn_causal(step):
@@ -103,7 +105,7 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
         ("blockwise", "b k s h", causal_attention, einsum_decode),
         ("dot_product_attention", "b s k h", xla_causal, xla_decode),
     ]
-    if jax.default_backend() == "gpu" and config.dtype == "bfloat16":
+    if jax.default_backend() == "gpu" and model.embed.dtype == jnp.bfloat16:
         forms.append(("cuDNN", "b s k h", cudnn_causal, cudnn_decode))
     paths = {}
     for name, layout, causal, single in forms:
@@ -111,6 +113,6 @@ def dense_paths(model: Any, config: Any) -> dict[str, tuple[Callable, Callable]]
         after = jax.jit(functools.partial(decode, single, layout), donate_argnums=1)
         paths[name] = (
             lambda tokens, f=before: f(model, tokens),
-            lambda state, f=after: f(model, state, np.int32(config.context)),
+            lambda state, f=after: f(model, state, np.int32(context)),
         )
     return paths

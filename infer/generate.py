@@ -1,4 +1,4 @@
-"""Read a long text once, keep the small cache, ask it several things: the Python behind `python -m kvjax.generate`.
+"""Read a long text once into a small cache, then ask several questions of it.
 
 python infer/generate.py --text book.txt --questions "Who …?" "Where …?" --model FOLDER --gates GATES
 """
@@ -17,7 +17,7 @@ class AskConfig:
     text: Path
     """The text to read."""
     questions: tuple[str, ...]
-    """What to ask, each on its own, right after the text."""
+    """Questions, each asked on its own right after the text."""
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     gates: Path | None = None
@@ -29,7 +29,7 @@ class AskConfig:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     config = parse_command(AskConfig)
     text = read_prompt(config.text, "--text")
     mesh = start(config.mesh)
@@ -37,27 +37,23 @@ def main() -> None:
     import jax
 
     import kvjax
-    from kvjax.models import load_tokenizer
 
     with jax.set_mesh(mesh):
-        # a policy waits for its model: gates that are none are found before weights are read
-        gated = {} if config.gates is None else {"name": "wgkv", "gates": config.gates}
-        policy = kvjax.make_policy(**gated)
-        tokenizer = load_tokenizer(config.model)
-        context = tokenizer(text)["input_ids"]
-        asked = [tokenizer(question, add_special_tokens=False)["input_ids"] for question in config.questions]
-        longest = len(context) + max(map(len, asked)) + config.max_new_tokens
-        model = kvjax.load_model(config.model, max_length=longest)
+        model, tokenizer = kvjax.load(config.model)
+        policy = kvjax.make_policy("full")
+        if config.gates is not None:
+            policy = kvjax.make_policy("wgkv", model=model, gates=config.gates)
 
-        cache = kvjax.prefill(model, [context], policy=policy)
-        sizes = kvjax.stats(cache)
-        print(f"{len(context)} tokens read; {100 * sizes.kv_ratio:.0f}% of their keys and values kept")
+        cache = kvjax.prefill(model, [text], tokenizer=tokenizer, policy=policy)
+        print(f"{100 * kvjax.stats(cache).kv_ratio:.0f}% of the text's keys and values kept")
 
-        for question, ids in zip(config.questions, asked, strict=True):
-            answer = kvjax.sample(
-                model, [ids], policy=policy, cache=cache, max_new_tokens=config.max_new_tokens
-            )
-            print(f"\n{question}\n{tokenizer.decode(answer.tokens[0])}")
+        for question in config.questions:
+            out = kvjax.sample(
+                model, [question], tokenizer=tokenizer, policy=policy, cache=cache,
+                max_new_tokens=config.max_new_tokens,
+            )  # fmt: skip
+            assert out.texts is not None  # there is a tokenizer
+            print(f"\n{question}\n{out.texts[0]}")
 
 
 if __name__ == "__main__":
