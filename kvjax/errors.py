@@ -178,3 +178,11 @@ def byte_size(text: str) -> int | None:
     """The bytes that a text such as 2GiB or 1.5 GB names; None: it names none."""
     said = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]i?B)", text)
     return None if said is None else int(float(said[1]) * UNITS[said[2]])
+
+
+def shown_bytes(count: int) -> str:
+    """Return a number of bytes with its unit, as 1.50 GiB."""
+    for unit in ("GiB", "MiB", "KiB"):
+        if abs(count) >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.2f} {unit}"
+    return f"{count} B"

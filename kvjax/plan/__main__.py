@@ -1,43 +1,46 @@
-"""`python -m kvjax.plan train|serve|table`: the command."""
+"""`python -m kvjax.plan train|serve`: the command."""
 
 import dataclasses
+import math
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from kvjax.command.launch import MeshShape, parse_command, run_command
+from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.command.options import find_value
-from kvjax.errors import UserError
-from kvjax.plan import figures
-from kvjax.plan.ahead import Job, compiled
-from kvjax.plan.chips import Topology
-from kvjax.plan.program import TEMPORARIES, Figures
-from kvjax.plan.search import TRIES, Bracket, Count, fits, largest, meshes
-from kvjax.plan.shapes import check_longest, find_shape, known
+from kvjax.errors import UserError, shown_bytes
+from kvjax.models import shapes
+from kvjax.models.shapes import check_longest, check_mesh, find_shape
+from kvjax.plan.ahead import TEMPORARIES, Job, Memory, Topology, compiled
 
 NO_SEARCH = "--no-search"
-LARGEST_BATCH = 512
-"""Of a part of the mesh that splits batches: larger ones are not looked for."""
-USAGE = """usage: python -m kvjax.plan train --topology v5e:2x4 [--no-search] OPTIONS-OF-kvjax.train
-       python -m kvjax.plan serve --topology v5e:2x4 OPTIONS
-       python -m kvjax.plan table OPTIONS
+TRIES = 3
+"""Lengths that a search may try."""
+NEAR = 1.07
+"""A search is over when the lengths known to fit and not to fit are this near to each other …"""
+ENOUGH = 0.8
+"""… or when what fits takes this share of a device."""
+AIM = 0.95
+"""The share of a device that a guess is to take, so that it mostly fits: programs that just fit compile for longest."""
+USAGE = """usage: python -m kvjax.plan train [--topology v5e:2x4] [--no-search] OPTIONS-OF-kvjax.train
+       python -m kvjax.plan serve [--topology v5e:2x4] [--no-search] OPTIONS
 
-Whether training or serving fits: compiled ahead for chips that are not here, from config.json alone.
+Says whether training or serving fits a device's memory, from config.json alone: the programs are compiled for
+chips that need not be here, or without --topology for this machine's devices.
 
-What would fit is looked for by more compiles, at most {tries} for a length or a batch and one for each other mesh, of
-half a minute to two minutes each for an 8B (stderr says which is on); --no-search leaves that out.
+The longest sequence or context that fits is looked for by at most {tries} more compiles of each program, of half a
+minute to two minutes each for an 8B model; --no-search leaves that out.
 
-train takes what kvjax.train takes (--model, --config, --mesh, --method, --lengths, ...). serve and table have a
---help of their own. Models that need no folder: {known}.
+train takes what kvjax.train takes (--model, --config, --mesh, --method, --lengths, ...). serve has a --help of its
+own. Models that need no folder: {known}.
 Topologies: v5e:2x4, v6e:2x4, v5p:2x2x1 (needs libtpu), h100:8 (needs the extra cuda-compiler)."""
 
 
 def main(args: list[str] | None = None) -> None:
     """Compile, and say what fits."""
     given = sys.argv[1:] if args is None else args
-    commands = {"train": train, "serve": serve, "table": table}
+    commands = {"train": train, "serve": serve}
     if not given or given[0] in ("--help", "-h"):
-        print(USAGE.format(known=", ".join(known()), tries=TRIES))
+        print(USAGE.format(known=", ".join(shapes.known()), tries=TRIES))
         return
     if given[0] not in commands:
         raise UserError(f"plan: expected {', '.join(commands)}, got {given[0]}; --help says more")
@@ -45,162 +48,198 @@ def main(args: list[str] | None = None) -> None:
 
 
 def train(args: list[str]) -> None:
-    """What a run reads before its updates, if it does; its updates: of each phase the longest sequence, then what would
-    fit."""
-    from kvjax.plan.targets import STAGES
-    from kvjax.plan.training import check_run, split_lengths
+    """Say what the longest update of each phase of a training run takes, then the longest sequence that fits."""
     from kvjax.train.config import parse
 
-    told, search = find_value(args, "--topology"), NO_SEARCH not in args
+    topology = find_value(args, "--topology")
     arguments = tuple(arg for arg in _without(args, "--topology") if arg != NO_SEARCH)
     recipe = parse(arguments)
-    if told is None:
-        raise UserError(
-            "missing: --topology, as --topology v5e:2x4; for this machine: python -m kvjax.train --dry-run"
-        )
-    model, mesh = find_shape(recipe.model), recipe.mesh
-    check_run(recipe, model.config)
-    topology = _checked(told, mesh)
-    most, others = model.config.longest, list(meshes(model.config, mesh.count, mesh, split_lengths(recipe)))
-    _heading(recipe.model, recipe.dtype or model.dtype, topology, mesh)
+    model = find_shape(recipe.model)
+    check_mesh(recipe.mesh, model.config)
     phases = recipe.phases()
-    first, each = tuple(STAGES) if recipe.repeats else (), 1 + (TRIES + len(others) if search else 0)
-    programs = Programs(topology, Count(len(first) + len(phases) * each))
-    if first:
-        check_longest(model.config, recipe.most_tokens)
-    for stage in first:
-        job = Job(stage, told, arguments, str(mesh), recipe.most_tokens)
-        _say(f"{stage}, {recipe.method}: contexts of {job.length} tokens, a step is {STAGES[stage]}")
-        programs.shown(job)
+    for phase in phases:
+        phase.check_model(model.config)
+    usable = _begin(recipe.model, recipe.dtype or model.dtype, topology, recipe.mesh)
     for index, phase in enumerate(phases):
-        job = Job("train", told, arguments, str(mesh), max(phase.lengths), index)
+        job = Job("train", arguments, max(phase.lengths), index, topology)
         check_longest(model.config, job.length)
         which = f", phase {index + 1} of {len(phases)}" if len(phases) > 1 else ""
         _say(f"train, {recipe.method}{which}: an update of {phase.update_of(job.length)}")
-        found = programs.shown(job)
-        if search:
-            growing = TEMPORARIES, "batch"
-            if phase.unit == "sequences":
-                longest = programs.largest([job], "length", found, growing, most, mesh.sequence)
-                _say(figures.bracket(longest, "longest sequence", most=most))
-            _say(*programs.mesh([job], found, others))
+        found = _shown(job, usable)
+        if NO_SEARCH not in args and phase.unit == "sequences":
+            most, growing = model.config.longest, (TEMPORARIES, "batch")
+            known = {job.length: found}
+            search(_measure([job], usable), known, usable, growing, most, recipe.mesh.sequence)
+            _say(longest(known, usable, "longest sequence", most))
 
 
 def serve(args: list[str]) -> None:
-    """The call that reads a chunk of the prompts, the passes of a policy that reads them again, and a block of decoded
-    tokens, then what all of them would fit with."""
-    from kvjax.plan.serving import POOL, STAGES, TABLES, ServeConfig, stages_of
+    """Say what the call that reads a chunk of the prompts and a block of decoded tokens take, then the longest context
+    with which both fit."""
+    from kvjax.plan.programs import POOL, TABLES, ServeConfig, check_serving
 
     told = parse_command(ServeConfig, args)
-    told.check()
-    model, mesh = find_shape(told.model), told.mesh
-    stages = stages_of(told, model.config)
-    topology = _checked(told.topology, mesh)
+    model = find_shape(told.model)
+    check_serving(told, model.config)
+    usable = _begin(told.model, told.dtype or model.dtype, told.topology, told.mesh)
     check_longest(model.config, told.context)
-    most, shards = model.config.longest, mesh.batch_shards
-    others = list(meshes(model.config, mesh.count, mesh))
+    shards, most = told.mesh.batch_shards, model.config.longest
     batch = -(-told.batch // shards) * shards
-    _heading(told.model, told.dtype or model.dtype, topology, mesh)
-    each = 1 + (2 * TRIES + len(others) if told.search else 0)
-    programs = Programs(topology, Count(len(stages) * each))
-    jobs = [Job(stage, told.topology, tuple(args), str(mesh), told.context, batch=batch) for stage in stages]
+    jobs = [Job(stage, tuple(args), told.context, topology=told.topology) for stage in ("prefill", "decode")]
     made = []
     for job in jobs:
-        _say(f"{job.stage}, {told.policy}: {batch} × {told.context} tokens, a step is {STAGES[job.stage]}")
-        made.append(programs.shown(job))
+        _say(f"{job.stage}, {told.policy}: {batch} × {told.context} tokens")
+        made.append(_shown(job, usable))
     if told.search:
-        found, growing = programs.worst(made), (POOL, TABLES, TEMPORARIES, "batch")
-        _say("all of these:" if len(stages) > 2 else "prefill and decode:")
-        contexts = programs.largest(jobs, "length", found, growing, most)
-        _say(figures.bracket(contexts, f"longest context, {batch} of them", most=most))
-        batches = programs.largest(jobs, "batch", found, growing, LARGEST_BATCH * shards, shards)
-        _say(figures.bracket(batches, f"largest batch of {told.context} tokens"))
-        _say(*programs.mesh(jobs, found, others))
+        worst = next((one for one in made if not one.fits(usable)), max(made, key=lambda one: one.total))
+        known = {told.context: worst}
+        search(_measure(jobs, usable), known, usable, (POOL, TABLES, TEMPORARIES, "batch"), most)
+        _say("prefill and decode:", longest(known, usable, f"longest context, {batch} of them", most))
 
 
-def table(args: list[str]) -> None:
-    """Many of them, as a table."""
-    from kvjax.plan.table import TableConfig, write
+def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int:
+    """Say what is compiled for, and return a device's usable bytes. Raises UserError for a topology that the mesh is
+    not of, or whose compiler is not installed."""
+    if topology is None:
+        from kvjax.cache import device_bytes
 
-    write(parse_command(TableConfig, args))
+        start(mesh)
+        usable = device_bytes()
+    else:
+        chips = Topology.parse(topology)
+        if mesh.count != chips.count:
+            raise UserError(
+                f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {chips.count}"
+            )
+        chips.check_compiler()
+        usable = chips.usable
+    where = topology or "this machine"
+    _say(f"{model} ({dtype}) on {where}, mesh {mesh}: {mesh.count} devices of {shown_bytes(usable)} usable")
+    return usable
 
 
-def _checked(topology: str, mesh: MeshShape) -> Topology:
-    """The topology, if the mesh is of it and its compiler is there. Raises UserError."""
-    found = Topology.parse(topology)
-    if mesh.count != found.count:
-        raise UserError(f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {found.count}")
-    found.check_compiler()
+def _compiled(job: Job) -> Memory:
+    """A job's memory; stderr says which is on."""
+    print(f"compiling {job}", file=sys.stderr, flush=True)
+    return compiled(job)
+
+
+def _shown(job: Job, usable: int) -> Memory:
+    """The same, with all that there is to say of it."""
+    found = _compiled(job)
+    _say(*parts(found), verdict(found, usable))
     return found
 
 
-def _heading(model: str, dtype: str, topology: Topology, mesh: MeshShape) -> None:
-    chip = topology.chip
-    _say(
-        f"{model} ({dtype}) on {topology.text}, mesh {mesh}: {topology.count} devices of {figures.size(chip.usable)} "
-        f"usable (peak rates: {chip.source})"
-    )
+def _measure(jobs: Sequence[Job], usable: int) -> Callable[[int], Memory]:
+    """Of the jobs with another length the memory of the first that does not fit, or of the one that takes most."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Programs:
-    """What is compiled for a topology."""
-
-    topology: Topology
-    """The devices."""
-    count: Count
-    """Of the compiles."""
-
-    def compiled(self, job: Job) -> Figures:
-        """A job's figures, said before they are asked for."""
-        self.count.say(job)
-        return compiled(job)
-
-    def shown(self, job: Job) -> Figures:
-        """The same, with all that there is to say of them."""
-        found, chip = self.compiled(job), self.topology.chip
-        _say(*figures.table(found, chip, chip.usable))
-        return found
-
-    def worst(self, made: Iterable[Figures]) -> Figures:
-        """Those that fit least. After the first that do not fit no more are asked for."""
-        usable, found = self.topology.chip.usable, []
-        for one in made:
-            if not fits(one, usable):
-                return one
-            found.append(one)
+    def measure(length: int) -> Memory:
+        found = []
+        for job in jobs:
+            found.append(_compiled(dataclasses.replace(job, length=length)))
+            if not found[-1].fits(usable):
+                return found[-1]
         return max(found, key=lambda one: one.total)
 
-    def of(self, jobs: Sequence[Job], **changed: Any) -> Figures:
-        """Of the jobs with another length, batch or mesh the worst."""
-        return self.worst(self.compiled(dataclasses.replace(job, **changed)) for job in jobs)
+    return measure
 
-    def largest(
-        self,
-        jobs: Sequence[Job],
-        field: str,
-        found: Figures,
-        growing: tuple[str, ...],
-        most: int,
-        by: int = 1,
-    ) -> Bracket:
-        """The largest of a field of the jobs with which all fit."""
-        known = {getattr(jobs[0], field): found}
-        return largest(
-            lambda number: self.of(jobs, **{field: number}),
-            known,
-            self.topology.chip.usable,
-            growing,
-            most,
-            by,
-        )
 
-    def mesh(self, jobs: Sequence[Job], found: Figures, others: Sequence[MeshShape]) -> list[str]:
-        """The mesh that would fit, in a line, if this one does not."""
-        usable = self.topology.chip.usable
-        if fits(found, usable):
-            return []
-        return [figures.other(others, lambda shape: self.of(jobs, mesh=str(shape), limit=usable), usable)]
+def search(
+    measure: Callable[[int], Memory],
+    known: dict[int, Memory],
+    usable: int,
+    growing: tuple[str, ...],
+    most: int,
+    multiple: int = 1,
+) -> None:
+    """Look for the longest length that fits.
+
+    Memory is taken to be a line through the two known lengths nearest to the limit, or through one and what does not
+    grow with it. The length on that line is compiled, and again, `TRIES` times at most, until what fits takes `ENOUGH`
+    of a device. Nothing is compiled where what does not grow is too much already.
+
+    Args:
+        known: memory by length, of one length; what is measured is added.
+        usable: bytes of a device.
+        growing: the parts that grow with the length.
+        most: the longest length that means anything.
+        multiple: lengths are multiples of it.
+    """
+    most -= most % multiple
+    fixed = min(one.total - _grown(one, growing) for one in known.values())
+    for _ in range(TRIES if fixed <= usable else 0):
+        fits, fails = bracket(known, usable)
+        if fits and (fits >= most or known[fits].total >= ENOUGH * usable):
+            break
+        if fits and fails and fails <= max(fits * NEAR, fits + 1):
+            break
+        guess = _guess(known, AIM * usable, growing)
+        if not (fits or 0) < guess < (fails or math.inf):
+            guess = ((fits or 0) + fails) // 2 if fails else 2 * max(known)
+        guess = most if guess >= most else max(rounded_down(guess) // multiple, 1) * multiple
+        if guess in known:
+            break
+        known[guess] = measure(guess)
+
+
+def bracket(known: dict[int, Memory], usable: int) -> tuple[int | None, int | None]:
+    """Return the longest length that fits and the shortest that does not; None: there is none."""
+    good = [length for length, found in known.items() if found.fits(usable)]
+    return max(good, default=None), min(known.keys() - good, default=None)
+
+
+def _guess(known: dict[int, Memory], aim: float, growing: tuple[str, ...]) -> int:
+    """The length that takes `aim` bytes, on the line of what is known; 0: nothing is."""
+    # a refusal does not always say how much is needed
+    said = {n: one.total for n, one in known.items() if not one.refused or one.parts.get(TEMPORARIES)}
+    near = sorted(said, key=lambda length: abs(said[length] - aim))[:2]
+    if not near:
+        return 0
+    a, b = near[0], near[-1]
+    slope = _grown(known[a], growing) / a if a == b else (said[b] - said[a]) / (b - a)
+    return int(a + (aim - said[a]) / slope) if slope > 0 else 0
+
+
+def _grown(found: Memory, growing: tuple[str, ...]) -> int:
+    return sum(found.parts.get(part, 0) for part in growing)
+
+
+def rounded_down(number: int) -> int:
+    """Return the number, or up to an eighth less, so that few lengths are tried: the largest number of four binary
+    digits and zeros behind them that is not above it."""
+    step = 1 << max(0, number.bit_length() - 4)
+    return max(1, number // step * step)
+
+
+def parts(found: Memory) -> list[str]:
+    """Return a line for each part of a device's memory, and one for all."""
+    words = "temporaries, by the compiler's refusal" if found.refused else "activations and other temporaries"
+    named = {words if name == TEMPORARIES else name: count for name, count in found.parts.items() if count}
+    return [
+        f"  {name:<40}{shown_bytes(count):>12}"
+        for name, count in (named | {"a device in all": found.total}).items()
+    ]
+
+
+def verdict(found: Memory, usable: int) -> str:
+    """Return whether it fits, in words."""
+    if found.fits(usable):
+        return f"  fits {shown_bytes(usable)}, with {shown_bytes(usable - found.total)} to spare"
+    if found.total <= usable:
+        return f"  does not fit {shown_bytes(usable)}: {found.refused}"
+    return f"  does not fit {shown_bytes(usable)}: {shown_bytes(found.total - usable)} too much"
+
+
+def longest(known: dict[int, Memory], usable: int, what: str, most: int) -> str:
+    """Return the longest length that fits, in words. `most`: the model's own longest."""
+    fits, fails = bracket(known, usable)
+    if fits is None:
+        return f"  {what}: none that was tried fits, down to {fails}"
+    said = f"  {what}: {fits} fits with {shown_bytes(known[fits].total)} a device"
+    if fails is not None:
+        return f"{said}, {fails} does not"
+    return f"{said} (the model's own longest)" if fits == most else said
 
 
 def _say(*lines: str) -> None:
@@ -209,7 +248,7 @@ def _say(*lines: str) -> None:
 
 
 def _without(args: Sequence[str], option: str) -> list[str]:
-    """A command line without an option and its value."""
+    """Return a command line without an option and its value."""
     kept, skip = [], False
     for arg in args:
         if not skip and arg != option and not arg.startswith(option + "="):

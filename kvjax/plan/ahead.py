@@ -1,50 +1,161 @@
-"""A compile for chips that are not here, in a process of its own: their compilers print, and read the environment.
+"""Compile a program for chips that are not here, in a process of its own, and say what it takes of a device's memory.
 
-Started by itself it reads a job as JSON from its standard input and writes figures, or one line of what is wrong.
+The chips' compilers print, and read the environment when they are first used. Run by itself this module reads a job as
+JSON from its standard input and writes the memory, or one line of what is wrong.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
-from kvjax.plan.program import Figures, one_line
+
+if TYPE_CHECKING:
+    from kvjax.plan.programs import Program
+
+GPU_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The environment variable with the share of a GPU's memory that JAX takes; without it three quarters."""
+CHIPS = {
+    "v5e": int(15.75 * 2**30),
+    "v5p": int(95.74 * 2**30),
+    "v6e": int(31.25 * 2**30),
+    "h100": 84942979072,
+}
+"""Bytes of each chip that a program may use: of a TPU what libtpu's compiler states, of a GPU what CUDA states."""
+TEMPORARIES = "temporaries"
+"""The part of memory that holds activations and all else between the arguments and the results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A number of chips of one kind."""
+
+    text: str
+    """As it was given."""
+    chip: str
+    """One of `CHIPS`."""
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """`v5e:2x4`, `v5p:2x2x1`, `h100:8`. Raises UserError for anything else."""
+        name, _, size = text.partition(":")
+        if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
+            raise UserError(
+                f"--topology {text}: expected a chip and its slice, as v5e:2x4, v6e:2x4, v5p:2x2x1 or "
+                f"h100:8; known chips are {', '.join(CHIPS)}"
+            )
+        sizes = [int(number) for number in size.split("x")]
+        axes = {"v5p": 3, "h100": 1}.get(name, 2)
+        if len(sizes) != axes:
+            shape = "x".join("ABC"[:axes])
+            raise UserError(f"--topology {text}: {name} has slices of {axes} axes, {name}:{shape}")
+        return cls(text, name, math.prod(sizes))
+
+    @property
+    def platform(self) -> str:
+        """The platform that programs are lowered for."""
+        return "cuda" if self.chip == "h100" else "tpu"
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a chip that JAX gives a program."""
+        share = float(os.environ.get(GPU_SHARE, 0.75)) if self.platform == "cuda" else 1.0
+        return int(CHIPS[self.chip] * share)
+
+    def check_compiler(self) -> None:
+        """Raise UserError where the chip's compiler is not installed."""
+        if self.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+            raise UserError(
+                f"--topology {self.text}: compiling for a TPU needs libtpu: pip install 'kvjax[tpu]'"
+            )
+        if self.platform == "cuda":
+            from pallas_kernels.ahead import cuda_compiler
+
+            try:
+                cuda_compiler()
+            except FileNotFoundError as missing:
+                raise UserError(
+                    f"--topology {self.text}: {missing}: pip install 'kvjax[cuda-compiler]'"
+                ) from None
+
+    def devices(self) -> list[Any]:
+        """Return the devices that are not here, in a process started with `pallas_kernels.ahead.ENVIRONMENT`.
+
+        Raises UserError for a slice that the compiler does not know.
+        """
+        from jax.experimental import topologies
+
+        from pallas_kernels.ahead import H100
+
+        told: dict[str, Any] = {"platform": "tpu", "topology_name": self.text}
+        if self.count == 1:  # else a host has four
+            told["chips_per_host_bounds"] = [1, 1, 1]
+        if self.platform == "cuda":
+            told = {"platform": "cuda", "target_config": H100, "topology": f"1x1x{self.count}"}
+        try:
+            return list(topologies.get_topology_desc(**told).devices)
+        except Exception as error:  # whatever the compiler's plugin raises
+            why = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"--topology {self.text}: the compiler knows no such slice ({why[:200]})"
+            ) from None
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One program on one mesh."""
+    """One program to compile."""
 
     stage: str
-    """train, read or repeat (of `kvjax.plan.targets`), or one of `kvjax.plan.serving.STAGES`."""
-    topology: str
-    """As `Topology.parse` takes it."""
+    """train, prefill or decode."""
     arguments: tuple[str, ...]
-    """Of `kvjax.train` for train, read and repeat, else of `kvjax.plan serve`."""
-    mesh: str
-    """As `MeshShape.parse` takes it."""
+    """The command line of `kvjax.train`, or of `kvjax.plan serve`."""
     length: int
-    """Tokens of a training sequence, a context or a prompt."""
+    """Tokens of a training sequence or of a context, in place of the command line's."""
     phase: int = 0
-    """Of a training run."""
-    batch: int = 1
-    """Prompts at a time."""
-    limit: int | None = None
-    """Bytes of a device: what has more in arguments alone is not compiled."""
+    """Index of the training run's phase."""
+    topology: str | None = None
+    """As `Topology.parse` takes it; None: this machine's devices."""
 
     def __str__(self) -> str:
-        rows = f"{self.batch} × " if self.stage in ("prefill", "decode") else ""
-        return f"{self.stage}, {rows}{self.length} tokens, --mesh {self.mesh} on {self.topology}"
+        return f"{self.stage}, {self.length} tokens, on {self.topology or 'this machine'}"
 
 
-def compiled(job: Job) -> Figures:
-    """The figures of a job. Raises UserError for what its process found wrong."""
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Memory of a program on one device."""
+
+    parts: dict[str, int]
+    """Bytes, by name."""
+    refused: str = ""
+    """What the compiler said of a program that does not fit; its temporaries are then what it says is needed."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    def fits(self, usable: int) -> bool:
+        """Whether the program fits a device with so many usable bytes."""
+        return not self.refused and self.total <= usable
+
+
+def compiled(job: Job) -> Memory:
+    """Compile a job: for this machine's devices here, for others in a process of its own.
+
+    Raises UserError for what is wrong with it, and for what tracing and the compiler raise.
+    """
+    if job.topology is None:
+        return compile_here(job)
     from pallas_kernels.ahead import ENVIRONMENT
 
     done = subprocess.run(
@@ -61,7 +172,7 @@ def compiled(job: Job) -> Figures:
     answer = json.loads(lines[-1])
     if "wrong" in answer:
         raise UserError(answer["wrong"])
-    return Figures(**answer)
+    return Memory(**answer)
 
 
 def _end(code: int, said: str) -> str:
@@ -71,60 +182,79 @@ def _end(code: int, said: str) -> str:
     lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
     fatal = (line for line in lines if re.match(r"F\d{4} ", line))
     end = f"ended with {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"{end}, and said: {one_line(next(fatal, lines[-1]))}"
+    return f"{end}, and said: {_one_line(next(fatal, lines[-1]))}"
 
 
-def run(job: Job) -> Figures:
-    """The same in this process."""
+def compile_here(job: Job) -> Memory:
+    """Compile a job in this process. Raises as `compiled`."""
     import jax
 
     from kvjax.mesh import make_mesh
-    from kvjax.plan.chips import Topology
-    from kvjax.plan.program import figures
+    from kvjax.plan.programs import mesh_of, program_of
 
-    topology, shape = Topology.parse(job.topology), MeshShape.parse(job.mesh)
-    mesh = make_mesh(**dataclasses.asdict(shape), devices=topology.devices())
-    with jax.set_mesh(mesh):
-        return figures(_program(job, shape, mesh), topology.platform, job.limit)
+    try:
+        topology = Topology.parse(job.topology) if job.topology else None
+        devices = topology.devices() if topology else None
+        mesh = make_mesh(**dataclasses.asdict(mesh_of(job)), devices=devices)
+        platform = topology.platform if topology else mesh.devices.flat[0].platform
+        with jax.set_mesh(mesh):
+            return memory(program_of(job, mesh), "cuda" if platform == "gpu" else platform)
+    except UserError:
+        raise
+    except Exception as error:  # whatever tracing and the compilers raise
+        raise UserError(f"{job}: {_one_line(f'{type(error).__name__}: {error}')}") from None
 
 
-def _program(job: Job, shape: MeshShape, mesh: Any) -> Any:
-    from kvjax.plan.shapes import find_shape
-    from kvjax.plan.training import check_mesh
+def memory(program: Program, platform: str) -> Memory:
+    """Compile a program for the current mesh, whose devices need not be here. `platform`: tpu, cuda or cpu.
 
-    if job.stage in ("train", "read", "repeat"):
-        from kvjax.plan.targets import targets
-        from kvjax.plan.training import update
-        from kvjax.train.config import parse
+    Raises whatever the compiler raises, but where it finds too little memory.
+    """
+    import jax
 
-        recipe = dataclasses.replace(parse(job.arguments), mesh=shape)
-        model = find_shape(recipe.model, job.length)
-        check_mesh(shape, model.config)
-        dtype = recipe.dtype or model.dtype
-        if job.stage != "train":
-            return targets(recipe.repeats, model.config, dtype, mesh, job.length, job.stage)
-        return update(recipe, model.config, dtype, mesh, job.length, job.phase)
+    from kvjax.train.memory import held, refused_bytes
 
-    from kvjax.command.launch import parse_command
-    from kvjax.plan.serving import ServeConfig, Serving
+    function = jax.jit(
+        program.function.__wrapped__,  # pyright: ignore[reportFunctionMemberAccess]
+        donate_argnums=program.donated,
+        static_argnames=tuple(program.static),
+        keep_unused=True,
+    )
+    parts = {name: held(tree) for name, tree in program.parts.items()}
+    traced = function.trace(*program.arguments, **program.named, **program.static)
+    try:
+        compiled = traced.lower(lowering_platforms=(platform,)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        needed = refused_bytes(str(error))
+        if needed is None:
+            raise
+        return Memory(parts | {TEMPORARIES: max(0, needed - sum(parts.values()))}, _one_line(str(error)))
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    # in a device's layout arguments take more than their numbers do
+    padding = analysis.argument_size_in_bytes - sum(parts.values())
+    return Memory(
+        parts
+        | {
+            "padding": padding,
+            TEMPORARIES: analysis.temp_size_in_bytes,
+            "results": analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+            "program": analysis.generated_code_size_in_bytes,
+        }
+    )
 
-    told = parse_command(ServeConfig, job.arguments)
-    told = dataclasses.replace(told, mesh=shape, context=job.length, batch=job.batch)
-    model = find_shape(told.model, told.context + told.new)
-    check_mesh(shape, model.config)
-    serving = Serving(told, model.config, told.dtype or model.dtype, mesh)
-    return getattr(serving, job.stage)()
+
+def _one_line(message: str) -> str:
+    """A message, or its beginning, without line breaks."""
+    return " ".join(message.split())[:300]
 
 
 def main() -> None:
     told = json.loads(sys.stdin.read())
-    job = Job(**(told | {"arguments": tuple(told["arguments"])}))
     try:
-        answer: dict[str, Any] = dataclasses.asdict(run(job))
+        answer = dataclasses.asdict(compile_here(Job(**(told | {"arguments": tuple(told["arguments"])}))))
     except UserError as error:
         answer = {"wrong": str(error)}
-    except Exception as error:  # whatever tracing and the compilers raise
-        answer = {"wrong": f"{job}: {one_line(f'{type(error).__name__}: {error}')}"}
     print(json.dumps(answer), flush=True)
 
 

@@ -20,7 +20,7 @@ SAVED = "config.yaml"
 """What a run was told, in its folder."""
 MAY_CHANGE = {
     *("mesh", "batch", "accumulate", "checkpoint_every", "validate_every", "keep", "report", "tasks"),
-    *("tensorboard", "out", "resume", "config", "dry_run"),
+    *("tensorboard", "out", "resume", "config"),
 }
 """What a resumed run may be told anew; of the batch and the mesh, what keeps the sequences of an update."""
 
@@ -50,9 +50,9 @@ def parse(args: Sequence[str] | None = None) -> Recipe:
     out = (config.out or RUNS / f"train-{_newest_run() + 1}").expanduser()
     if _is_there(out) and not out.is_dir():
         raise UserError(f"--out {out} is a file, expected a folder")
-    if (out / SAVED).is_file() and not config.dry_run:
+    if (out / SAVED).is_file():
         raise UserError(f"--out {out} already holds a run: pass --resume to go on with it, or another --out")
-    if (out / config.exports).exists() and not config.dry_run:
+    if (out / config.exports).exists():
         raise UserError(
             f"--out {out} has {config.exports} in it, which the run would replace: name another folder"
         )
@@ -172,9 +172,7 @@ def prepare_folder(config: Recipe, *, write: bool = True) -> Path:
         config.out.mkdir(parents=True, exist_ok=True)
         whole = dataclasses.replace(config, batch=config.rows)  # another mesh must not change what is trained
         if write:
-            write_values(
-                config.out / SAVED, whole, omit=("config", "out", "resume", "dry_run"), new=not config.resume
-            )
+            write_values(config.out / SAVED, whole, omit=("config", "out", "resume"), new=not config.resume)
     except FileExistsError:
         raise UserError(f"--out {config.out} already holds a run, started just now: start again") from None
     except OSError as error:

@@ -26,14 +26,12 @@ from kvjax.exported.folder import sign
 from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
-from kvjax.plan.here import check_memory
-from kvjax.plan.shapes import check_longest
-from kvjax.plan.training import check_run
+from kvjax.models.shapes import check_longest, check_mesh
 from kvjax.policies import Policy
+from kvjax.train import memory
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, Open, Wanted, draw_step_lengths
-from kvjax.train.memory import device_bytes
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
@@ -73,7 +71,9 @@ def check(config: Recipe) -> None:
     """Refuse what can be seen to fail before a device is used. Raises UserError."""
     folder = find_model(config.model)
     model = read_config(folder)
-    check_run(config, model)
+    check_mesh(config.mesh, model)
+    for phase in config.phases():
+        phase.check_model(model)
     if config.data == "builtin" and not speaks_builtin(folder):
         raise UserError(
             f"--data builtin is made of the built-in model's tokens, which {config.model} does not have: name a file, "
@@ -110,7 +110,7 @@ def train(config: Recipe) -> RunOutput:
         dtypes = param_dtypes(phases, model)
         begins = np.cumsum([0, *(phase.steps for phase in phases)]).tolist()
         updates = tuple(map(make_update, phases, dtypes, begins))
-        beside = check_memory(phases, updates, dtypes, mesh, model)
+        beside = memory.check(phases, updates, dtypes, mesh, model)
         # the folder is taken once nothing is left that the user could have to mend
         folder = prepare_folder(config, write=one)
         lock.take()
@@ -379,7 +379,7 @@ class Run:
     updates: tuple[Update, ...] = ()
     """Of each phase; none where only a checkpoint is read."""
     beside: tuple[int, ...] = ()
-    """Of each phase, from `check_memory`; as above."""
+    """Of each phase, from `memory.check`; as above."""
 
     @property
     def ends(self) -> list[int]:
@@ -456,7 +456,7 @@ class Run:
                     metrics.say(f"phase {at + 1} of {len(self.phases)}: {recipe.steps} updates")
                 update, own = self.updates[at], config.unit == "sequences"
                 counted = TokenCount(self.data.sequences, self.rows.total, own)
-                metrics.say(device_bytes(recipe, state, model, self.beside[at]))
+                metrics.say(memory.describe(recipe, state, model, self.beside[at]))
                 batches = recipe.batches(iter(counted), model)
                 for step in range(max(first, began), last):
                     batch = to_mesh(self.mesh, self.rows, next(batches))

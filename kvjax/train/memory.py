@@ -1,15 +1,75 @@
-"""What a run holds of a device's memory, in words."""
+"""Memory of a device during a training run: the check before its first update, and what a run says of it."""
 
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from kvjax.cache import device_bytes
+from kvjax.errors import UserError, shown_bytes
+from kvjax.exported.orbax import abstract
+from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
-from kvjax.plan.figures import size
-from kvjax.plan.program import held
 from kvjax.train.recipe import Recipe
-from kvjax.train.update import TrainState
+from kvjax.train.update import TrainState, Update, first_state
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def device_bytes(recipe: Recipe, state: TrainState, model: Decoder | None, beside: int) -> str:
-    """The bytes of a device by part, in one line, and those that the longest sequence's update takes beside them, from
-    `kvjax.plan.here.check_memory` (0: not known)."""
+def check(
+    phases: Sequence[Recipe], updates: Sequence[Update], dtypes: Sequence[Any], mesh: Mesh, model: Decoder
+) -> list[int]:
+    """Refuse a run whose longest sequence does not fit this machine's devices, in one line with what would (of virtual
+    CPU devices, their share of the host's memory). What is compiled here the run does not compile again.
+
+    Returns:
+        Bytes of a device that each phase's longest update takes beside model and state; 0 where its batches need the
+        weights, so that only the run itself can tell.
+
+    Raises:
+        UserError: the longest sequence does not fit.
+    """
+    usable, beside = device_bytes(), []
+    shapes = jax.tree.map(_shape, model)
+    for index, (phase, own) in enumerate(zip(phases, updates, strict=True)):
+        read = None if phase.takes_model else shapes
+        state = abstract(lambda model, at=index: first_state(phases, dtypes, model, at), mesh, shapes)
+
+        def need(
+            length: int, phase: Recipe = phase, own: Any = own, read: Any = read, state: Any = state
+        ) -> int:
+            arguments = state, read, batch_of(phase, mesh, length, shapes), np.int32(0)
+            return _need(own, arguments)
+
+        *shorter, longest = phase.lengths
+        try:
+            wanted = need(longest)
+        except UserError:
+            beside.append(0)
+            continue
+        if wanted <= usable:
+            beside.append(wanted - held(state, read))
+            continue
+        would = next((length for length in reversed(shorter) if need(length) <= usable), None)
+        instead = f"--lengths up to {would} would fit" if would else "none of its lengths fits"
+        instead = instead if phase.unit == "sequences" else "a smaller --batch would"
+        taken = shown_bytes(wanted) if wanted < sys.maxsize else "more"
+        raise UserError(
+            f"an update of {phase.update_of(longest)} takes {taken} of a device that has {shown_bytes(usable)}: "
+            f"on --mesh {phase.mesh} {instead}"
+        )
+    return beside
+
+
+def describe(recipe: Recipe, state: TrainState, model: Decoder | None, beside: int) -> str:
+    """Return the bytes of a device by part, in one line, and those that the longest sequence's update takes beside
+    them, from `check` (0: not known)."""
     trees = {
         "weights": model,
         "trained parameters": state.params,
@@ -17,6 +77,75 @@ def device_bytes(recipe: Recipe, state: TrainState, model: Decoder | None, besid
         "held": state.constants,
     }
     parts = {name: held(tree) for name, tree in trees.items()}
-    said = ", ".join(f"{name} {size(number)}" for name, number in parts.items() if number)
-    longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {size(beside)} more"
-    return f"a device holds {size(sum(parts.values()))}: {said}{longest if beside else ''}"
+    said = ", ".join(f"{name} {shown_bytes(number)}" for name, number in parts.items() if number)
+    longest = f"; an update of {recipe.update_of(max(recipe.lengths))} takes {shown_bytes(beside)} more"
+    return f"a device holds {shown_bytes(sum(parts.values()))}: {said}{longest if beside else ''}"
+
+
+def batch_of(recipe: Recipe, mesh: Mesh, length: int, model: Decoder) -> Any:
+    """Return the shapes of what the recipe makes of an update's sequences, or of its rows of another kind. Raises
+    UserError where it needs the weights. `model`: shapes."""
+
+    def place(x: Any) -> jax.ShapeDtypeStruct:
+        spec = P(BATCH, *[None] * (x.ndim - 1))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    if (row := recipe.row(model, length)) is not None:
+        rows = recipe.rows
+        return jax.tree.map(lambda x: place(jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)), row)
+    sequences = iter([np.zeros((recipe.rows, length), np.int32)])
+    try:
+        made = next(recipe.batches(sequences, None if recipe.takes_model else model))
+    except Exception as error:  # another package's code, which was given shapes
+        raise UserError(
+            f"--method {recipe.method}: its batches cannot be planned without the model's weights ({error})"
+        ) from None
+
+    return jax.tree.map(place, made)
+
+
+def held(*trees: Any) -> int:
+    """Return the bytes of arrays on one device, without padding."""
+
+    def one(leaf: Any) -> int:
+        shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding is not None else leaf.shape
+        width = 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf.dtype.itemsize
+        return math.prod(shape) * width
+
+    return sum(map(one, jax.tree.leaves(trees)))
+
+
+def refused_bytes(message: str) -> int | None:
+    """Return the bytes that a program needs in all, arguments and results included, by the compiler's refusal, 0 where
+    that does not say; None: the message is another's."""
+    if "RESOURCE_EXHAUSTED" not in message:
+        return None
+    # libtpu calls all of it temporaries: a program without any is refused with the sum of what goes in and comes out
+    said = re.search(r"Used ([\d.]+)([KMGT]?) of|HLO temporaries \(([\d.]+)([KMGT]?)\)", message)
+    if said is None:
+        return 0
+    number, unit = (said[1], said[2]) if said[1] else (said[3], said[4])
+    return int(float(number) * UNITS[unit])
+
+
+def _shape(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _need(own: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+    """Bytes of a device while the program runs, with what it is given and does not read."""
+    given = held(arguments[:-1])
+    try:
+        memory = own.lower(*arguments).compile().memory_analysis()  # pyright: ignore[reportFunctionMemberAccess]
+    except jax.errors.JaxRuntimeError as error:
+        needed = refused_bytes(str(error))
+        if needed is None:
+            raise
+        return needed or sys.maxsize  # it need not say how much
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return (
+        max(given, memory.argument_size_in_bytes)
+        + memory.temp_size_in_bytes
+        + results
+        + memory.generated_code_size_in_bytes
+    )

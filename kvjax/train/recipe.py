@@ -101,9 +101,6 @@ class Recipe(abc.ABC):
     """Folder of the run: checkpoints, metrics, exports, report. By default runs/train-1, or the next number."""
     resume: bool = False
     """Go on from the last checkpoint in --out (by default the newest in runs/)."""
-    dry_run: bool = False
-    """Say what the run would take of this machine's devices, and whether it fits, and leave: no weights are read, no
-    folder is made."""
     checkpoint_every: int = 250
     """Updates between two checkpoints."""
     validation: int = 8
@@ -154,12 +151,6 @@ class Recipe(abc.ABC):
     def most_tokens(self) -> int:
         """Of the longest sequence that the model is run on."""
         return max(self.lengths)
-
-    @property
-    def repeats(self) -> str:
-        """What is captured of contexts (a field of `Step`) that are read and repeated, as KVzip does, before the first
-        update; nothing: there are none."""
-        return ""
 
     def update_of(self, length: int) -> str:
         """An update in words, of sequences of `length` tokens if it is of sequences."""

@@ -31,13 +31,13 @@ from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.plan.hlo import exchanged
 from kvjax.policies import Policy, Quest, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
+from tests.ahead.hlo import exchanged
 from tests.pallas_kernels.compile_cases import copies
 
 POOL = 2 << 30

@@ -1,7 +1,6 @@
 """Runs of a recipe whose loss knows documents and labels: natural text and passkeys, of files and of the built-in
 tasks."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -14,13 +13,12 @@ from kvjax.command.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
-from kvjax.plan.here import dry_run
-from kvjax.plan.training import batch_of
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, Wanted
 from kvjax.train.labelled import ASKED
 from kvjax.train.loop import TokenCount, train
+from kvjax.train.memory import batch_of
 from kvjax.train.rows import Rows, to_mesh
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
@@ -184,11 +182,6 @@ def test_what_a_plan_takes_for_a_batch_is_what_a_run_gets(two):
                     got[name].dtype,
                     got[name].sharding,
                 )
-
-
-def test_a_dry_run():
-    said = dry_run(dataclasses.replace(parse([*ARGS, "--dry-run"]), mesh=MeshShape()))
-    assert "an update of 4 × 128 tokens" in said
 
 
 def test_tokens_are_counted_whatever_belongs_to_them():

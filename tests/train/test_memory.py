@@ -1,27 +1,25 @@
-"""What a run says of a device's memory before its first update."""
+"""Memory of a training run: the check before its first update, and what it says of a device."""
 
 import jax
 import numpy as np
 import pytest
+from jax import monitoring
 
 from kvjax.command.launch import MeshShape
+from kvjax.errors import UserError, shown_bytes
 from kvjax.mesh import make_mesh
-from kvjax.plan import here
-from kvjax.plan.figures import size
-from kvjax.train.memory import device_bytes
+from kvjax.train import memory
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.update import initial_state, make_update
+from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.update import initial_state, make_update, param_dtypes
 from tests.tiny_models import tiny_model
 
 RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(32, 64), shares=(1.0, 1.0), sequences=10)
 
 
 @pytest.fixture(scope="module")
-def started():
-    mesh = make_mesh(fsdp=2, tensor=2)
-    with jax.set_mesh(mesh):
-        model = tiny_model()
-        return mesh, model, jax.jit(lambda model: initial_state(RUN, model))(model)
+def mesh():
+    return make_mesh(fsdp=2, tensor=2)
 
 
 def on_one(tree):
@@ -29,20 +27,119 @@ def on_one(tree):
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def test_parts_are_what_one_device_holds_and_temporaries_the_checked_program_s(started):
-    mesh, model, state = started
-    own = make_update(RUN)
+def test_what_is_checked_is_the_run_s_own_program(mesh, monkeypatch):
+    """It is not compiled twice, and its temporaries are what the run says of its longest update."""
+    monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 40)
+    compiles = []
     with jax.set_mesh(mesh):
-        (beside,) = here.check_memory((RUN,), (own,), (None,), mesh, model)
-        batch = jax.device_put(np.zeros((2, 64), np.int32), jax.P(("data", "fsdp"), None))
-        memory = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
-    more = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-    more += memory.generated_code_size_in_bytes
+        model = tiny_model()
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
+        own = make_update(RUN)
+        holds = {"weights": model, "trained parameters": state.params, "optimizer": state.opt}
+        holds = {name: shown_bytes(on_one(tree)) for name, tree in holds.items()}
+        total = shown_bytes(on_one((model, state)))
+        assert on_one(state.params) < sum(x.nbytes for x in jax.tree.leaves(state.params)) / 2
+
+        def heard(event, *_, **__):
+            if event.endswith("backend_compile_duration"):
+                compiles.append(event)
+
+        monitoring.register_event_duration_secs_listener(heard)
+        try:
+            (beside,) = memory.check((RUN,), (own,), param_dtypes((RUN,), model), mesh, model)
+            checked = len(compiles)
+            said = memory.describe(RUN, state, model, beside)
+            least = memory.describe(RUN, state, model, 0)
+            found = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+            own(state, model, batch, np.int32(0))
+            assert checked > 0
+            assert len(compiles) == checked
+        finally:
+            monitoring.clear_event_listeners()
+    more = found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    more += found.generated_code_size_in_bytes
     assert 0 < more <= beside <= more + batch.nbytes
-    assert device_bytes(RUN, state, model, beside) == (
-        f"a device holds {size(on_one((model, state)))}: weights {size(on_one(model))}, trained parameters "
-        f"{size(on_one(state.params))}, optimizer {size(on_one(state.opt))}; an update of 2 × 64 tokens takes "
-        f"{size(beside)} more"
+    assert least == f"a device holds {total}: {', '.join(f'{name} {own}' for name, own in holds.items())}"
+    assert said == f"{least}; an update of 2 × 64 tokens takes {shown_bytes(beside)} more"
+
+
+def test_what_does_not_fit_is_refused_with_what_would(mesh, monkeypatch):
+    """Devices with as much as the longer sequences take and as the shorter ones do, and with a byte less than each."""
+    with jax.set_mesh(mesh):
+        model, own, dtypes = (
+            tiny_model(tied=False),
+            make_update(RUN),
+            (None,),
+        )  # whose output head is not read
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        needs = {}
+        for length in RUN.lengths:
+            batch = to_mesh(
+                mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, length), np.int32)
+            )
+            analysis = own.lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+            beside = (
+                analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+            )
+            given = jax.tree.leaves((state, model, batch))
+            needs[length] = beside + sum(leaf.addressable_shards[0].data.nbytes for leaf in given)
+            needs[length] += analysis.generated_code_size_in_bytes
+        assert needs[32] < needs[64]
+        for usable, instead in [
+            (needs[64], None),
+            (needs[64] - 1, "--lengths up to 32 would fit"),
+            (needs[32], "--lengths up to 32 would fit"),
+            (needs[32] - 1, "none of its lengths fits"),
+        ]:
+            monkeypatch.setattr(memory, "device_bytes", lambda usable=usable: usable)
+            if instead is None:
+                memory.check((RUN,), (own,), dtypes, mesh, model)
+                continue
+            with pytest.raises(UserError, match="^an update of 2 × 64 tokens takes ") as refused:
+                memory.check((RUN,), (own,), dtypes, mesh, model)
+            assert instead in str(refused.value)
+            assert "\n" not in str(refused.value)
+
+
+@pytest.mark.thorough
+def test_virtual_cpu_devices_share_the_host_s_memory(mesh, monkeypatch):
+    """They do not state a memory of their own."""
+    host = {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 16 * jax.local_device_count()}
+    monkeypatch.setattr("kvjax.cache.sizes.os.sysconf", host.get)
+    refusal = (
+        "^an update of 2 × 64 tokens takes .* of a device that has 64.00 KiB: .*none of its lengths fits"
     )
-    assert on_one(state.params) < sum(x.nbytes for x in jax.tree.leaves(state.params)) / 2
-    assert device_bytes(RUN, state, model, 0).endswith(f"optimizer {size(on_one(state.opt))}")
+    with jax.set_mesh(mesh), pytest.raises(UserError, match=refusal):
+        memory.check((RUN,), (make_update(RUN),), (None,), mesh, tiny_model())
+
+
+def test_a_compiler_that_refuses_is_one_line_too(mesh, monkeypatch):
+    """A TPU's refuses what does not fit, and may not say how much that is."""
+
+    def update(state, model, batch, step):
+        pytest.fail("it ran")
+
+    def refuse(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    update.lower = refuse
+    monkeypatch.setattr(memory, "device_bytes", lambda: 1 << 30)
+    with (
+        jax.set_mesh(mesh),
+        pytest.raises(UserError, match="takes more of a device that has 1.00 GiB: .*none of its"),
+    ):
+        memory.check((RUN,), (update,), (None,), mesh, tiny_model())
+
+
+@pytest.mark.parametrize(
+    ("message", "needed"),
+    [
+        ("RESOURCE_EXHAUSTED: … HLO temporaries (24.00G) exceeds available HBM (15.75G).", 24 << 30),
+        ("RESOURCE_EXHAUSTED: Ran out. Used 17.50G of 15.75G hbm. Exceeded by 1.75G", 35 << 29),
+        ("RESOURCE_EXHAUSTED: no numbers", 0),
+        ("INVALID_ARGUMENT: something else", None),
+    ],
+)
+def test_a_refusal_says_what_is_needed(message, needed):
+    assert memory.refused_bytes(message) == needed

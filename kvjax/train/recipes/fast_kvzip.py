@@ -163,10 +163,6 @@ class KVzipGates(Recipe):
             return super().most_tokens
         return self.longest + (self.joined if self.joins else 0)
 
-    @property
-    def repeats(self) -> str:
-        return self.inputs if self.target in ("reconstruction", "both") else ""
-
     def _sizes(self, model: ModelConfig) -> Sizes:
         group = model.num_heads // model.num_kv_heads
         width = model.width if self.inputs == "hidden" else model.head_dim

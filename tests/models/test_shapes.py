@@ -5,8 +5,10 @@ import math
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.models.config import read_config
-from kvjax.plan.shapes import find_shape, known
+from kvjax.models.config import config_json, read_config
+from kvjax.models.json_file import write_json
+from kvjax.models.shapes import find_shape, known
+from tests.tiny_models import tiny_config
 
 PARAMETERS = {
     # of the models' cards; a tied table counts once
@@ -43,9 +45,10 @@ def test_a_hub_id_is_the_shape_that_it_begins_with():
     assert longer.config.longest == 262_144
 
 
-def test_a_folder_needs_no_weights(folder):
-    assert find_shape(str(folder)).config == read_config(folder)
-    assert find_shape(str(folder)).dtype == "bfloat16"
+def test_a_folder_needs_no_weights(tmp_path):
+    write_json(tmp_path / "config.json", config_json(tiny_config(), "bfloat16"))
+    assert find_shape(str(tmp_path)).config == read_config(tmp_path)
+    assert find_shape(str(tmp_path)).dtype == "bfloat16"
 
 
 def test_an_unknown_name_is_refused():

@@ -1,7 +1,9 @@
-"""Reading prompts and decoding, as programs of shapes alone."""
+"""Training's update, prefill and decoding as programs of shapes, as `kvjax.train` and `kvjax.inference` run them."""
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -12,58 +14,129 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache import table_tokens
-from kvjax.command.launch import MeshShape
+from kvjax.command.launch import MeshShape, parse_command
 from kvjax.errors import UserError, real_number, whole_number
 from kvjax.exported.orbax import abstract
-from kvjax.inference.forward import bucket, last_logits, pieces
-from kvjax.inference.reread import longest_of, one_pass, spans
+from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.room import laid_out, layout_for
 from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
 from kvjax.inference.schedule import recurring
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.plan.program import Program
-from kvjax.plan.stand_ins import Make, completed
-from kvjax.plan.training import WEIGHTS, check_mesh, model_of
+from kvjax.models.loading import parameter_dtype
+from kvjax.models.shapes import check_mesh, find_shape
+from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
-from kvjax.policies.assignments import assignments
+from kvjax.policies.assignments import assignments, with_arguments
+from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from kvjax.policies.guidance import text
+from kvjax.policies.registry import EVICTIONS
+from kvjax.train.config import parse
+from kvjax.train.memory import batch_of
+from kvjax.train.recipe import Recipe
+from kvjax.train.update import first_state, make_update, param_dtypes
 
+WEIGHTS = "weights"
 POOL = "KV pool"
 TABLES = "page tables and states"
-STAGES = {"prefill": "a chunk", "passes": "a part that is read again", "decode": "a token"}
-"""Programs, and what a step of each is."""
 MOST = 1 << 30
-"""What a size may be: programs count in int32."""
+"""The largest size: programs count in int32."""
+TEXT = (0,) * 16
+"""Token ids in place of each of KVzip's texts, which usual tokenizers write in fewer tokens."""
+LETTERS = 3
+"""Letters in a token of guidance: fewer than in usual tokenizers'."""
+Make = Callable[[Callable[[], Any]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program to compile."""
+
+    function: Callable[..., Any]
+    """Already jitted; it is jitted anew, with arguments that it does not read, since they stay in memory, too."""
+    arguments: tuple[Any, ...]
+    """Trees of `jax.ShapeDtypeStruct` with shardings."""
+    parts: dict[str, Any]
+    """The same trees by the name of a part of memory."""
+    donated: int
+    """Index of the argument whose memory is taken over."""
+    static: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments that are compiled in."""
+    named: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Arguments by name, as `arguments`."""
+
+
+def mesh_of(job: Job) -> MeshShape:
+    """Return the mesh that a job's command line names."""
+    return _told(job).mesh
+
+
+def program_of(job: Job, mesh: Mesh) -> Program:
+    """Return a job's program on the current mesh. Raises UserError for a mesh that does not divide the model."""
+    told = _told(job)
+    model = find_shape(told.model, job.length + (told.new if isinstance(told, ServeConfig) else 0))
+    check_mesh(told.mesh, model.config)
+    dtype = told.dtype or model.dtype
+    if isinstance(told, Recipe):
+        return update(told, model.config, dtype, mesh, job.length, job.phase)
+    serving = Serving(dataclasses.replace(told, context=job.length), model.config, dtype, mesh)
+    return serving.prefill() if job.stage == "prefill" else serving.decode()
+
+
+def _told(job: Job) -> "Recipe | ServeConfig":
+    return parse(job.arguments) if job.stage == "train" else parse_command(ServeConfig, job.arguments)
+
+
+def model_of(mesh: Mesh, config: ModelConfig, dtype: str) -> Decoder:
+    """Return the shapes of a model's weights on a mesh."""
+    return abstract(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=parameter_dtype(dtype)), mesh)
+
+
+def update(
+    recipe: Recipe, config: ModelConfig, dtype: str, mesh: Mesh, length: int, phase: int = 0
+) -> Program:
+    """Return the update of one of the run's phases on sequences of `length` tokens, on the current mesh."""
+    phases = tuple(recipe.phases())
+    model = model_of(mesh, config, dtype)
+    dtypes = param_dtypes(phases, model)
+    state = abstract(lambda model: first_state(phases, dtypes, model, phase), mesh, model)
+    own = phases[phase]
+    ends = [0, *itertools.accumulate(each.steps for each in phases)]
+    read = None if recipe.takes_model else model
+    batch = batch_of(own, mesh, length, model)
+    step = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, P()))
+    parts = {
+        WEIGHTS: read,
+        "trained parameters": state.params,
+        "optimizer": state.opt,
+        "held": state.constants,
+        "batch": (batch, step),
+    }
+    function = make_update(own, dtypes[phase], before=ends[phase])
+    return Program(function, (state, read, batch, step), parts, donated=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
     """Does reading prompts and decoding fit? Compiled for chips that are not here, without weights."""
 
-    topology: str
-    """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8."""
+    topology: str | None = None
+    """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8; by default this machine's."""
     model: str = "llama-3.1-8b"
-    """A folder with a config.json, a GGUF file, or a name: llama-3.2-1b, llama-3.2-3b, llama-3.1-8b,
-    llama-3.1-70b, qwen2.5-7b, qwen2.5-7b-instruct-1m, qwen3-4b, qwen3-8b, qwen3-14b."""
+    """A folder with a config.json, a GGUF file, a hub id or a name that `kvjax.plan --help` lists."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
     policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
     """What to keep, as in kvjax.generate; wgkv and fast_kvzip have gates of their usual sizes, kvzip and
     guidance texts of theirs."""
-    eviction: str | None = None
-    """As in kvjax.generate."""
-    selection: str | None = None
-    """As in kvjax.generate."""
     window: int | None = None
     """Last tokens that are always visible; by default the policy's, for wgkv 256."""
     ratio: float | None = None
     """The share of entries that stay; for wgkv the share of tokens that gates let in (by default all of them)."""
     entries: int | None = None
     """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
-    tokens: int | None = None
-    """quest, as the policy: entries of each kv head that it reads."""
     set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
     """Any other arguments of the policy, as NAME=VALUE."""
     context: int = 32768
@@ -76,17 +149,14 @@ class ServeConfig:
     """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default what config.json says of the weights."""
-    page_size: int | None = None
-    """Tokens per page; by default 64 on TPUs and 16 elsewhere and with a selection, as in kvjax.prefill."""
     search: bool = True
-    """Also look for a context and a batch that just fit, by at most three compiles of both programs each, and for a
-    mesh that would, by one each; --no-search compiles the two programs only."""
+    """Also look for the longest context that fits, by at most three compiles of both programs; --no-search compiles
+    each once."""
 
     def check(self) -> None:
         """Refuse numbers that mean nothing. Raises UserError."""
-        for name in ("context", "batch", "new", "chunk", "page_size"):
-            if (value := getattr(self, name)) is not None:
-                whole_number("plan", f"--{name.replace('_', '-')}", value, most=MOST)
+        for name in ("context", "batch", "new", "chunk"):
+            whole_number("plan", f"--{name}", getattr(self, name), most=MOST)
         if self.policy == "wgkv":
             if self.entries is not None:
                 raise UserError(
@@ -99,7 +169,7 @@ class ServeConfig:
 
     def arguments(self) -> dict[str, Any]:
         """Of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
-        names = "eviction", "selection", "window", "ratio", "entries", "tokens"
+        names = "window", "ratio", "entries"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given |= assignments([text for texts in self.set for text in texts], "--set")
         if self.policy == "wgkv":
@@ -164,7 +234,7 @@ class Serving:
         config = self.config
         layout = layout_for(
             policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            tokens=tokens, dtype=self.model.embed.dtype, page_size=self.told.page_size,
+            tokens=tokens, dtype=self.model.embed.dtype,
         )  # fmt: skip
         if policy.most_stored is None:
             layout = dataclasses.replace(layout, tokens=max(layout.tokens, table_tokens(max(1, tables))))
@@ -187,28 +257,46 @@ class Serving:
         return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
 
     def prefill(self) -> Program:
-        """The call that reads the largest chunk of the prompts."""
-        policy, cache = self.policy(), self._whole()
-        plan, told = policy.plan, self.told
+        """Return the call that reads the largest chunk of the prompts."""
+        policy, told = self.policy(), self.told
+        plan = policy.plan
+        behind = 0 if plan is None else plan.read_behind
+        cache = self.cache(
+            policy, self.placed(lambda placed: placed.traced), told.context + behind + self._room(policy)
+        )
         chunk = min(told.chunk, told.context)
         if plan is not None and plan.moment.in_chunks:
             chunk = min(chunk, plan.moment.chunk)
         sizes = [size for _, size in pieces(chunk, told.chunk)]
         tokens = self._array(jnp.int32, (self.rows, max(sizes)), BATCH, None)
         valid = self._array(jnp.int32, (self.rows,), BATCH)
-        traced = self.placed(lambda placed: placed.reading)
-        arguments = self.model, traced, cache, tokens, valid
+        arguments = self.model, self.placed(lambda placed: placed.reading), cache, tokens, valid
         return Program(last_logits, arguments, _parts(*arguments), donated=2)
 
-    def _whole(self) -> Any:
-        """Shapes of the cache that prompts are read into."""
+    def decode(self) -> Program:
+        """Return a block of decoded tokens."""
         policy, told = self.policy(), self.told
-        behind = 0 if policy.plan is None else policy.plan.read_behind
-        tokens = told.context + behind + self._room(policy)
-        return self.cache(
-            policy,
-            self.placed(lambda placed: placed.traced),
-            tokens,
+        traced = self.placed(lambda placed: placed.continuing.traced)
+        # one row may have been left all of its own
+        cache = self.cache(
+            policy.continuing.uncompacted,
+            traced,
+            self.kept(policy) + self._room(policy),
+            tables=told.context + told.new,
+        )
+        valid = self._array(jnp.int32, (self.rows,), BATCH)
+        running = self._array(jnp.bool_, (self.rows,), BATCH)
+        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw())
+        key = abstract(lambda: jax.random.key(0), self.mesh)
+        arguments = self.model, traced, cache, valid, running, draw, key, self._array(jnp.int32, ())
+        again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
+        return Program(
+            decode_block,
+            arguments,
+            _parts(*arguments, again),
+            donated=2,
+            static={"count": min(BLOCK, max(1, told.new - 1)), "greedy": True},
+            named={"recurring": again},
         )
 
     def _room(self, policy: Policy) -> int:
@@ -216,77 +304,23 @@ class Serving:
         compacted they are made when they are needed."""
         return 0 if policy.plan is not None and policy.plan.moment.while_decoding else self.told.new
 
-    def passes(self) -> Program:
-        """One pass of every prompt: what asks for a part of it, and the part once more."""
-        eviction = self.policy().eviction
-        assert eviction is not None
-        size = bucket(longest_of(eviction, self.told.context))
-        tokens = self._array(jnp.int32, (self.rows, size), BATCH, None)
-        valid = self._array(jnp.int32, (self.rows,), BATCH)
-        parts = abstract(lambda: spans([], self.rows), self.mesh)
-        reading = self.placed(lambda placed: placed.reading)
-        traced = self.placed(lambda placed: placed.traced).eviction
-        cache = self._whole()
-        return Program(
-            one_pass,
-            (self.model, reading, traced, cache, tokens, valid, parts),
-            _parts(self.model, (reading, traced), cache, tokens, valid, parts),
-            donated=3,
-            static={
-                "first": bucket(max(eviction.needs.prefix, eviction.needs.first)),
-                "implementation": None,
-            },
-        )
-
-    def decode(self) -> Program:
-        """A block of decoded tokens. Figures are of one."""
-        policy, told = self.policy(), self.told
-        tokens = self.kept(policy) + self._room(policy)
-        # one row may have been left all of its own
-        cache = self.cache(
-            policy.continuing.uncompacted,
-            self.placed(lambda placed: placed.continuing.traced),
-            tokens,
-            tables=told.context + told.new,
-        )
-        traced = self.placed(lambda placed: placed.continuing.traced)
-        number = self._array(jnp.int32, ())
-        valid, running = (
-            self._array(jnp.int32, (self.rows,), BATCH),
-            self._array(jnp.bool_, (self.rows,), BATCH),
-        )
-        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw())
-        key = abstract(lambda: jax.random.key(0), self.mesh)
-        arguments = self.model, traced, cache, valid, running, draw, key, number
-        count = min(BLOCK, max(1, told.new - 1))
-        again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
-        return Program(
-            decode_block,
-            arguments,
-            _parts(*arguments, again),
-            donated=2,
-            static={"count": count, "greedy": True},
-            named={"recurring": again},
-            steps=count,
-        )
-
     def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(*spec)))
 
 
-def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> list[tuple[str, Any]]:
-    return [
-        (WEIGHTS, model),
-        ("policy", policy),
-        (POOL, cache.pages),
-        (TABLES, (cache.layers, cache.seen)),
-        ("batch", rest),
-    ]
+def _parts(model: Any, policy: Any, cache: Any, *rest: Any) -> dict[str, Any]:
+    return {
+        WEIGHTS: model,
+        "policy": policy,
+        POOL: cache.pages,
+        TABLES: (cache.layers, cache.seen),
+        "batch": rest,
+    }
 
 
-def stages_of(told: ServeConfig, config: ModelConfig) -> list[str]:
-    """Those of `STAGES` that there are. Raises UserError for a policy and a mesh that do not go with the model, before
-    anything compiles."""
+def check_serving(told: ServeConfig, config: ModelConfig) -> None:
+    """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
+    told.check()
     check_mesh(told.mesh, config)
     given = told.arguments()
     if told.policy == "wgkv":
@@ -294,9 +328,46 @@ def stages_of(told: ServeConfig, config: ModelConfig) -> list[str]:
             raise UserError(
                 f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…"
             )
-        return ["prefill", "decode"]
+        return
     with use_mesh():
-        policy = make_policy(told.policy, **completed(told.policy, given, config, jax.eval_shape))
-    policy.check(config)
-    again = policy.eviction is not None and policy.eviction.rereads
-    return [stage for stage in STAGES if again or stage != "passes"]
+        make_policy(told.policy, **completed(told.policy, given, config, jax.eval_shape)).check(config)
+
+
+def completed(policy: str, given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    """Return the arguments `given` of a policy with what its eviction needs beside them: token ids for the texts of
+    kvzip and of guidance, and gates for fast_kvzip, of the published sizes unless a folder or a file of gates is named,
+    whose sizes are taken.
+
+    Args:
+        make: makes gates of a function without arguments.
+
+    Raises:
+        UserError: files that hold no gates.
+    """
+    name, told = with_arguments(given.get("eviction", ""), EVICTIONS)
+    guidance = given.get("guidance", getattr(EVICTIONS.get(policy, EVICTIONS.get(name)), "guidance", ""))
+    if isinstance(guidance, str) and guidance.strip():
+        given = given | {"guidance": (0,) * -(-len(text(guidance)) // LETTERS)}
+    if policy in BESIDE:
+        return given | BESIDE[policy](given, config, make)
+    if name not in BESIDE:
+        return given
+    told = told or {}
+    return given | {"eviction": EVICTIONS[name](**(told | BESIDE[name](told, config, make)))}
+
+
+def _texts(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in given}
+
+
+def _gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    inputs, width = given.get("inputs", "hidden"), config.width
+    heads = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
+    sizes = Sizes(*heads, width if inputs == "hidden" else config.head_dim, 16, 16, "sink", inputs)
+    if "gates" in given:
+        sizes = gate_sizes(given["gates"])
+    return {"gates": make(sizes.make), "inputs": given.get("inputs", sizes.inputs)}
+
+
+BESIDE = {"kvzip": _texts, "fast_kvzip": _gates}
+"""Evictions that need more than numbers, and what makes it of the arguments that they are given."""

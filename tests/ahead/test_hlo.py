@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.mesh import P, make_mesh
-from kvjax.plan.hlo import exchanged
+from tests.ahead.hlo import exchanged
 
 LOOPED = """HloModule m
 

@@ -1,10 +1,12 @@
-"""Models by their shape alone: well-known ones from a `config.json` in a folder here, others from their own."""
+"""Models by their shape alone, without weights: well-known ones from a `config.json` in a folder here, others from
+their own; and which meshes and sequences go with a shape."""
 
 import dataclasses
 import warnings
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
+from kvjax.command.launch import MeshShape
 from kvjax.errors import Doubt, UserError
 from kvjax.models.adapter import base_of
 from kvjax.models.config import ModelConfig, read_config
@@ -68,3 +70,17 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
             Doubt,
             stacklevel=2,
         )
+
+
+def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:
+    """Refuse a mesh that does not divide the model, before there are devices. Raises UserError."""
+    heads = "tensor axis" if mesh.sequence == 1 else "tensor × sequence"
+    for what, size, said, parts in (
+        ("kv heads", config.num_kv_heads, heads, mesh.head_shards),
+        ("mlp width", config.mlp_width, heads, mesh.head_shards),
+        ("width", config.width, "fsdp axis", mesh.fsdp),
+    ):
+        if size % parts:
+            raise UserError(
+                f"--mesh {mesh}: its {said} of {parts} does not divide the model's {what} ({size})"
+            )

@@ -1,0 +1,132 @@
+"""The programs, against real arrays and what a run gives its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from kvjax import cache as caches
+from kvjax.command.launch import MeshShape
+from kvjax.inference.sampling import sample
+from kvjax.mesh import make_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.plan.ahead import TEMPORARIES, memory
+from kvjax.plan.programs import POOL, WEIGHTS, ServeConfig, Serving, update
+from kvjax.policies import make_policy
+from kvjax.train.recipes.wgkv import WriteGates
+from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.update import initial_state, make_update
+from tests.tiny_models import filled, tiny_sink_gates
+
+RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,), sequences=10)
+
+
+def own_bytes(tree) -> int:
+    """Of the first device's parts of real arrays."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(fsdp=2, tensor=2)
+
+
+def test_the_parts_of_training_are_those_of_the_run(mesh, shape):
+    with jax.set_mesh(mesh):
+        trained = memory(update(RUN, shape, "float32", mesh, 64), "cpu")
+        model = jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0)))()
+        state = jax.jit(lambda model: initial_state(RUN, model))(model)
+        batch = to_mesh(mesh, Rows.of_this_process(mesh, RUN.rows), np.zeros((RUN.rows, 64), np.int32))
+        found = make_update(RUN).lower(state, model, batch, np.int32(0)).compile().memory_analysis()
+    assert trained.parts[WEIGHTS] == own_bytes(model)
+    assert trained.parts["trained parameters"] == own_bytes(state.params)
+    assert trained.parts["optimizer"] == own_bytes(state.opt)
+    assert trained.parts["batch"] == own_bytes(batch) + 4
+    assert trained.parts[TEMPORARIES] == found.temp_size_in_bytes > 0
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    compiled = found.argument_size_in_bytes + found.temp_size_in_bytes + results
+    # the run's program is not given what it does not read
+    unread = trained.parts["padding"] + trained.total - compiled - trained.parts["program"]
+    assert 0 <= unread < own_bytes(model)
+
+
+@pytest.mark.parametrize(("policy", "share"), [({}, 1.0), ({"policy": "wgkv", "ratio": 0.25}, 0.25 * 1.25)])
+def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
+    """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their
+    numbers on a list and a count."""
+    told = ServeConfig(context=1024, batch=4, new=16, window=16 if policy else None, **policy)
+    with jax.set_mesh(mesh):
+        program = Serving(told, shape, "bfloat16", mesh).decode()
+        pool = jax.tree.leaves(program.parts[POOL])
+        own = sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in pool)
+    rows = shape.num_layers * 4 // 2 * shape.num_kv_heads // 2
+    page = 16 * 2 * shape.head_dim * 2 + 4
+    least = rows * np.ceil(share * 1040 / 16)
+    assert least * page <= own - 4 <= caches.pool_size(int(least) + 3 * rows, page) * page
+
+
+class Called(Exception):
+    """A run came to a program, with these arguments."""
+
+
+def sizes(tree):
+    """Of a device's parts of arrays, with all that is compiled in."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [x.sharding.shard_shape(x.shape) if hasattr(x, "sharding") else x.shape for x in leaves]
+    return structure, parts, [x.dtype for x in leaves]
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "guidance"),
+    [
+        ("oraclekv", (), (0,) * 112),
+        ("oraclekv", ("guidance=What is asked?",), (0,) * 5),
+        ("adakv", ("eviction=snapkv", "guidance=T1"), (0,) * 38),
+        ("snapkv", ("guidance=[5, 6]",), (5, 6)),
+        ("snapkv", ("observed=8",), ()),
+    ],
+)
+def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, name, told, guidance):
+    """G1 has 336 letters and T1 113."""
+    config = ServeConfig(policy=name, context=512, set=(("ratio=0.5", *told),))
+    with jax.set_mesh(mesh):
+        assert Serving(config, shape, "bfloat16", mesh).policy().when.guidance == guidance
+
+
+ANSWERS = {"when": "position", "every": 16, "last": 16, "buffer": 16, "entries": 32}
+
+
+@pytest.mark.parametrize(
+    ("stage", "program", "name", "told"),
+    [
+        ("prefill", "forward.last_logits", "kvzip", {"ratio": 0.5}),
+        ("decode", "sampling.decode_block", "fast_kvzip", ANSWERS),
+    ],
+)
+def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, name, told, monkeypatch):
+    """Gates, texts, and the compaction of the decoding loop; a pool of another size."""
+
+    def call(*arguments, **named):
+        raise Called(arguments, named)
+
+    monkeypatch.setattr(f"kvjax.inference.{program}", call)
+    options = tuple(f"{key}={value}" for key, value in told.items())
+    config = ServeConfig(policy=name, context=64, batch=4, new=17, set=(options,))
+    with jax.set_mesh(mesh):
+        model = filled(shape, jnp.bfloat16)
+        texts = dict.fromkeys(("instruction", "resumption", "tail"), (0,) * 16)
+        own = texts if name == "kvzip" else {"gates": tiny_sink_gates(model)}
+        policy = make_policy(name, model=model, **told, **own)
+        with pytest.raises(Called) as came:
+            sample(model, [np.arange(64)] * 4, policy=policy, max_new_tokens=17, eos=())
+        planned = getattr(Serving(config, shape, "bfloat16", mesh), stage)()
+    (arguments, named), cache = came.value.args, planned.donated
+    for given, ours in zip(arguments, planned.arguments, strict=True):
+        if given is arguments[cache]:
+            assert sizes((given.layers, given.seen)) == sizes((ours.layers, ours.seen))
+            assert given.pages.planes.keys() == ours.pages.planes.keys() == {"score"}
+        else:
+            assert sizes(given) == sizes(ours)
+    assert planned.static.items() <= named.items()
+    assert sizes(named.get("recurring")) == sizes(planned.named.get("recurring"))
