@@ -16,15 +16,26 @@ rest is the token, and where everything else happens.
   tell passages apart that share a token; their sum can. Queries that ask for a record look at their own place.
 
 All of these match in the slowest RoPE pairs, so that the distance does not matter.
+
+By how much the right key wins is set after training (`settle_margins`), when it is settled how strongly keys match. A
+soft gate fades a key by log 1e-3 at most. Where the right key wins by more, training gates cannot see that a token is
+needed, and cutting it then costs the answer. So a query that asks for a record is drawn to its own place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.sharding import reshard
 
+from kvjax.mesh import BATCH
 from kvjax.models.config import ModelConfig
-from kvjax.tasks import Vocabulary
+from kvjax.models.decoder import SPLIT, Decoder, scan_layers
+from kvjax.tasks import Recall, Vocabulary, pack
+from pallas_kernels.vertical_slash import vertical_slash
 
 Weights = dict[str, np.ndarray]
 """Arrays by their names in the decoder, layers stacked: q [l d n h], k and v [l d k h], o [l n h d], gate [l d f], …"""
@@ -41,6 +52,11 @@ SHARP_PLACE, SHARP_RECORD, SHARP_PASSAGE = 4.0, 3.0, 3.0
 """Scale of queries and of keys after their norms: in layer 0, and in the layers of matchers."""
 FAST_PAIRS, NEAR_PAIRS = 5, 7
 """RoPE pairs, from the fastest, by which layer 0 finds a place, and later layers their own."""
+NEAR = 16
+SMALLEST = 2.5
+"""Nats by which nine of ten right keys are to win over the last `NEAR` places together."""
+FROM_MARK = (2, 3, 2)
+"""Where in a record the key of each type's answer is found."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +181,63 @@ def set_drawn(
         if m.way is not None:
             q[m.layer, ASKS[m.way], m.head * group : (m.head + 1) * group, dimension] = drawn[m.way]
     return weights | {"q": q}
+
+
+@jax.jit
+def queries_and_keys(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What every layer compares: [l b n t h] and [l b k t h]."""
+
+    def attend(step, carry, xs):
+        attention = jax.shard_map(lambda q, k, v: vertical_slash(q, k, v, window=1)[0], out_specs=SPLIT)
+        return attention(step.q, step.k, step.v), carry, (step.q, step.k)
+
+    position = reshard(jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), P(BATCH, None))
+    _, _, compared = scan_layers(model, model.embed_tokens(tokens), position, attend)
+    return compared
+
+
+def margins(
+    model: Decoder, matchers: tuple[Matcher, ...], task: Recall, length: int, samples: int
+) -> list[np.ndarray]:
+    """For each type of question the logits of the right keys over the log-sum-exp of the last `NEAR` places'."""
+    v = task.vocabulary
+    found: list[list[float]] = [[] for _ in v.types]
+    heads = {m.way: m for m in matchers if m.way is not None}
+    for seed in range(samples):
+        sample = task.sample(seed, length)
+        room = sum(len(question) for question in sample.questions[1:])
+        tokens, _ = pack(sample, length + room, v.end)
+        q, k = (np.asarray(x[:, 0], np.float32) for x in queries_and_keys(model, jnp.asarray(tokens[None])))
+        starts = np.flatnonzero(sample.context == v.record)
+        for at in np.flatnonzero(np.isin(tokens, v.types)):
+            way = v.types.index(tokens[at])
+            m = heads[way]
+            (start,) = starts[tokens[starts + (2 if way == 2 else 1)] == tokens[at - 1]]
+            query = q[m.layer, m.head * q.shape[1] // k.shape[1], at] / np.sqrt(q.shape[-1])
+            near = k[m.layer, m.head, at - NEAR + 1 : at + 1] @ query
+            right = k[m.layer, m.head, start + FROM_MARK[way]] @ query
+            found[way].append(right - np.logaddexp.reduce(near))
+    return [np.array(values) for values in found]
+
+
+def settle_margins(
+    weights: Weights,
+    as_model: Callable[[Weights], Decoder],
+    matchers: tuple[Matcher, ...],
+    task: Recall,
+    *,
+    length: int = 512,
+    samples: int = 4,
+) -> Weights:
+    """The weights with asking queries drawn to their own place as much as leaves right keys the margin they need."""
+    low, high = np.zeros(3), np.full(3, 4.0)
+    for _ in range(10):
+        middle = (low + high) / 2
+        weights = set_drawn(weights, matchers, middle)
+        smallest = [np.quantile(m, 0.1) for m in margins(as_model(weights), matchers, task, length, samples)]
+        enough = np.array(smallest) > SMALLEST
+        low, high = np.where(enough, middle, low), np.where(enough, high, middle)
+    return set_drawn(weights, matchers, low)
 
 
 def _random_weights(config: ModelConfig, rng: np.random.Generator) -> Weights:

@@ -1,4 +1,4 @@
-"""Makes the built-in model, its test-size sibling and the held-out text: `python -m train.builtin_model`.
+"""Makes the built-in model, its test-size sibling and the held-out text: `python -m train.builtin`.
 
 It needs nothing but the machine it is on. The text is the Python standard library's source; the tasks are those of
 `kvjax.tasks`. A run that was stopped goes on from its last checkpoint. The same machine gives the same model.
@@ -32,10 +32,16 @@ from kvjax.models.decoder import Decoder
 from kvjax.models.rope import RopeConfig
 from kvjax.tasks import Mixture, Recall, Vocabulary
 from kvjax.tasks.builtin import encode_files, split_files
-from train.builtin_margin import settle_margins
-from train.builtin_scores import cross_entropy, model_card
-from train.builtin_text import VOCABULARY, hold_out, save_tokenizer, standard_library, train_tokenizer
-from train.builtin_weights import Matcher, initial_weights, passage_matchers, record_matchers, trained
+from train.builtin.scores import cross_entropy, model_card
+from train.builtin.text import VOCABULARY, hold_out, save_tokenizer, standard_library, train_tokenizer
+from train.builtin.weights import (
+    Matcher,
+    initial_weights,
+    passage_matchers,
+    record_matchers,
+    settle_margins,
+    trained,
+)
 
 SHARES = (0.4, 0.05, 0.25, 0.3)
 """Of recall, needle, copy and text among the training sequences."""

@@ -142,17 +142,17 @@ it knows Python source and a few tasks.
 
 ## How it was made
 
-`python -m train.builtin_model`, from nothing but the standard library's source text and seeded tasks
+`python -m train.builtin`, from nothing but the standard library's source text and seeded tasks
 (`kvjax/tasks`): {training}
 The tokenizer is a byte-level BPE trained on the same text.
 
 **Structured initial weights.** The architecture is a plain Qwen3, but some heads do not start from random weights
-(`train/builtin_weights.py`). In layer 0 the kv heads start as views of the tokens 0 to 3 places back, written to parts
+(`train/builtin/weights.py`). In layer 0 the kv heads start as views of the tokens 0 to 3 places back, written to parts
 of the residual stream that nothing else writes to. Later kv heads start as matchers: one for each type of question
 about a record, which looks at its own place unless it is asked, and (not in the test-size model) two for going on with
 a passage, which look at their own place when a question about a record is asked. Where the heads for records look
 stays as it was set, but for the margin by which a right key wins: that is set after training
-(`train/builtin_margin.py`). What they hand on, and all else, is trained. Without that start, lookup does not form at
+(`settle_margins` there). What they hand on, and all else, is trained. Without that start, lookup does not form at
 this size. How retrieval is spread over the heads is therefore a choice and not a finding: no single head answers a
 task.
 

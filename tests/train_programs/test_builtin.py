@@ -15,8 +15,7 @@ from kvjax.models import load_model
 from kvjax.models.rope import cos_sin
 from kvjax.tasks import Copy, Mixture, Needle, Recall, Text, builtin_task, builtin_text, builtin_vocabulary
 from kvjax.tasks.builtin import encode_files, split_files
-from train.builtin_margin import SMALLEST, margins, settle_margins
-from train.builtin_model import (
+from train.builtin.__main__ import (
     Recipe,
     Stage,
     as_model,
@@ -27,9 +26,9 @@ from train.builtin_model import (
     train,
     write_model,
 )
-from train.builtin_scores import best_single_head, score
-from train.builtin_text import VOCABULARY, hold_out, train_tokenizer
-from train.builtin_weights import initial_weights, record_matchers, trained
+from train.builtin.scores import best_single_head, score
+from train.builtin.text import VOCABULARY, hold_out, train_tokenizer
+from train.builtin.weights import SMALLEST, initial_weights, margins, record_matchers, settle_margins, trained
 
 
 @pytest.fixture(scope="module")
