@@ -8,7 +8,7 @@
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
 Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
-export, evaluate, generate, plan, convert, policies, cache. Files: step: what a layer shows methods; top: selection of
+export, evaluate, generate, plan, convert, policies. Files: step: what a layer shows methods; top: selection of
 the best scores; struct: dataclasses that are pytrees; mesh: devices; errors, files: a user's mistakes, writing whole
 files; chat_template, chat_worker: what a chat template puts around a text; plugins: what other packages bring.
 """

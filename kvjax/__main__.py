@@ -14,7 +14,6 @@ COMMANDS = {
     "export": "the trained parameters of a run's checkpoint",
     "convert": "weights from GGUF and Orbax to Hugging Face's format, and back",
     "policies": "the methods, a line each",
-    "cache": "what a saved cache holds, by layer and head",
 }
 """With a line about each."""
 

@@ -137,7 +137,10 @@ def partial_folder(target: Path) -> Iterator[Path]:
     prefix = f".{target.name}.partial-"
     # one process at a time: nobody sees a new folder before it is locked
     with locked(target.parent):
-        remove_left(target.parent, target.name)
+        for left in target.parent.glob(f"{glob.escape(prefix)}*"):
+            with locked(left, wait=False) as unused:
+                if unused:
+                    shutil.rmtree(left, ignore_errors=True)
         partial = target.with_name(prefix + uuid.uuid4().hex[:8])
         partial.mkdir()
         own = contextlib.ExitStack()
@@ -147,14 +150,6 @@ def partial_folder(target: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def remove_left(parent: Path, name: str) -> None:
-    """Remove what killed processes left of `partial_folder` for a target in `parent`, which must be locked."""
-    for left in parent.glob(f".{glob.escape(name)}.partial-*"):
-        with locked(left, wait=False) as unused:
-            if unused:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 @contextlib.contextmanager

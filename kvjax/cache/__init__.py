@@ -14,7 +14,7 @@ from kvjax.cache.compaction import Quota
 from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
-from kvjax.cache.ring import in_order, leaving, outgoing, push, ring_entries, ring_priority
+from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
@@ -57,7 +57,6 @@ __all__ = [
     "leaving",
     "most_pages",
     "not_finite",
-    "outgoing",
     "owned",
     "pages_for",
     "parse_capacity",

@@ -65,16 +65,6 @@ def leaving(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int, window
     return (index < valid[:, None]) & (index >= window - 1 - seen[:, None])
 
 
-def outgoing(
-    pages: Pages, layer: LayerCache, kv: Float[Array, "b k t kv"], seen: Int[Array, " b"], window: int
-) -> Float[Array, "b k t kv"]:
-    """The oldest tokens of the ring and a call's own, in order: as many as the call has."""
-    tokens = kv.shape[2]
-    from_ring = min(tokens, window - 1)
-    old, _ = ring_entries(pages, layer, seen, from_ring, window)
-    return jnp.concatenate([old, kv[:, :, : tokens - from_ring]], 2)
-
-
 def push(
     pages: Pages,
     layer: LayerCache,
@@ -95,10 +85,11 @@ def push(
     batch, heads, tokens, _ = kv.shape
     slots, page_size, capacity = window - 1, pages.pool.shape[1], pages.pool.shape[0]
     leaving_from_ring = min(tokens, slots)
-    out = outgoing(pages, layer, kv, seen, window)
-    stays = turnover.stays & leaving(seen, valid, out.shape[2], window)[:, None]
+    old, _ = ring_entries(pages, layer, seen, leaving_from_ring, window)
+    outgoing = jnp.concatenate([old, kv[:, :, : tokens - leaving_from_ring]], 2)
+    stays = turnover.stays & leaving(seen, valid, tokens, window)[:, None]
     had = layer.length
-    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window, tokens)
+    pages, layer, place = _allocate(pages, layer, stays, turnover.gone, seen, valid, window)
     numbers = {
         name: jnp.concatenate([in_order(old := layer.numbers[name], seen), new.astype(old.dtype)], -1)
         for name, new in numbers.items()
@@ -131,8 +122,8 @@ def push(
     shape = (batch, heads, leaving_from_ring)
     page = jnp.concatenate([slot[0], jnp.broadcast_to(ring_page, shape)], -1)
     offset = jnp.concatenate([slot[1], jnp.broadcast_to((ring_slot % page_size)[:, None], shape)], -1)
-    pages = pages.with_entries(page, offset, jnp.concatenate([out, ring_kv], 2))
-    bounds = with_keys(pages.bounds, slot[0], out.astype(pages.dtype))
+    pages = pages.with_entries(page, offset, jnp.concatenate([outgoing, ring_kv], 2))
+    bounds = with_keys(pages.bounds, slot[0], outgoing.astype(pages.dtype))
     pages = dataclasses.replace(pages, bounds=bounds, planes=pages.planes | planes)
 
     now = seen + valid
@@ -143,11 +134,11 @@ def push(
     return pages, dataclasses.replace(layer, priority=ring, numbers=layer.numbers | by_slot)
 
 
-def _allocate(pages, layer, stays, gone, seen, valid, window, tokens):
+def _allocate(pages, layer, stays, gone, seen, valid, window):
     """Extend the rows of the tokens that stay, and the rings; the place of each token in its row, past its end for
     those that go."""
-    page_size = pages.pool.shape[1]
-    columns, ring = layer.page_table.shape[-1], ring_pages(window, page_size)
+    page_size, capacity = pages.pool.shape[1], pages.pool.shape[0]
+    tokens, columns, ring = stays.shape[-1], layer.page_table.shape[-1], ring_pages(window, page_size)
     rank = jnp.cumsum(stays, -1, dtype=jnp.int32) - 1
     if gone is None:
         place, length = layer.length[..., None] + rank, layer.length + stays.sum(-1, dtype=jnp.int32)
@@ -162,28 +153,16 @@ def _allocate(pages, layer, stays, gone, seen, valid, window, tokens):
         jnp.broadcast_to(ring_pages(jnp.minimum(count + 1, window), page_size)[:, None], length.shape)
         for count in (seen, seen + valid)
     ]
-    # of a ring and of a global region
+    # of a ring and of a global region: the column behind the last page, and how many pages are missing
     had = jnp.stack([rings[0], ring - (-layer.length // page_size)], -1)
     need = jnp.stack([rings[1], ring - (-length // page_size)], -1) - had
-    pages, table = with_pages(pages, layer.page_table, had, need, -(-tokens // page_size))
-    layer = dataclasses.replace(layer, page_table=table, length=length)
-    return pages, layer, jnp.where(stays, place, columns * page_size)
-
-
-def with_pages(
-    pages: Pages,
-    page_table: Int[Array, "b k c"],
-    column: Int[Array, "b k parts"],
-    need: Int[Array, "b k parts"],
-    most: int,
-) -> tuple[Pages, Int[Array, "b k c"]]:
-    """Rows with as many pages of the free list as each part of them needs, at most `most`, from these columns on."""
-    capacity, columns = pages.pool.shape[0], page_table.shape[-1]
     ends = jnp.cumsum(need.reshape(-1)).reshape(need.shape)
-    index = jnp.arange(most)
+    index = jnp.arange(-(-tokens // page_size))
     source = pages.free_count[0] - 1 - ((ends - need)[..., None] + index)
     fresh = jnp.where(source >= 0, pages.free[jnp.maximum(source, 0)], capacity)
-    target = jnp.where(index < need[..., None], column[..., None] + index, columns)
+    target = jnp.where(index < need[..., None], had[..., None] + index, columns)
     b, k = jnp.ogrid[: need.shape[0], : need.shape[1]]
-    table = page_table.at[b[..., None, None], k[..., None, None], target].set(fresh, mode="drop")
-    return dataclasses.replace(pages, free_count=pages.free_count - ends.reshape(-1)[-1]), table
+    table = layer.page_table.at[b[..., None, None], k[..., None, None], target].set(fresh, mode="drop")
+    pages = dataclasses.replace(pages, free_count=pages.free_count - ends.reshape(-1)[-1])
+    layer = dataclasses.replace(layer, page_table=table, length=length)
+    return pages, layer, jnp.where(stays, place, columns * page_size)

@@ -221,21 +221,17 @@ def _prefill(
     alone = table.shape[-1] == 0  # nothing can have left the ring
     # what is merged is rounded once, after that
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
-    near = _near_attention(policy, step, pages, layer, wanted, priority, bias, seen, valid, options)
+    if policy.stores_all:
+        # nothing is masked: padding comes after every real token
+        near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
+    else:
+        k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
+        end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
+        near = vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
     if alone:
         return *near, turnover
     o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options))
     return o.astype(step.q.dtype), lse, turnover
-
-
-def _near_attention(policy, step, pages, layer, wanted, priority, bias, seen, valid, options):
-    """Over the ring's tokens and the new ones under the window's mask."""
-    if policy.stores_all:
-        # nothing is masked: padding comes after every real token
-        return vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
-    k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
-    end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
-    return vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
 
 
 def _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation):

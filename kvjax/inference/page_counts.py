@@ -22,13 +22,6 @@ def by_own_heads(cache: Cache, rows: Int[np.ndarray, "l b k"]) -> Int[np.ndarray
     return rows.reshape(layers, batch_shards(), -1, parts, heads // parts).sum((0, 2, 4))
 
 
-def _stored_pages(
-    cache: Cache, length: Int[np.ndarray, "l b k"]
-) -> Int[np.ndarray, "batch_shards head_shards"]:
-    """Return each shard's pages for head caches of `length` retained entries."""
-    return by_own_heads(cache, -(-length // cache.page_size))
-
-
 def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
     """The most pages of a shard that `tokens` more tokens of each sequence take, beside those in use, in rows of at
     most `most` entries behind their rings."""
@@ -37,8 +30,9 @@ def more_pages(cache: Cache, tokens: int, most: int | None = None) -> int:
     longer = length + leaving
     if most is not None:
         longer = np.maximum(np.minimum(longer, most), length)
-    rings = by_own_heads(cache, rings_pages(cache, tokens) - rings_pages(cache))
-    return int((rings + _stored_pages(cache, longer) - _stored_pages(cache, length)).max())
+    rings = rings_pages(cache, tokens) - rings_pages(cache)
+    stored = -(-longer // cache.page_size) - -(-length // cache.page_size)
+    return int(by_own_heads(cache, rings + stored).max())
 
 
 def rings_pages(cache: Cache, tokens: int = 0) -> Int[np.ndarray, "l b k"]:

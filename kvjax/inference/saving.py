@@ -183,12 +183,6 @@ def _described(cache: Cache, model: Decoder, policy: Policy, arrays: Arrays) -> 
     } | MadeFor.of(model).description
 
 
-def array_bytes(tree: Any) -> bytes:
-    """A tree's arrays with their names and dtypes, for a digest."""
-    arrays = {name: np.asarray(leaf) for name, leaf in leaves_by_path(tree).items()}
-    return b"".join(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes() for name, x in arrays.items())
-
-
 def _trained(later: Policy, cache: Cache) -> dict[str, str]:
     """Of each method that goes on with what it made of a cache's tokens, a digest of its gates or scorers; those of a
     method that has none are alike."""
@@ -203,7 +197,9 @@ def _trained(later: Policy, cache: Cache) -> dict[str, str]:
         if jax.tree.leaves(memories):
             known = hashlib.sha256()
             while isinstance(method, Method):
-                known.update(array_bytes(getattr(method, method.trained, ())))
+                for name, leaf in leaves_by_path(getattr(method, method.trained, ())).items():
+                    x = np.asarray(leaf)
+                    known.update(repr((name, x.shape, x.dtype.name)).encode() + x.tobytes())
                 method = getattr(method, "eviction", None)  # within a wrapper
             found[role] = known.hexdigest()[:16]
     return found
