@@ -1,4 +1,4 @@
-"""The kernels' README shows code that runs."""
+"""The examples of docs/kernels.md run."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 
 import pallas_kernels
 
-README = Path(pallas_kernels.__path__[0], "README.md").read_text()
-EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TEXT = Path(pallas_kernels.__path__[0]).with_name("docs").joinpath("kernels.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 @pytest.mark.parametrize(
