@@ -1,4 +1,4 @@
-"""What the programs that make docs/claims.md share: commands run and shown, scores of several seeds, and tables."""
+"""Shared by the programs that make tables of docs/results.md: commands that are shown, scores of seeds, tables."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""What docs/claims.md says of KVzip and Fast KVzip on the built-in model: its tables and its picture, by one command.
+"""Make the tables and the picture of docs/results.md for KVzip and Fast KVzip on the built-in model.
 
     python train/claims_fast_kvzip.py --out runs/claims-fast-kvzip
 
@@ -54,7 +54,7 @@ Part = Literal["main", "ablations", "long", "prefill"]
 
 @dataclasses.dataclass(frozen=True)
 class ClaimsConfig:
-    """Make the tables and the picture of docs/claims.md for KVzip and Fast KVzip."""
+    """Make the tables and the picture of docs/results.md for KVzip and Fast KVzip."""
 
     out: Path
     """Folder of everything: gates, cells, claims.md and claims.png."""

@@ -1,4 +1,4 @@
-"""What docs/claims.md says of KVPOP on the built-in model: its tables, by one command.
+"""Make the tables of docs/results.md for KVPOP on the built-in model.
 
     python train/claims_kvpop.py --out runs/claims-kvpop
 
@@ -48,7 +48,7 @@ Part = Literal["main", "ablations", "courses", "cost"]
 
 @dataclasses.dataclass(frozen=True)
 class ClaimsConfig:
-    """Make the tables of docs/claims.md for KVPOP."""
+    """Make the tables of docs/results.md for KVPOP."""
 
     out: Path
     """Folder of everything: runs, cells, claims.md."""

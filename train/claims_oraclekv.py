@@ -1,4 +1,4 @@
-r"""What docs/claims.md says of OracleKV: its tables, by one command for each model.
+r"""Make the tables of docs/results.md for OracleKV, with a command for each model.
 
     python train/claims_oraclekv.py --out runs/claims-oraclekv
     python train/claims_oraclekv.py --out runs/claims-oraclekv-smollm2 --documents text/heldout \
@@ -61,7 +61,7 @@ for one task each."""
 
 @dataclasses.dataclass(frozen=True)
 class ClaimsConfig:
-    """Make the tables of docs/claims.md for OracleKV."""
+    """Make the tables of docs/results.md for OracleKV."""
 
     out: Path
     """Folder of everything: cells, claims.md."""

@@ -1,4 +1,4 @@
-"""What docs/claims.md says of PruLong and DuoAttention on the built-in model: its tables, by one command.
+"""Make the tables of docs/results.md for PruLong and DuoAttention on the built-in model.
 
     python train/claims_prulong.py --out runs/claims-prulong
 
@@ -54,7 +54,7 @@ Part = Literal["main", "variants"]
 
 @dataclasses.dataclass(frozen=True)
 class ClaimsConfig:
-    """Make the tables of docs/claims.md for PruLong and DuoAttention."""
+    """Make the tables of docs/results.md for PruLong and DuoAttention."""
 
     out: Path
     """Folder of everything: runs, cells, claims.md."""
