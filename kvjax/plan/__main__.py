@@ -80,8 +80,8 @@ def serve(args: list[str]) -> None:
 
     told = parse_command(ServeConfig, args)
     model = find_shape(told.model)
-    check_serving(told, model.config)
     usable = _begin(told.model, told.dtype or model.dtype, told.topology, told.mesh)
+    check_serving(told, model.config)
     check_longest(model.config, told.context)
     shards, most = told.mesh.batch_shards, model.config.longest
     batch = -(-told.batch // shards) * shards
@@ -98,11 +98,11 @@ def serve(args: list[str]) -> None:
 
 
 def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int:
-    """Say what is compiled for, and return a device's usable bytes. Raises UserError for a topology that the mesh is
-    not of, or whose compiler is not installed."""
-    if topology is None:
-        from kvjax.cache import device_bytes
+    """Say what is compiled for, and return a device's usable bytes. Raises UserError for a topology of another size
+    than the mesh, or whose compiler is not installed."""
+    from kvjax.cache import device_bytes
 
+    if topology is None:
         start(mesh)
         usable = device_bytes()
     else:
@@ -112,6 +112,7 @@ def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int
                 f"--mesh {mesh} has {mesh.count} devices, --topology {topology} has {chips.count}"
             )
         chips.check_compiler()
+        start(MeshShape())
         usable = chips.usable
     where = topology or "this machine"
     _say(f"{model} ({dtype}) on {where}, mesh {mesh}: {mesh.count} devices of {shown_bytes(usable)} usable")
@@ -119,20 +120,20 @@ def _begin(model: str, dtype: str, topology: str | None, mesh: MeshShape) -> int
 
 
 def _compiled(job: Job) -> Memory:
-    """A job's memory; stderr says which is on."""
+    """Compile a job, and name it on stderr."""
     print(f"compiling {job}", file=sys.stderr, flush=True)
     return compiled(job)
 
 
 def _shown(job: Job, usable: int) -> Memory:
-    """The same, with all that there is to say of it."""
+    """Compile a job, and print its memory and whether that fits."""
     found = _compiled(job)
     _say(*parts(found), verdict(found, usable))
     return found
 
 
 def _measure(jobs: Sequence[Job], usable: int) -> Callable[[int], Memory]:
-    """Of the jobs with another length the memory of the first that does not fit, or of the one that takes most."""
+    """Return a function of a length: the memory of the job that takes most, or of the first one that does not fit."""
 
     def measure(length: int) -> Memory:
         found = []
@@ -190,7 +191,7 @@ def bracket(known: dict[int, Memory], usable: int) -> tuple[int | None, int | No
 
 
 def _guess(known: dict[int, Memory], aim: float, growing: tuple[str, ...]) -> int:
-    """The length that takes `aim` bytes, on the line of what is known; 0: nothing is."""
+    """Return the length that takes `aim` bytes on the line through the known ones, 0 where no memory is known."""
     # a refusal does not always say how much is needed
     said = {n: one.total for n, one in known.items() if not one.refused or one.parts.get(TEMPORARIES)}
     near = sorted(said, key=lambda length: abs(said[length] - aim))[:2]

@@ -40,14 +40,13 @@ class Topology:
     """A number of chips of one kind."""
 
     text: str
-    """As it was given."""
     chip: str
     """One of `CHIPS`."""
     count: int
 
     @classmethod
     def parse(cls, text: str) -> Topology:
-        """`v5e:2x4`, `v5p:2x2x1`, `h100:8`. Raises UserError for anything else."""
+        """Parse a chip and a slice: `v5e:2x4`, `v5p:2x2x1`, `h100:8`. Raises UserError for anything else."""
         name, _, size = text.partition(":")
         if name not in CHIPS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size):
             raise UserError(
@@ -176,7 +175,7 @@ def compiled(job: Job) -> Memory:
 
 
 def _end(code: int, said: str) -> str:
-    """How a process ended that gave no answer: out of memory, or in a compiler's failed check."""
+    """Say how a process ended that gave no answer: out of memory, or in a compiler's failed check."""
     if code == -signal.SIGKILL:
         return "was killed (SIGKILL): this machine may have too little memory to compile it"
     lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
@@ -245,7 +244,7 @@ def memory(program: Program, platform: str) -> Memory:
 
 
 def _one_line(message: str) -> str:
-    """A message, or its beginning, without line breaks."""
+    """Return a message, or its beginning, without line breaks."""
     return " ".join(message.split())[:300]
 
 

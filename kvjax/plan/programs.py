@@ -120,7 +120,7 @@ def update(
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:
-    """Does reading prompts and decoding fit? Compiled for chips that are not here, without weights."""
+    """Say whether prefill and decoding fit a device's memory, from the programs compiled without weights."""
 
     topology: str | None = None
     """The chips: v5e:2x4, v6e:2x4, v5p:2x2x1 or h100:8; by default this machine's."""
@@ -144,7 +144,7 @@ class ServeConfig:
     batch: int = 1
     """Sequences at a time, rounded up to a multiple of the mesh's data × fsdp."""
     new: int = 128
-    """Tokens that are decoded behind each."""
+    """Tokens of each answer."""
     chunk: int = CHUNK
     """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
     dtype: str | None = None
@@ -168,7 +168,7 @@ class ServeConfig:
             raise UserError(f"--dtype must be float32, bfloat16 or float16, got {self.dtype}")
 
     def arguments(self) -> dict[str, Any]:
-        """Of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
+        """Return the arguments of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
         names = "window", "ratio", "entries"
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given |= assignments([text for texts in self.set for text in texts], "--set")
@@ -180,16 +180,12 @@ class ServeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """A configuration for a model on the current mesh."""
+    """Prefill and decoding of a model on the current mesh."""
 
     told: ServeConfig
-    """The options."""
     config: ModelConfig
-    """The model's."""
     dtype: str
-    """Of the weights."""
     mesh: Mesh
-    """The current one."""
 
     @functools.cached_property
     def model(self) -> Decoder:
@@ -197,7 +193,7 @@ class Serving:
         return model_of(self.mesh, self.config, self.dtype)
 
     def policy(self, make: Make = jax.eval_shape) -> Policy:
-        """As the host knows it, with gates of shapes; `make` makes them."""
+        """Return the policy as the host knows it. `make` makes its gates, by default as shapes."""
         given = self.told.arguments()
         if self.told.policy == "wgkv":
             heads = self.config.num_layers, self.config.num_kv_heads
@@ -214,7 +210,8 @@ class Serving:
         return WriteGate(*sizes, expand=expand, rngs=nnx.Rngs(0))
 
     def placed(self, which: Any) -> Policy:
-        """Shapes of what compiled programs see of the policy; `which` makes it of the one for the model."""
+        """Return the shapes of a part of the policy that compiled programs see. `which` takes that part of the policy
+        for the model."""
 
         def make() -> Policy:
             policy = self.policy(lambda gates: gates())
@@ -224,13 +221,13 @@ class Serving:
 
     @property
     def rows(self) -> int:
-        """Sequences of the batch on this mesh."""
+        """Number of sequences of the batch on this mesh."""
         shards = batch_shards()
         return -(-self.told.batch // shards) * shards
 
     def cache(self, policy: Policy, traced: Policy, tokens: int, tables: int = 0) -> Any:
-        """Shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy` expects. tables:
-        tokens that one row may have, if these are more."""
+        """Return the shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy`
+        expects. tables: tokens that one head cache may have, if these are more."""
         config = self.config
         layout = layout_for(
             policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
@@ -243,13 +240,13 @@ class Serving:
 
     @property
     def entry_bytes(self) -> int:
-        """Of one token's key and value in all layers and kv heads."""
+        """Bytes of one token's key and value in all layers and kv heads."""
         config = self.config
         width = 2 * config.num_layers * config.num_kv_heads * config.head_dim
         return width * self.model.embed.dtype.itemsize
 
     def kept(self, policy: Policy) -> int:
-        """Tokens that a cache after the prompt must have places for: what an eviction leaves, else the context."""
+        """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""
         plan, context = policy.plan, self.told.context
         if plan is None:
             return context
@@ -277,7 +274,7 @@ class Serving:
         """Return a block of decoded tokens."""
         policy, told = self.policy(), self.told
         traced = self.placed(lambda placed: placed.continuing.traced)
-        # one row may have been left all of its own
+        # the eviction may have kept one head cache whole
         cache = self.cache(
             policy.continuing.uncompacted,
             traced,
@@ -300,8 +297,8 @@ class Serving:
         )
 
     def _room(self, policy: Policy) -> int:
-        """Tokens of an answer that a cache has places for beside the prompt, or what is left of it. Where answers are
-        compacted they are made when they are needed."""
+        """Return the tokens of an answer that a cache has places for beside the prompt, or what is left of it: none
+        where answers are compacted, since the places are then made when they are needed."""
         return 0 if policy.plan is not None and policy.plan.moment.while_decoding else self.told.new
 
     def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
@@ -370,4 +367,4 @@ def _gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, 
 
 
 BESIDE = {"kvzip": _texts, "fast_kvzip": _gates}
-"""Evictions that need more than numbers, and what makes it of the arguments that they are given."""
+"""Evictions that need more than numbers, and the functions that make it from their arguments."""
