@@ -33,17 +33,18 @@ def is_there(path: Path, option: str) -> bool:
         raise UserError(f"{option} {path}: {error.strerror or error}") from None
 
 
-def check_regular(file: Path, option: str, *, pipe: bool = False) -> int:
+def check_regular(file: Path, option: str = "", *, pipe: bool = False) -> int:
     """Return a file's size. Raises `UserError`, before anything is opened, for a device, a pipe unless it is allowed,
-    a folder, or a file that is not there."""
+    a folder, or a file that is not there. It names the option."""
+    where = f"{option} {file}".lstrip()
     try:
         found = file.stat()
     except (OSError, ValueError) as error:
-        raise UserError(f"{option} {file}: cannot be read ({os_reason(error)})") from None
+        raise UserError(f"{where}: cannot be read ({os_reason(error)})") from None
     if stat.S_ISDIR(found.st_mode):
-        raise UserError(f"{option} {file}: is a folder, expected a file")
+        raise UserError(f"{where}: is a folder, expected a file")
     if not (stat.S_ISREG(found.st_mode) or (pipe and stat.S_ISFIFO(found.st_mode))):
-        raise UserError(f"{option} {file}: is a pipe or a device, expected a file")
+        raise UserError(f"{where}: is a pipe or a device, expected a file")
     return found.st_size
 
 

@@ -1,7 +1,13 @@
-"""What torch.save wrote, read without torch: a zip whose `*/data.pkl` says what there is (`kvjax.exported.torch_pickle`
-follows it) and whose `*/data/N` hold the bytes of arrays. No more memory is taken than the file is large."""
+"""Files that torch.save wrote, read without torch.
+
+Such a file is a zip. Its `*/data.pkl` is a pickle that says what there is, and its `*/data/N` hold the bytes of arrays.
+A pickle is a program that may call anything, so it is not run. The few instructions that containers and arrays are made
+of are followed, the names that it asks for stand for fixed meanings, nothing is imported or called, and all else is
+refused by name. No more memory is taken than the file is large.
+"""
 
 import math
+import pickletools
 import re
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,16 +15,43 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float32, Shaped
 
 from kvjax.errors import UserError, shown
-from kvjax.exported.torch_pickle import STORAGES, follow
+from kvjax.files import check_regular
 
 BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files begin that torch wrote before 1.6."""
+"""The first bytes of files that torch wrote before 1.6."""
 MOST_AXES = 16
-"""Of an array."""
+STORAGES: dict[str, Any] = {
+    "torch.DoubleStorage": np.float64,
+    "torch.FloatStorage": np.float32,
+    "torch.HalfStorage": np.float16,
+    "torch.BFloat16Storage": ml_dtypes.bfloat16,
+    "torch.LongStorage": np.int64,
+    "torch.IntStorage": np.int32,
+    "torch.ShortStorage": np.int16,
+    "torch.CharStorage": np.int8,
+    "torch.ByteStorage": np.uint8,
+    "torch.BoolStorage": np.bool_,
+}
+"""Dtypes of arrays by torch's names."""
+TENSOR = "torch._utils._rebuild_tensor_v2"
+PARAMETER = "torch._utils._rebuild_parameter"
+DICTIONARY = "collections.OrderedDict"
+UNREAD = {
+    *("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"),
+    *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
+    *("numpy.ndarray", "numpy.dtype", "_codecs.encode"),
+}
+"""The names that NumPy's numbers (losses, accuracies) are made of. They may be there, and are not read."""
+NAMES = {TENSOR, PARAMETER, DICTIONARY, *UNREAD, *STORAGES}
+"""All names that a file may ask for."""
+CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"}
+"""Instructions that push their argument."""
 
 
 @dataclass(frozen=True)
@@ -26,36 +59,40 @@ class Tensor:
     """An array of a file, before its bytes are read."""
 
     entry: zipfile.ZipInfo
-    """Where they are."""
     dtype: np.dtype
-    """Of its numbers."""
     offset: int
-    """Of its first number, in numbers, as strides are."""
+    """In numbers, as strides are."""
     shape: tuple[int, ...]
-    """Its sizes."""
     strides: tuple[int, ...]
-    """From one index of each axis to the next."""
 
     @property
     def nbytes(self) -> int:
-        """Of its numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class TorchFile:
-    """An open file: a context manager, whose `content` are dicts, lists and tuples of `Tensor`s, words and numbers.
+@dataclass(frozen=True)
+class Named:
+    """A name that a file asked for, with its module."""
 
-    Raises UserError, in one line, where the file is none that torch writes, is damaged, or asks for what gates do not
-    need.
+    name: str
+
+
+class Unread:
+    """A value that nobody needs."""
+
+
+class TorchFile:
+    """An open file, to be used as a context manager. Its `content` are dicts, lists and tuples of `Tensor`s, strings,
+    numbers and `Unread`.
+
+    Raises UserError, in one line, for a file that torch does not write, one that is damaged, and one that asks for what
+    gates do not need.
     """
 
     def __init__(self, file: str | Path):
         self.file = Path(file)
+        self.bytes = check_regular(self.file)
         try:
-            # opening a pipe would wait for its writer
-            if self.file.exists() and not self.file.is_file():
-                raise UserError(f"{file}: not a regular file")
-            self.bytes = self.file.stat().st_size
             with self.file.open("rb") as opened:
                 begins = opened.read(len(BEFORE_ZIP))
             if begins == BEFORE_ZIP:
@@ -71,8 +108,7 @@ class TorchFile:
             [entry] = (x for x in self._zip.infolist() if re.fullmatch(r"[^/]+/data\.pkl", x.filename))
             self._folder = entry.filename.removesuffix("data.pkl")
             self._check_order()
-            program = self._zip.read(self._entry("data.pkl"))
-            self.content = follow(program, file, self._storage, self._tensor)
+            self.content = self._follow(self._zip.read(self._entry("data.pkl")))
         except Exception as error:
             self._zip.close()
             self._damaged(error)
@@ -84,7 +120,7 @@ class TorchFile:
         self._zip.close()
 
     def read(self, tensor: Tensor) -> Shaped[np.ndarray, "..."]:
-        """Its numbers, a view of the bytes that they lie in."""
+        """Return an array's numbers, a view of the bytes that they lie in."""
         try:
             stored = self._zip.read(tensor.entry)
         except Exception as error:
@@ -134,14 +170,103 @@ class TorchFile:
                 raise UserError(f"{self.file}: its byte order is {shown(order)}, expected little")
 
     def _entry(self, name: str) -> zipfile.ZipInfo:
-        """An entry that holds its bytes as they are, as torch's do: what is packed may be larger than the file."""
+        """Return an entry that holds its bytes as they are, as torch's do. A packed one may be larger than the file."""
         entry = self._zip.getinfo(self._folder + name)
         if not entry.file_size == entry.compress_size <= self.bytes:
             raise UserError(f"{self.file}: {name} is packed, which it never is in a file of torch.save's")
         return entry
 
+    def _follow(self, program: bytes) -> Any:
+        """Return what a program of pickle's protocol 2, which is torch's, leaves.
+
+        Raises:
+            UserError: an instruction or a name that gates do not need.
+            Exception: any kind, for a damaged program.
+        """
+        stack: list[Any] = []
+        marks: list[int] = []
+        memo: dict[int, Any] = {}
+        instructions: Any = pickletools.genops(program)
+
+        def pop(count: int | None = None) -> list[Any]:
+            """Remove and return the last values; with no `count` those since the last mark."""
+            start = marks.pop() if count is None else len(stack) - count
+            if start < (marks[-1] if marks else 0):
+                raise ValueError("too few values")
+            found = stack[start:]
+            del stack[start:]
+            return found
+
+        def top(*kinds: type) -> Any:
+            if type(stack[-1]) not in kinds:
+                raise ValueError(f"a {type(stack[-1]).__name__} in the wrong place")
+            return stack[-1]
+
+        for instruction, argument, _ in instructions:
+            match instruction.name:
+                case "PROTO":
+                    pass
+                case "STOP":
+                    return stack[-1]
+                case "MARK":
+                    marks.append(len(stack))
+                case "BINPUT" | "LONG_BINPUT":
+                    memo[argument] = stack[-1]
+                case "BINGET" | "LONG_BINGET":
+                    stack.append(memo[argument])
+                case "EMPTY_DICT":
+                    stack.append({})
+                case "EMPTY_LIST":
+                    stack.append([])
+                case "TUPLE":
+                    stack.append(tuple(pop()))
+                case "TUPLE1" | "TUPLE2" | "TUPLE3" as name:
+                    stack.append(tuple(pop(int(name[-1]))))
+                case "SETITEM" | "SETITEMS" as name:
+                    pairs = pop(2 if name == "SETITEM" else None)
+                    if not all(type(key) in (str, int) for key in pairs[::2]):
+                        raise ValueError("a key is no word and no number")
+                    top(dict).update(zip(pairs[::2], pairs[1::2], strict=True))
+                case "APPEND" | "APPENDS" as name:
+                    values = pop(1 if name == "APPEND" else None)
+                    top(list).extend(values)
+                case "GLOBAL":
+                    name = argument.replace(" ", ".")
+                    if name not in NAMES:
+                        self._refuse(f"asks for {repr(name)[1:-1][:100]}")
+                    stack.append(Named(name))
+                case "BINPERSID":
+                    stack.append(self._storage(*pop(1)))
+                case "REDUCE":
+                    stack.append(self._called(*pop(2)))
+                case "BUILD":
+                    pop(1)  # the further state of a dictionary or of one of NumPy's numbers
+                    top(dict, Unread)
+                case name if name in VALUES:
+                    stack.append(argument)
+                case name if name in CONSTANTS:
+                    stack.append(CONSTANTS[name])
+                case name:
+                    self._refuse(f"has pickle's instruction {name}")
+        raise ValueError("it has no end")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(f"{self.file}: {what}, which is not among what gates need")
+
+    def _called(self, what: Any, arguments: Any) -> Any:
+        """Return what the call of a name stands for."""
+        if what.name == TENSOR:
+            return self._tensor(*arguments[:4])
+        if what.name == PARAMETER:
+            return arguments[0]
+        if what.name == DICTIONARY and not arguments:
+            return {}
+        if what.name in UNREAD:
+            return Unread()
+        raise ValueError(f"{what.name} of {len(arguments)} values")
+
     def _storage(self, said: Any) -> tuple[zipfile.ZipInfo, np.dtype]:
-        """Of ("storage", its kind, name, device, count) the entry and the dtype."""
+        """Return the entry and the dtype of ("storage", kind, name, device, count)."""
         word, kind, key, _, count = said
         if word != "storage" or type(key) is not str or type(count) is not int:
             raise ValueError("an array of no known storage")
@@ -153,7 +278,7 @@ class TorchFile:
         return entry, dtype
 
     def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any) -> Tensor:
-        """An array within its storage, in which its numbers could all have places of their own."""
+        """Return an array that lies within its storage, in which its numbers could all have places of their own."""
         entry, dtype = storage
         whole = offset, *shape, *strides
         if len(shape) != len(strides) or len(shape) > MOST_AXES or not all(type(x) is int for x in whole):
@@ -180,12 +305,12 @@ def check_finite(where: str | Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def shape_of(layer: Mapping[str, Any], name: str) -> tuple[int, ...] | str:
-    """An array's shape; else a word for what is there."""
+    """Return an array's shape, or a word for what is there instead."""
     found = layer.get(name)
     return found.shape if isinstance(found, Tensor) else "nothing" if found is None else type(found).__name__
 
 
 def is_torch_file(path: Any) -> bool:
-    """Whether a path is a file's, or called like one of torch's, and not a folder's."""
+    """Return whether a path is a file's, or called like one of torch's and not a folder's."""
     path = Path(path)
     return path.is_file() or (path.suffix in (".pt", ".pth") and not path.is_dir())

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.errors import UserError, shown
+from kvjax.files import check_regular
 from kvjax.models.json_file import JsonObject
 from kvjax.models.names import LAYER, TOP, layer_name
 from kvjax.models.tensor_files import TensorInFile
@@ -88,9 +89,7 @@ class GgufFile:
             UserError: no GGUF file or not a whole one, one of several files, no language model, an architecture or a
                 quantisation that is not supported, the package `gguf` is not installed.
         """
-        # opening a pipe would wait for its writer
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path}: not a regular file")
+        check_regular(path)
         try:
             with path.open("rb") as opened:
                 cursor = _Cursor(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))

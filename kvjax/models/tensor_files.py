@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from kvjax.errors import UserError
+from kvjax.files import check_regular
 from kvjax.models.json_file import JsonObject
 from kvjax.models.kinds import few, kind_of_file, kind_of_folder
 from kvjax.models.names import TOP, canonical
@@ -122,7 +123,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     if not os.path.lexists(folder / INDEX):
         raise UserError(f"{folder}: no weights, expected {SINGLE} or {INDEX}{kind_of_folder(folder)}")
-    _check_regular(folder / INDEX)
+    check_regular(folder / INDEX)
     index = JsonObject.read(folder / INDEX)
     names = list(index.get("weight_map", dict).values())
     if odd := [str(name) for name in names if not _is_inside(name)]:
@@ -146,23 +147,17 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _check_regular(path: Path) -> None:
-    """Refuse a pipe, which would be waited for, a device, which would be read for ever, and a link to nothing."""
-    if not path.is_file():
-        raise UserError(f"{path}: not a regular file")
-
-
 def _check_header(file: Path) -> None:
     """Refuse a header with so many tensors that reading it takes minutes."""
-    _check_regular(file)
+    size = check_regular(file)
     with file.open("rb") as opened:
         header = int.from_bytes(opened.read(8), "little")
-    if LARGEST_HEADER < header < file.stat().st_size:
+    if LARGEST_HEADER < header < size:
         raise UserError(f"{file}: its header has {header:,} bytes, expected at most {LARGEST_HEADER:,}")
 
 
 def _open(path: Path):
-    _check_regular(path)
+    check_regular(path)
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

@@ -176,10 +176,10 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     file = tmp_path / "x.pt"
     refused(file, "cannot be read .No such file")
     file.mkdir()
-    refused(file, "not a regular file")
+    refused(file, "is a folder, expected a file")
     file.rmdir()
     os.mkfifo(file)
-    refused(file, "not a regular file")
+    refused(file, "is a pipe or a device, expected a file")
     file.unlink()
     file.write_bytes(BEFORE_ZIP + b"\x80\x02M\xe9\x03.")
     refused(file, "before 1.6")

@@ -168,7 +168,7 @@ def refusal_of(
 
 def test_a_pipe_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(UserError, match=r"model\.gguf: not a regular file$"):
+    with pytest.raises(UserError, match=r"model\.gguf: is a pipe or a device, expected a file$"):
         read_config(tmp_path / "model.gguf")
 
 

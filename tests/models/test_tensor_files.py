@@ -43,10 +43,15 @@ def test_a_header_of_a_million_tensors_is_not_parsed(tmp_path):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
-    "make",
-    [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("x")],
+    ("make", "reason"),
+    [
+        (os.mkfifo, "is a pipe or a device, expected a file"),
+        (os.mkdir, "is a folder, expected a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is a pipe or a device, expected a file"),
+        (lambda path: path.symlink_to("x"), "cannot be read (No such file or directory)"),
+    ],
 )
-def test_what_is_no_regular_file_is_not_opened(make, name, tmp_path):
+def test_what_is_no_regular_file_is_not_opened(make, reason, name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     make(tmp_path / name)
-    assert error(tmp_path) == f"{tmp_path / name}: not a regular file"
+    assert error(tmp_path) == f"{tmp_path / name}: {reason}"
