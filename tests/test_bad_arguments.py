@@ -165,7 +165,6 @@ BAD_CALLS = [
     ("prefill", "capacity", (NAN, [5], True, 0, "x", "5", "aGiB")),
     ("prefill", "chunk", (2.5, None, 0)),
     ("prefill", "policy", ("snapkv", 5)),
-    ("prefill", "calls", ("x",)),
     ("prefill", "implementation", ("x", 5, [5])),
     ("prefill", "model", ("x", None)),
     ("prefill", "prompt", (None, 5, [[1, [2]]], "text", ["text"], [None], [{1, 2}], [[True]], [[2**70]], np.array(5))),
@@ -242,7 +241,7 @@ def test_of_calls(model, key, compiled, function, argument, values):
         prompts = value if argument == "prompt" else PROMPTS
         of = value if argument == "model" else model
         one_line(partial(call, of, prompts, **given), argument, value)
-        if argument in ("chunk", "page_size", "policy", "calls", "implementation", "prompt"):
+        if argument in ("chunk", "page_size", "policy", "implementation", "prompt"):
             one_line(partial(next, sampling.stream(of, prompts, key=key, **given)), argument, value)
     assert not compiled
 

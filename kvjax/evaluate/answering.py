@@ -20,8 +20,8 @@ from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.inference.decode import Before, decode
+from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed
-from kvjax.inference.record import Calls
 from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
@@ -59,14 +59,13 @@ def answer(
     questions: Sequence[Question],
     *,
     stop: Sequence[int],
-    calls: Calls,
     pace: Pace,
     watch: Stopwatch,
 ) -> tuple[list[Answer], Cache]:
     """What the model says to each sequence's question, greedily, and the cache (donated) as it was before.
 
-    stop: tokens that end the answers to questions that say so. calls, pace: records to add to. Raises CapacityError if
-    the pool has no room for the answers.
+    stop: tokens that end the answers to questions that say so. pace: a record to add to. Raises CapacityError if the
+    pool has no room for the answers.
     """
     with use_mesh(model):
         mark = marked(cache)
@@ -76,7 +75,7 @@ def answer(
         ]
         if any(read):
             first = [q.prompt[:count] for q, count in zip(questions, read, strict=True)]
-            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, calls=calls, grow=False)
+            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, grow=False)
             questions = [
                 dataclasses.replace(q, prompt=q.prompt[count:])
                 for q, count in zip(questions, read, strict=True)
@@ -104,8 +103,8 @@ def answer(
             if len(rows) == len(stopped):
                 # a step costs the same however many of its rows are done
                 pace.add(len(questions) * STEPS, seconds, watch.compiled)
-            lengths, seen, ran = (_put_rows(len(stopped), rows, np.asarray(x)) for x in before)
-            calls.decoded(lengths, seen, ran, cache.window, len(questions))
+            before = [_put_rows(len(stopped), rows, np.asarray(x)) for x in before]
+            log_steps(before, count=STEPS, window=cache.window, sequences=len(questions))
             for row, question in enumerate(questions):
                 first = max(start, len(question.prompt) - 1)
                 stopped[row] |= question.stops and bool(

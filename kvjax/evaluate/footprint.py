@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from kvjax.errors import UserError
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import Call
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,15 @@ def call_sizes(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"
     return np.array([chunk] * whole + [rest] * (rest > 0) + [1] * output)
 
 
-def occupancy(calls: Calls, sequence: int) -> Occupancy:
-    """What a cache really held of one of its sequences, from its first token on: the entries of its mean kv head."""
-    if calls.since:
-        raise UserError(f"these calls begin after {calls.since} tokens: record those of the context too")
-    tokens = np.array([x[sequence] for x in calls.tokens])
-    ran = tokens > 0
-    held = np.array([x[sequence] for x in calls.held])
-    return Occupancy(held[ran], tokens[ran], np.array(calls.passing)[ran])
+def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
+    """What a cache really held of one of its sequences, from its first token to its last: the entries of its mean kv
+    head. A call was passing if a later one begins at a position that it had reached."""
+    if since := int(log[0].seen.max()):
+        raise UserError(f"this footprint log begins after {since} tokens: log the context too")
+    ran = [call for call in log if call.tokens[sequence]]
+    held, seen, tokens = (np.array([x[sequence] for x in column]) for column in zip(*ran, strict=True))
+    following = np.minimum.accumulate(np.append(seen, seen[-1] + tokens[-1])[::-1])[::-1]
+    return Occupancy(held, tokens, seen + tokens > following[1:])
 
 
 def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:

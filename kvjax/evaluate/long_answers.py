@@ -17,7 +17,7 @@ import numpy as np
 from kvjax.evaluate.answering import Answer
 from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
 from kvjax.files import write_text
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.sampling import stream
 from kvjax.inference.stop import decoded
 from kvjax.models.decoder import Decoder
@@ -99,26 +99,27 @@ def _add(
     manner: Manner,
 ) -> None:
     """An answer to each problem of a group, all of which have room for equally long ones."""
-    watch, calls = manner.watch, Calls()
+    watch = manner.watch
     questions, prompts = [sample.questions[0] for sample in group], [sample.context for sample in group]
     watch.lap()
     written = stream(
         model, prompts, policy=policy, max_new_tokens=questions[0].answer_tokens, key=keys,
         temperature=drawing.temperature, top_p=drawing.top_p, top_k=drawing.top_k, capacity=manner.capacity,
-        max_tokens=manner.length, page_size=manner.page_size, chunk=manner.chunk, block=BLOCK, calls=calls,
+        max_tokens=manner.length, page_size=manner.page_size, chunk=manner.chunk, block=BLOCK,
     )  # fmt: skip
     parts: list[list[Tokens]] = []
-    for part, held in written:
-        cache, seconds = held, watch.lap()
-        if parts:
-            # a step costs the same however many of its rows are done
-            tally.decoding.add(len(group) * max(map(len, part)), seconds, watch.compiled)
-        else:
-            tally.reading.add(sum(map(len, prompts)), seconds, watch.compiled)
-        parts.append(part)
+    with footprint_log() as log:
+        for part, held in written:
+            cache, seconds = held, watch.lap()
+            if parts:
+                # a step costs the same however many of its rows are done
+                tally.decoding.add(len(group) * max(map(len, part)), seconds, watch.compiled)
+            else:
+                tally.reading.add(sum(map(len, prompts)), seconds, watch.compiled)
+            parts.append(part)
     answers = []
     for tokens in map(np.concatenate, zip(*parts, strict=True)):
         ended = bool(np.isin(tokens[-1], model.config.eos_ids))
         answers.append(Answer(as_tokens(tokens[: len(tokens) - ended]), 0.0, cut=not ended))
     tally.add_entries(cache, policy, len(group))
-    tally.add_answers(questions, answers, calls)
+    tally.add_answers(questions, answers, log)

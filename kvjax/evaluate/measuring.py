@@ -21,8 +21,8 @@ from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.joint_eviction import JointEviction, planes_of
+from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import feed
-from kvjax.inference.record import Calls
 from kvjax.inference.room import within
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.schedule import at_prompt_end
@@ -113,7 +113,7 @@ class Reading:
 
     cache: Cache
     """Once the contexts were read."""
-    calls: Calls
+    log: Sequence[Call]
     """What was held at each call."""
     seconds: float
     """Of the reading, compaction included."""
@@ -123,22 +123,22 @@ class Reading:
 
 def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:
     """The contexts in a new cache, as the policy keeps them."""
-    calls, longest = Calls(), max(len(sample.context) for sample in group)
+    longest = max(len(sample.context) for sample in group)
     room = max(sample.room for sample in group)
     manner.watch.lap()
-    cache = prefill(
-        model,
-        [sample.context for sample in group],
-        policy=policy,
-        max_new_tokens=max(room, manner.length - longest),
-        capacity=manner.capacity,
-        page_size=manner.page_size,
-        chunk=manner.chunk,
-        observers=_observers(policy, group),
-        calls=calls,
-    )
+    with footprint_log() as log:
+        cache = prefill(
+            model,
+            [sample.context for sample in group],
+            policy=policy,
+            max_new_tokens=max(room, manner.length - longest),
+            capacity=manner.capacity,
+            page_size=manner.page_size,
+            chunk=manner.chunk,
+            observers=_observers(policy, group),
+        )
     jax.block_until_ready(cache)
-    return Reading(cache, calls, manner.watch.lap(), manner.watch.compiled)
+    return Reading(cache, log, manner.watch.lap(), manner.watch.compiled)
 
 
 def compact(
@@ -148,15 +148,15 @@ def compact(
     if policy.plan is None:
         return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
     watch.lap()
-    calls, observers = _join(reading.calls, Calls()), _observers(policy, group)
-    with use_mesh(model):
+    observers = _observers(policy, group)
+    with use_mesh(model), footprint_log(reading.log) as log:
         policy = within(policy, reading.cache)
-        run = partial(feed, model, policy, chunk=CHUNK, calls=calls)
+        run = partial(feed, model, policy, chunk=CHUNK)
         cache, rows = jax.tree.map(jnp.copy, reading.cache), [sample.context for sample in group]
-        cache = at_prompt_end(model, policy, cache, rows, observers, run, calls)
+        cache = at_prompt_end(model, policy, cache, rows, observers, run)
     jax.block_until_ready(cache)
     seconds = watch.lap()
-    return Reading(cache, calls, reading.seconds + seconds, reading.compiled or watch.compiled)
+    return Reading(cache, log, reading.seconds + seconds, reading.compiled or watch.compiled)
 
 
 def _observers(policy: Policy, group: Sequence[Sample]) -> list[Tokens] | None:
@@ -237,10 +237,6 @@ def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
     return within(later, cache), settled(cache, later)
 
 
-def _join(first: Calls, second: Calls) -> Calls:
-    return Calls(first.held + second.held, first.tokens + second.tokens, first.passing + second.passing)
-
-
 class Tally:
     """Sums over groups of contexts and their answers."""
 
@@ -268,11 +264,10 @@ class Tally:
         for questions in itertools.zip_longest(*(x.questions for x in group), fillvalue=NO_QUESTION):
             if group[0].conversation:
                 questions = tuple(map(asked_after, questions, before))
-            calls = Calls()
-            records = {"calls": calls, "pace": self.decoding, "watch": watch}
-            stop = model.config.eos_ids
-            group_answers, cache = answer(model, later, cache, questions, stop=stop, **records)
-            self.add_answers(questions, group_answers, _join(reading.calls, calls))
+            told = {"stop": model.config.eos_ids, "pace": self.decoding, "watch": watch}
+            with footprint_log(reading.log) as log:
+                group_answers, cache = answer(model, later, cache, questions, **told)
+            self.add_answers(questions, group_answers, log)
             before = [
                 np.concatenate([q.prompt, x.tokens]) for q, x in zip(questions, group_answers, strict=True)
             ]
@@ -290,8 +285,11 @@ class Tally:
         self._contexts += count
         return int(sizes.tokens.sum())
 
-    def add_answers(self, questions: Sequence[Question], answers: Sequence[Answer], calls: Calls) -> None:
-        """A question of each context of the group that was read last was answered."""
+    def add_answers(
+        self, questions: Sequence[Question], answers: Sequence[Answer], log: Sequence[Call]
+    ) -> None:
+        """A question of each context of the group that was read last was answered. `log`: from the context's first
+        token on."""
         group = self._outputs[-len(questions) :]
         for row, (question, one) in enumerate(zip(questions, answers, strict=True)):
             if question is NO_QUESTION:
@@ -306,7 +304,7 @@ class Tally:
                 self._log_likelihood += one.log_likelihood
             else:
                 self._answers += 1
-            held = occupancy(calls, row)
+            held = occupancy(log, row)
             self._footprints.append((held.footprint, held.footprint_held, held.peak))
 
     def total(self) -> Measurement:

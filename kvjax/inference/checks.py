@@ -10,7 +10,6 @@ import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache, check_alive, pages_for
 from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
-from kvjax.inference.record import Calls
 from kvjax.mesh import HEADS, axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
@@ -117,7 +116,6 @@ def check_arguments(
     where: str,
     model: Any,
     policy: Any = None,
-    calls: Any = None,
     cache: Any = None,
     implementation: str | None = None,
 ) -> None:
@@ -126,7 +124,6 @@ def check_arguments(
         ("model", model, Decoder, "kvjax.load_model"),
         ("policy", policy, Policy | None, "kvjax.make_policy"),
         ("cache", cache, Cache | None, "kvjax.prefill"),
-        ("calls", calls, Calls | None, "kvjax.inference.record.Calls()"),
     ):
         if not isinstance(given, kind):
             both = "; kvjax.load gives a model and its tokenizer" if isinstance(given, tuple) else ""

@@ -14,8 +14,8 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
 from kvjax.inference.attention import cached_attention
+from kvjax.inference.footprint_log import log_call
 from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
-from kvjax.inference.record import Calls
 from kvjax.inference.remembering import remembered, traces
 from kvjax.inference.room import with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
@@ -172,7 +172,6 @@ def feed(
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     chunk: int,
-    calls: Calls | None = None,
     implementation: str | None = None,
     logits: Float[Array, "b v"] | None = None,
     room: int = 0,
@@ -182,7 +181,6 @@ def feed(
 
     Args:
         cache: it is donated.
-        calls: a record to add to, a call a chunk.
         logits: of rows that are empty.
         room: tokens that will follow.
         grow: whether the pool may grow where it runs out, unless its size was stated.
@@ -196,8 +194,7 @@ def feed(
     longest, grow = max(row.size for row in rows), grow and not cache.bounded
     for start in range(0, longest, chunk):
         end = min(start + chunk, longest)
-        if calls is not None:
-            calls.feed(cache, np.array([row[start:end].size for row in rows]))
+        log_call(cache, [row[start:end] for row in rows])
         for count, size in pieces(end - start, chunk):
             part = [row[start : start + count] for row in rows]
             tokens, valid = padded(part, size)

@@ -15,8 +15,8 @@ from kvjax.cache.compaction import addresses
 from kvjax.cache.planes import placed
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.checks import check_length
+from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
-from kvjax.inference.record import Calls
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.interfaces import Eviction, Pass, Planes
@@ -30,7 +30,6 @@ def reread(
     policy: Policy,
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
-    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """The cache (donated) of `rows` after all passes that the policy's eviction makes of them: its planes are filled,
@@ -38,7 +37,6 @@ def reread(
 
     Args:
         cache: it holds every token of `rows`, in pages (`Policy.stores_all`), and has the eviction's planes.
-        calls: a record to add to, a call a pass; their tokens are passing.
     """
     eviction = policy.eviction
     if eviction is None or not eviction.rereads:
@@ -54,9 +52,7 @@ def reread(
         for index in range(max(map(len, passes), default=0)):
             some = [own[index] if index < len(own) else None for own in passes]
             tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
-            if calls is not None:
-                calls.feed(cache, np.array([row.size for row in tokens]))
-                calls.passing[-1] = True
+            log_call(cache, tokens)
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = one_pass(

@@ -32,8 +32,8 @@ from kvjax.inference.checks import (
 )
 from kvjax.inference.decode import Before, Recurring, decode
 from kvjax.inference.draw import Draw, checked_key, draw_token, nth_key
+from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed, padded
-from kvjax.inference.record import Calls
 from kvjax.inference.room import begin, with_room
 from kvjax.inference.settled import settled
 from kvjax.inference.sharing import branched, placed, places
@@ -175,7 +175,6 @@ def prefill(
     page_size: int | None = None,
     chunk: int = CHUNK,
     observers: Prompts | None = None,
-    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """Run prompts and keep what the policy keeps of them.
@@ -198,7 +197,6 @@ def prefill(
         chunk: prompt tokens in one call; the result does not depend on it.
         observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
             the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
-        calls: a record to add to, of what was held at each call (the KV footprint is computed from it).
 
     Returns:
         The cache, to pass to `sample(…, cache=cache)` with a question, as often as wanted.
@@ -208,7 +206,7 @@ def prefill(
             that compacts while it decodes, or that looks at no tokens; activations or scores that are not finite.
         CapacityError: the pool ran out, naming policy, capacity and need.
     """
-    check_arguments("prefill", model, policy, calls, implementation=implementation)
+    check_arguments("prefill", model, policy, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
     page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
@@ -225,7 +223,7 @@ def prefill(
             check_observers(policy, rows, behind)
         policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
         check_length(model, rows, max_new_tokens)
-        arguments = max_new_tokens, chunk, calls, implementation, behind
+        arguments = max_new_tokens, chunk, implementation, behind
         cache = schedule.read(model, policy, cache, rows, *arguments)[0]
         caches.check(cache, policy.name, max_new_tokens)
         return cache
@@ -281,7 +279,6 @@ def stream(
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
-    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Iterator[tuple[list[np.ndarray], Cache]]:
     """Generate, block by block: yields each prompt's new tokens (stop token included) and the cache so far.
@@ -291,7 +288,7 @@ def stream(
     that ends an answer is among its tokens, as a stop token is. The yielded cache is donated to the next block: read
     what you want of it at once.
     """
-    check_arguments("sample", model, policy, calls, cache, implementation)
+    check_arguments("sample", model, policy, cache, implementation)
     max_new_tokens = whole_number("sample", "max_new_tokens", max_new_tokens)
     max_tokens = None if max_tokens is None else whole_number("sample", "max_tokens", max_tokens)
     page_size = None if page_size is None else whole_number("sample", "page_size", page_size)
@@ -320,9 +317,7 @@ def stream(
             arguments = max_new_tokens, page_size, capacity, max_tokens
             policy, held = begin(model, policy, rows, *arguments)
             check_length(model, rows, max_new_tokens)
-            held, after = schedule.read(
-                model, policy, held, rows, max_new_tokens, chunk, calls, implementation
-            )
+            held, after = schedule.read(model, policy, held, rows, max_new_tokens, chunk, implementation)
             held = settled(held, policy.continuing)
         else:
             for name, stated in (("capacity", capacity), ("max_tokens", max_tokens)):
@@ -341,7 +336,7 @@ def stream(
             policy, held = with_room(cache, policy, longest, max_new_tokens)
             held = settled(held, policy.continuing)
             held, after = feed(
-                model, policy.continuing, held, rows, chunk, calls, implementation, room=max_new_tokens
+                model, policy.continuing, held, rows, chunk, implementation, room=max_new_tokens
             )
             held = schedule.at_end(model, policy, held, len(rows))
         key = _row_keys(key, order, held.seen.shape[0])
@@ -364,9 +359,7 @@ def stream(
                 limit=np.int32(count), count=size, greedy=greedy, recurring=again, implementation=implementation,
             )  # fmt: skip
         caches.check(held, policy.name, max_new_tokens - made - count)
-        if calls is not None:
-            lengths, seen, ran = (np.asarray(x)[:count] for x in fed)
-            calls.decoded(lengths, seen, ran, held.window, len(rows))
+        log_steps(fed, count=count, window=held.window, sequences=len(rows))
         made += count
         parts = _parts(drawn, before, order, draw, logprobs, count)
         with use_mesh(model):
@@ -440,7 +433,6 @@ def sample(
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
-    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Sampled:
     """Continue prompts.
@@ -468,7 +460,7 @@ def sample(
         share: True: several questions of each of the cache's contexts, as many of each, one context's after another's;
             or a list with the context of each question, from 0. They are a batch of branches which hold the context's
             pages together and copy only those that they write to; on a mesh a branch runs where its context is.
-        capacity, max_tokens, page_size, chunk, calls: as in `prefill`; a cache that is continued keeps its capacity and
+        capacity, max_tokens, page_size, chunk: as in `prefill`; a cache that is continued keeps its capacity and
             page size.
         block: tokens between two looks of the host.
 
@@ -490,7 +482,7 @@ def sample(
         model, prompts, tokenizer=tokenizer, policy=policy, max_new_tokens=max_new_tokens, temperature=temperature,
         top_k=top_k, top_p=top_p, min_p=min_p, samples=samples, key=key, eos=eos, stop=stop, logprobs=record,
         cache=cache, share=share, capacity=capacity, max_tokens=max_tokens, page_size=page_size,
-        chunk=chunk, block=block, calls=calls, implementation=implementation,
+        chunk=chunk, block=block, implementation=implementation,
     ):  # fmt: skip
         parts.append(block_parts)
         sizes = caches.stats(held, len(block_parts) if share is False else None)

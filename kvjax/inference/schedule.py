@@ -16,10 +16,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Cache, check
 from kvjax.inference.compaction import compact_to
 from kvjax.inference.decode import Recurring
+from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
-from kvjax.inference.record import Calls
 from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, halved, with_more_pages
 from kvjax.mesh import put
@@ -43,7 +43,6 @@ def read(
     rows: TokenRows,
     room: int,
     chunk: int,
-    calls: Calls | None = None,
     implementation: str | None = None,
     observers: TokenRows | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
@@ -59,9 +58,7 @@ def read(
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
     """
-    run = functools.partial(
-        feed, model, policy, chunk=chunk, calls=calls, implementation=implementation, room=room
-    )
+    run = functools.partial(feed, model, policy, chunk=chunk, implementation=implementation, room=room)
     plan = policy.plan
     if plan is None:
         cache, logits = run(cache, rows)
@@ -74,13 +71,13 @@ def read(
             part = [row[start : start + plan.moment.chunk] for row in rows]
             left = max(row.size for row in rows) - max(row.size for row in part) - start
             cache, logits = run(cache, part, logits=logits, room=room + left)
-            cache = _after_chunk(model, policy, cache, rows, observers, start, before, run, calls)
+            cache = _after_chunk(model, policy, cache, rows, observers, start, before, run)
     elif plan.moment.while_decoding:
         cache, logits = run(cache, rows)
         cache = at_end(model, policy, cache, len(rows))
     else:
         cache, logits = run(cache, rows)
-        cache = at_prompt_end(model, policy, cache, rows, observers, run, calls, implementation)
+        cache = at_prompt_end(model, policy, cache, rows, observers, run, implementation)
     assert logits is not None
     return fitted(policy, cache, room), logits
 
@@ -92,7 +89,6 @@ def at_prompt_end(
     rows: TokenRows,
     observers: TokenRows | None = None,
     run: Feed | None = None,
-    calls: Calls | None = None,
     implementation: str | None = None,
 ) -> Cache:
     """The cache (donated) of the prompts `rows`, compacted once as the policy plans. observers: as in `read`; run:
@@ -105,8 +101,8 @@ def at_prompt_end(
     observers = _guided(policy.plan, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
-        cache, dropped = _observed(model, policy, cache, observers, run, calls)
-    cache = reread(model, policy, cache, rows, calls, implementation)
+        cache, dropped = _observed(model, policy, cache, observers, run)
+    cache = reread(model, policy, cache, rows, implementation)
     prefix = [policy.eviction.prefix_of(row) for row in rows]
     stays = quota(policy, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)
@@ -118,7 +114,7 @@ def _guided(plan: Plan, sequences: int) -> TokenRows:
 
 
 def _observed(
-    model: Decoder, policy: Policy, cache: Cache, observers: TokenRows, run: Feed, calls: Calls | None
+    model: Decoder, policy: Policy, cache: Cache, observers: TokenRows, run: Feed
 ) -> tuple[Cache, list[int]]:
     """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
     theirs: none where an admission decides, which may not let them in, and whose ring they would push its oldest tokens
@@ -126,18 +122,14 @@ def _observed(
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
-    begun = 0 if calls is None else len(calls.passing)
     if policy.stores_all:
         cache, _ = run(cache, observers)
     else:
-        if calls is not None:
-            calls.feed(cache, np.array(sizes))
+        log_call(cache, observers)
         tokens, valid = padded(list(observers), bucket(max(sizes)))
         *memory, count = memories(model, policy.reading, cache, tokens, valid)
         pages = dataclasses.replace(cache.pages, free_count=count)
         cache = _remembering(dataclasses.replace(cache, pages=pages), *memory)
-    if calls is not None:
-        calls.passing[begun:] = [True] * (len(calls.passing) - begun)
     return cache, sizes if policy.stores_all else [0] * len(sizes)
 
 
@@ -173,7 +165,6 @@ def _after_chunk(
     start: int,
     before: Int[Array, "l b k"] | None,
     run: Feed,
-    calls: Calls | None,
 ) -> Cache:
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
     plan = policy.plan
@@ -191,7 +182,7 @@ def _after_chunk(
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
     memory = jax.tree.map(jnp.copy, (cache.layers.state, cache.trail)) if looked else ()
-    cache, dropped = _observed(model, policy, cache, patch, run, calls)
+    cache, dropped = _observed(model, policy, cache, patch, run)
     seen = [min(row.size, stop) for row in rows]
     stays = quota(
         policy,

@@ -8,7 +8,7 @@ import pytest
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.evaluate import answering
 from kvjax.evaluate.answering import answer
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.sampling import logits, prefill
 from kvjax.policies import make_policy
 from kvjax.tasks import Question
@@ -45,7 +45,7 @@ def said_by_attention(model, line, count):
 
 def test_answers_are_those_of_plain_attention(model, contexts):
     """Questions of several lengths at once: two that the model answers itself, one that is given a text."""
-    policy, calls, pace = make_policy("full", model=model), Calls(), Counted()
+    policy, pace = make_policy("full", model=model), Counted()
     cache = prefill(model, contexts, policy=policy, max_new_tokens=20)
     prompts = [np.arange(3, 3 + size, dtype=np.int32) for size in (1, 12, 2)]
     text = np.array([9, 8, 11, 30, 2], np.int32)
@@ -53,16 +53,17 @@ def test_answers_are_those_of_plain_attention(model, contexts):
         Question(prompt, text, "", given=given)
         for prompt, given in zip(prompts, (False, False, True), strict=True)
     ]
-    records = {"calls": calls, "pace": pace, "watch": Stopwatch()}
-    for _ in range(2):  # the cache comes back as it was
-        said, cache = answer(model, policy, cache, questions, stop=(), **records)
+    records = {"pace": pace, "watch": Stopwatch()}
+    with footprint_log() as log:
+        for _ in range(2):  # the cache comes back as it was
+            said, cache = answer(model, policy, cache, questions, stop=(), **records)
     for row in (0, 1):
         tokens = said[row].tokens
         line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
         np.testing.assert_array_equal(tokens, said_by_attention(model, line, 5))
     line = np.concatenate([contexts[2], prompts[2], text[:-1]])
     np.testing.assert_array_equal(said[2].tokens, said_by_attention(model, line, 5))
-    assert np.sum(calls.tokens, 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
+    assert np.sum([call.tokens for call in log], 0).tolist() == [2 * 5, 2 * 16, 2 * 6]
     assert pace.tokens == 2 * 8 * 3  # two blocks of four steps, all rows
     assert pace.per_second > 0
 
@@ -88,11 +89,13 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, m
     )
 
     def run():
-        calls, pace = Calls(), Counted()
-        records = {"calls": calls, "pace": pace, "watch": Stopwatch()}
-        said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=(), **records)
-        ran = np.array(calls.tokens) > 0
-        return [one.tokens.tolist() for one in said], np.where(ran, calls.held, 0), ran, pace.tokens
+        pace = Counted()
+        records = {"pace": pace, "watch": Stopwatch()}
+        with footprint_log() as log:
+            said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=(), **records)
+        ran = np.array([call.tokens for call in log]) > 0
+        held = np.where(ran, [call.held for call in log], 0)
+        return [one.tokens.tolist() for one in said], held, ran, pace.tokens
 
     said, held, ran, counted = run()
     assert (taken, counted) == ([], 3 * 36)
@@ -114,7 +117,7 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
     questions = [Question(prompt, right, "", reserved=9, stops=stops) for stops in (False, True, True)]
 
     def run(stop):
-        records = {"calls": Calls(), "pace": Pace(), "watch": Stopwatch()}
+        records = {"pace": Pace(), "watch": Stopwatch()}
         said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=stop, **records)
         return [one.tokens for one in said]
 

@@ -15,7 +15,7 @@ from kvjax.evaluate.footprint import (
     streaming_head,
 )
 from kvjax.inference import sampling
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_model
 
@@ -106,24 +106,26 @@ def test_mistakes_are_one_line():
 
 def test_a_real_cache_is_measured_step_by_step():
     """The small example's streaming heads, and a shorter sequence beside them that stops when the longer one does."""
-    model, calls = tiny_model(), Calls()
+    model = tiny_model()
     policy = make_policy("streaming_llm", model=model, sink=1, window=3)
     prompts = [np.arange(8), np.arange(6)]
-    sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1, calls=calls)
+    with footprint_log() as log:
+        sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1)
     for sequence, length in enumerate((8, 6)):
-        found, planned = occupancy(calls, sequence), streaming_head(length, 2, 4, sink=1, window=2)
+        found, planned = occupancy(log, sequence), streaming_head(length, 2, 4, sink=1, window=2)
         np.testing.assert_allclose(found.held, planned.held)
         np.testing.assert_array_equal(found.tokens, planned.tokens)
         assert found.final == planned.final < found.peak
-    assert occupancy(calls, 0).total == 40
+    assert occupancy(log, 0).total == 40
 
 
 def check_plan(policy, planned):
     """8 prompt and 2 new tokens in chunks of 4, by a real cache."""
-    model, calls = tiny_model(qk_norm=False), Calls()
+    model = tiny_model(qk_norm=False)
     options = {"chunk": 4, "max_new_tokens": 3, "eos": (), "block": 1}
-    sampling.sample(model, [np.arange(8)], policy=policy(model), calls=calls, **options)
-    found = occupancy(calls, 0)
+    with footprint_log() as log:
+        sampling.sample(model, [np.arange(8)], policy=policy(model), **options)
+    found = occupancy(log, 0)
     np.testing.assert_allclose(found.held, planned.held)
     for measure in ("footprint", "peak", "final"):
         assert getattr(found, measure) == pytest.approx(getattr(planned, measure)), measure
@@ -144,14 +146,16 @@ def test_real_chunks_hold_what_is_planned():
 
 
 def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
-    model, calls = tiny_model(qk_norm=False), Calls()
+    model = tiny_model(qk_norm=False)
     policy = make_policy(
         "snapkv", model=model, ratio=0.5, when="chunk", observers="prompt", chunk=8, observed=4
     )
-    cache = sampling.prefill(model, [np.arange(20)], policy=policy, calls=calls)
-    question = Calls(list(calls.held), list(calls.tokens), list(calls.passing))
-    sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=(), calls=question)
-    found = occupancy(question, 0)
+    with footprint_log() as log:
+        cache = sampling.prefill(model, [np.arange(20)], policy=policy)
+    with footprint_log(log) as asked:
+        sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=())
+    assert len(log) == 5
+    found = occupancy(asked, 0)
     # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
     assert found.tokens.tolist() == [8, 4, 8, 4, 4, 2, 1]
     assert found.held.tolist() == [0, 8, 4, 12, 8, 12, 14]
@@ -164,6 +168,39 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     assert found.total == own
     assert found.footprint == pytest.approx(own / (23 * 24 / 2))
     assert found.footprint_held == pytest.approx((own + patches) / (23 * 24 / 2))
+
+
+def test_calls_are_passing_if_later_ones_take_their_places():
+    """Of the first sequence two calls behind a prompt of 8 look at it, and two more read nothing new."""
+    log = [
+        Call(np.zeros(2), np.array(seen), np.array(tokens))
+        for seen, tokens in (
+            ([0, 0], [8, 6]),
+            ([8, 6], [4, 2]),
+            ([12, 6], [1, 0]),
+            ([8, 6], [3, 0]),
+            ([8, 6], [2, 1]),
+        )
+    ]
+    first, second = occupancy(log, 0), occupancy(log, 1)
+    assert first.passing is not None
+    assert second.passing is not None
+    assert first.passing.tolist() == [False, True, True, True, False]
+    assert second.passing.tolist() == [False, True, False]
+    assert (first.length, second.length) == (10, 7)
+
+
+def test_a_log_is_of_one_batch_from_its_first_token():
+    model = tiny_model()
+    cache = sampling.prefill(model, [np.arange(8)])
+    with footprint_log() as log:
+        sampling.sample(model, [[3, 4]], cache=cache, max_new_tokens=1)
+        with pytest.raises(UserError, match="this footprint log begins after 8 tokens: log the context too"):
+            occupancy(log, 0)
+        with pytest.raises(UserError, match="a footprint log is of one batch of sequences: open another one"):
+            sampling.prefill(model, [np.arange(8)])
+    sampling.prefill(model, [np.arange(8)])
+    assert len(log) == 1
 
 
 def test_a_half_is_rounded_to_even():

@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.inference import sampling, schedule
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.room import begin
 from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.policies import Random, make_policy
@@ -26,13 +26,13 @@ def model():
 
 def held_by(model, prompts, policy, **options):
     """The answers, and the entries of a kv head before each decoded token, by sequence."""
-    calls = Calls()
     # one pool and one length of blocks: few programs
     options = {"max_new_tokens": NEW, "eos": (), "page_size": PAGE, "block": 1} | options
     if "cache" not in options:
         options = {"capacity": 100} | options
-    out = sampling.sample(model, prompts, policy=policy, calls=calls, **options)
-    return out, np.array(calls.held)[1:].T
+    with footprint_log() as log:
+        out = sampling.sample(model, prompts, policy=policy, **options)
+    return out, np.array([call.held for call in log[1:]]).T
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import Doubt, UserError
 from kvjax.inference import reread as rereading
-from kvjax.inference.record import Calls
+from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.reread import reread
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh
@@ -199,8 +199,8 @@ def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole
 
 
 def test_passes_leave_nothing_but_scores(model, prompts):
-    """Not an entry, a page or a token more; and they are on record, as what was only read to look."""
-    policy, calls = keep(model, 1.0), Calls()
+    """Not an entry, a page or a token more; and they are in the footprint log."""
+    policy = keep(model, 1.0)
     cache = prefill(model, prompts, policy=policy)
     scores = plane(cache, LENGTHS)
     nothing = jax.tree.map(
@@ -208,15 +208,17 @@ def test_passes_leave_nothing_but_scores(model, prompts):
     )
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=nothing))
     before = jax.tree.map(np.array, without_planes(cache))
-    cache = reread(model, policy, cache, prompts, calls)
+    with footprint_log() as log:
+        cache = reread(model, policy, cache, prompts)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, without_planes(cache)))
     for found, expected in zip(plane(cache, LENGTHS), scores, strict=True):
         np.testing.assert_array_equal(found, expected)
         assert (found > 0).all()
-    assert calls.passing == [True] * 4
+    held, seen, tokens = zip(*log, strict=True)
     # 3 or 4 + 8 that ask, 1 that ends the turn, and the part
-    np.testing.assert_array_equal(calls.tokens, [[20, 20], [29, 29], [29, 19], [22, 0]])
-    np.testing.assert_array_equal(calls.held, [[60, 41]] * 4)
+    np.testing.assert_array_equal(tokens, [[20, 20], [29, 29], [29, 19], [22, 0]])
+    np.testing.assert_array_equal(held, [[60, 41]] * 4)
+    np.testing.assert_array_equal(seen, [[60, 41]] * 4)
 
 
 def without_planes(cache):
