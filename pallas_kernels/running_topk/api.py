@@ -19,9 +19,8 @@ FASTEST = {"cpu": "xla", "tpu": "counts", "gpu": "xla"}
 """The default of each backend.
 
 CPU, measured on two cores, eight rows of 8192 and of 32768 keys, k an eighteenth: xla 13 and 58 ms, counts 31 and 286.
-TPU, not run but compiled for v5e, eight rows, all that is issued: counts 10 bundles a key at 8192 keys, 17 at 131072
-and 48 at a million; the Fenwick tree 18 a key and about 220 for each that matters when it comes, in random order and
-with k an eighteenth and a 66th 64 and 46 a key; xla has 26 gathers and scatters of single numbers at 8192, 11 each.
+TPU, not timed: counts has the fewest instructions in the programs compiled for v5e. The Fenwick tree takes about 220
+for each key that matters when it comes, and xla gathers and scatters single numbers.
 GPU, measured on an H100, eight rows of 8192, 32768 and 131072 keys, k an eighteenth: xla 0.17, 0.24 and 0.78 ms, counts
 as it was, without sorts, 0.09, 0.78 and 6.3, the Fenwick tree, which waits for memory at every key, 8, 38 and 163.
 """
@@ -83,7 +82,7 @@ def running_topk(
         competes = jnp.ones_like(rank, bool)
     rank, k, competes = alike(rank, k, competes)
     tau = call(rank, k, competes, window, t)
-    # A gather or scatter of single numbers takes a TPU 11 cycles or more for each, sorting less than one.
+    # Sorting numbers takes a TPU less time than gathering or scattering them one by one.
     seen = _seen_by_sorting if call in (counts, tpu) else _seen_by_counting
     return tau, _end(seen(rank, tau), competes, window, t)
 

@@ -75,7 +75,11 @@ def test_compiles_for_a_tpu(op, chip, which, outcome, request):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("op", "chip", "which"),
-    [("vertical_slash", "v5e", "prefill of 400000"), ("vertical_slash", "v5p", "prefill of 1048576")],
+    [
+        ("running_topk", "v5e", "1048576 keys in counts"),
+        ("vertical_slash", "v5e", "prefill of 400000"),
+        ("vertical_slash", "v5p", "prefill of 1048576"),
+    ],
 )
 def test_memory_for_long_prompts(op, chip, which, outcome, request):
     report, most = outcome(request)[which], CASES[op].MOST_OF_LONG[which]

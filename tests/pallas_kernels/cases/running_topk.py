@@ -45,6 +45,15 @@ COMPILE = {
 }
 MOST_TEMPORARIES = {"8192 keys": 4 << 20}
 """The arrays of one number for each key are a quarter of a MB; all pairs of keys are 256 MB."""
+LONG = {
+    "1048576 keys in counts": (
+        functools.partial(running_topk, k=1980, window=64, implementation="counts"),
+        (argument(1, 8, 1 << 20),),
+        (),
+    )
+}
+MOST_OF_LONG = {"1048576 keys in counts": 32 * 8 << 20}
+"""32 bytes a key: what blocks of queries count is handed on, as a table it would be 3 GB."""
 
 BUGS = {
     "trees not emptied": ("tree_ref[x] = 0", "pass"),

@@ -1,1 +1,0 @@
-"""`python -m pallas_kernels.bench`: the kernels' benchmark, without hardware, on a GPU or on a CPU."""

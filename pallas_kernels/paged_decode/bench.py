@@ -1,0 +1,132 @@
+"""`paged_decode`: a token over the caches of one sequence or a batch, each head with its own number of entries."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.choose import target
+from pallas_kernels.paged_decode import paged_decode
+from pallas_kernels.softmax import MASKED
+from pallas_kernels.timing import Check, Line, Part, Setting, program, random, run, tokens
+from pallas_kernels.vertical_slash.bench import SHARES, has_torch, same_mask_is_timed, torch_program, usual
+
+
+def dense() -> tuple[str, Callable]:
+    """The name and function of dense attention of one query [b 1 n h] over contiguous k and v [b s k h]."""
+    name = "cudnn" if target().platform == "gpu" else "xla"
+    attend = functools.partial(jax.nn.dot_product_attention, implementation=name)
+    return {"cudnn": "cuDNN, dense", "xla": "XLA, dense"}[name], attend
+
+
+def torch_dense(torch, q, k, v) -> Callable:
+    """q [b n 1 h], k and v [b s k h]."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return functools.partial(attend, q, k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)
+
+
+def gathered(q, pool, table, length, ring_length, new, *, ring_pages):
+    """`paged_decode` by gathering pages to contiguous keys, in XLA, and dense attention over them with a mask."""
+    b, n, t, h = q.shape
+    heads, columns = table.shape[1:]
+    page = pool.shape[1]
+    entries = pool[table].reshape(b, heads, columns * page, 2 * h)
+    place = jnp.arange(columns * page)
+    stored = jnp.where(
+        place < ring_pages * page,
+        place < ring_length[:, None, None],
+        place - ring_pages * page < length[..., None],
+    )
+    grouped = q.reshape(b, heads, n // heads, h)
+
+    def logits(k):
+        return jnp.einsum("bkgh,bksh->bkgs", grouped, k, preferred_element_type=jnp.float32) * h**-0.5
+
+    x = jnp.where(stored[:, :, None], logits(entries[..., :h]), MASKED)
+    p = jax.nn.softmax(jnp.concatenate([x, logits(new[0])], -1), -1).astype(q.dtype)
+    o = jnp.einsum("bkgs,bksh->bkgh", p[..., :-t], entries[..., h:])
+    return (o + jnp.einsum("bkgt,bkth->bkgh", p[..., -t:], new[1])).reshape(q.shape)
+
+
+def lengths(setting: Setting, s: int) -> dict[str, list[int]]:
+    """Entries of each head; the last two have the same total, once in one head that keeps all, the others a page."""
+    k, page = setting.k, setting.page
+    found = {f"{share:.0%} kept": [round(share * s)] * k for share in SHARES}
+    found[f"1/{k} kept"] = [s // k] * k
+    found[f"1/{k} kept, all by one head"] = [s - (k - 1) * page, *[page] * (k - 1)]
+    return found
+
+
+def one(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
+    return batch(setting._replace(batch=1), key, s, implementations)
+
+
+def batch(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, ...]) -> list[Line]:
+    b, n, k, h, page = setting.batch, setting.n, setting.k, setting.h, setting.page
+    keys = jax.random.split(key, 5)
+    ring_pages = -(-setting.window // page)
+    columns = ring_pages + -(-s // page)
+    pool = random(keys[0], (b * k * columns, page, 2 * h), setting.dtype)
+    table = jax.random.permutation(keys[1], b * k * columns).reshape(b, k, columns).astype(jnp.int32)
+    ring = jnp.full(b, setting.window, jnp.int32)
+    q = random(keys[2], (b, n, 1, h), setting.dtype)
+    new = tuple(random(x, (b, k, 1, h), setting.dtype) for x in keys[3:])
+    cache = tuple(random(x, (b, s, k, h), setting.dtype) for x in keys[3:])
+    entry = 2 * h * pool.dtype.itemsize
+    full = b * k * s * entry
+    name, attention = dense()
+    always = {name: program(attention, (q.swapaxes(1, 2), *cache), full, setting.inner)}
+    if has_torch():
+        always["torch SDPA, dense"] = torch_program(torch_dense, (q, *cache), full, setting.inner)
+
+    def attend(implementation, q, pool, table, length, ring, new):
+        options = {"ring_pages": ring_pages, "implementation": implementation}
+        return paged_decode(q, pool, table, length, ring, new=new, **options)
+
+    calls = {x: functools.partial(attend, x) for x in implementations}
+    gather = functools.partial(gathered, ring_pages=ring_pages)
+    lines = []
+    for share, held in lengths(setting, s).items():
+        length = jnp.broadcast_to(jnp.array(held, jnp.int32), (b, k))
+        work = (b * sum(held) + b * k * setting.window) * entry
+        rivals = dict(always)
+        if same_mask_is_timed(share):
+            # only the columns that some head uses
+            used = table[..., : ring_pages + -(-max(held) // page)]
+            args = q, pool, used, length, ring, new
+            rivals["XLA, pages gathered"] = program(gather, args, work, setting.inner)
+        for x, call in calls.items():
+            ours = program(call, (q, pool, table, length, ring, new), work, setting.inner)
+            lines.append(Line(f"batch {b}, {tokens(s)}, {share}", x, ours, rivals, "TB/s", "device copy"))
+    return lines
+
+
+def checks(key: jax.Array, dtype: Any) -> list[Check]:
+    """A few tokens, and more than a decoding step has, over heads that are empty, full and between."""
+    h, page, columns, ring_pages = 64, 16, 12, 2
+    keys = jax.random.split(key, 5)
+    pool = random(keys[0], (4 * columns, page, 2 * h), dtype)
+    table = jax.random.permutation(keys[1], 4 * columns).reshape(2, 2, columns).astype(jnp.int32)
+    length, ring = jnp.array([[0, 160], [37, 16]], jnp.int32), jnp.array([32, 5], jnp.int32)
+
+    def call(implementation, q, pool, table, length, ring, *new):
+        options = {"ring_pages": ring_pages, "implementation": implementation}
+        return paged_decode(q, pool, table, length, ring, new=new, **options)
+
+    def of(t: int) -> Check:
+        q, *new = (random(x, (2, n, t, h), dtype) for x, n in zip(keys[2:], (8, 2, 2), strict=True))
+        return Check(f"{t} tokens", call, (q, pool, table, length, ring, *new))
+
+    return [of(2), of(12)]
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    contexts = (8192, 32768, 131072, 262144), (16384,)
+    parts = [Part("paged_decode", lines, *contexts) for lines in (one, batch)]
+    return run("paged_decode", usual, checks, parts, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""The clock, command line and table that every op's `bench.py` shares.
+
+Compiled and warm programs are timed in turns on the same inputs, and the median counts. One timing is of a batch of
+calls that are sent one after another and awaited together, and short ops run several times inside one program, so that
+the time it takes to start a program is not measured.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Setting(NamedTuple):
+    """The attention layer that is timed, and how. Sizes are in tokens, entries or bytes."""
+
+    n: int
+    k: int
+    h: int
+    dtype: Any
+    batch: int
+    inner: int
+    """Runs of a short op inside one program."""
+    copied: int
+    """Size of the array whose copy bounds what reads memory."""
+    matmul: int
+    """Width of the matrices whose product bounds what computes."""
+    logits: int
+    """A rival that would hold more logits is left out."""
+    seconds: float
+    """About how long the timings of one context take."""
+    window: int = 256
+    page: int = 64
+
+
+ACCELERATOR = Setting(32, 8, 128, jnp.bfloat16, 16, 32, 1 << 32, 8192, 1 << 34, 3.0)
+"""One layer of Llama-3.1-8B or Qwen3-4B."""
+CPU = Setting(8, 2, 64, jnp.float32, 4, 1, 1 << 28, 1024, 1 << 30, 10.0)
+"""One layer of a small model."""
+BATCH = 0.02
+"""Seconds that one timing takes at least, by repetition."""
+UNITS = {"TFLOP/s": 1e12, "TB/s": 1e12, "Gkey/s": 1e9}
+COLUMNS = (
+    *("op", "shape", "implementation", "ms", "rate", "unit", "bound", "bound by", "of the bound"),
+    *("best rival", "its ms", "speed-up", "rivals"),
+)
+LIMITS = {jnp.dtype(jnp.float32): 1e-5, jnp.dtype(jnp.bfloat16): 1e-2}
+"""Largest relative error of a result, by its dtype; integers are exact."""
+
+Run = Callable[[int], None]
+"""Runs so many times and waits."""
+
+
+class Candidate(NamedTuple):
+    """`prepare()` compiles; a run of what it gives is `inner` calls, each doing `work` (FLOPs, bytes or keys)."""
+
+    prepare: Callable[[], Run]
+    work: int | float
+    inner: int = 1
+
+
+class Line(NamedTuple):
+    """A row of the table to be. The rate's bound is "device copy", "matrix product" or a rival's."""
+
+    shape: str
+    implementation: str
+    ours: Candidate
+    rivals: dict[str, Candidate]
+    unit: str
+    bound: str
+
+
+class Part(NamedTuple):
+    """What a benchmark times, and its usual contexts: `lines(setting, key, tokens, implementations)` for each."""
+
+    name: str
+    lines: Callable[[Setting, jax.Array, int, tuple[str, ...]], list[Line]]
+    accelerator: tuple[int, ...]
+    cpu: tuple[int, ...]
+
+
+class Check(NamedTuple):
+    """`call(implementation, *args)` gives what `call("reference", *args)` does, within `LIMITS`."""
+
+    name: str
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    gradient: bool = False
+    """Errors are relative to the largest number, since a row of a gradient may be 0."""
+
+
+def program(call: Callable, args: Any, work: int | float, inner: int = 1) -> Candidate:
+    """`call(*args)` in JAX."""
+    return Candidate(lambda: runs(_step(call, inner), args), work, inner)
+
+
+@functools.cache
+def _step(call, inner):
+    """The jitted call, kept so that the same call of other arrays is not compiled again."""
+
+    def repeated(*args):
+        def once(_, out):
+            # so that nothing of a call is known before the call before is done
+            args_again, _ = lax.optimization_barrier((args, out))
+            return call(*args_again)
+
+        shapes = jax.eval_shape(call, *args)
+        return lax.fori_loop(0, inner, once, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
+
+    return jax.jit(call if inner == 1 else repeated)
+
+
+def runs(step: Callable, args: Any) -> Run:
+    """Runs of `step(*args)`."""
+
+    def run(n):
+        out = None
+        for _ in range(n):
+            out = step(*args)
+        jax.block_until_ready(out)
+
+    return run
+
+
+def measure(candidates: Iterable[Candidate], seconds: float) -> dict[Candidate, float | str]:
+    """Seconds that a call of each takes, or why there is no time, in a line."""
+    ready: dict[Candidate, tuple[Run, int]] = {}
+    failed: dict[Candidate, float | str] = {}
+    once = 0.0
+    for candidate in dict.fromkeys(candidates):
+        try:
+            run = candidate.prepare()
+            run(1)
+            first = _time(run, 1)
+        except Exception as error:
+            text = str(error).strip() or type(error).__name__
+            full = any(sign in text.lower() for sign in ("resource_exhausted", "out of memory"))
+            failed[candidate] = "out of memory" if full else text.splitlines()[0][:160]
+            continue
+        n = max(1, math.ceil(BATCH / first))
+        ready[candidate] = run, n
+        once += n * first
+    times: dict[Candidate, list[float]] = {candidate: [] for candidate in ready}
+    for _ in range(min(max(3, int(seconds / once)), 15) if ready else 0):
+        for candidate, (run, n) in ready.items():
+            times[candidate].append(_time(run, n) / n / candidate.inner)
+    return failed | {candidate: statistics.median(x) for candidate, x in times.items()}
+
+
+def _time(run: Run, n: int) -> float:
+    start = time.perf_counter()
+    run(n)
+    return time.perf_counter() - start
+
+
+def bounds(setting: Setting, key: jax.Array) -> dict[str, float]:
+    """Bytes a second that a copy reads and writes, and FLOPs a second of a large product, on this device."""
+    source = random(key, (setting.copied // 4,), jnp.float32)
+    x = random(key, (setting.matmul, setting.matmul), setting.dtype)
+    candidates = {
+        "device copy": program(jnp.copy, (source,), 2 * source.nbytes),
+        "matrix product": program(jnp.matmul, (x, x), 2 * setting.matmul**3),
+    }
+    times = measure(candidates.values(), setting.seconds)
+    return {name: x.work / float(times[x]) for name, x in candidates.items()}
+
+
+def rows(op: str, lines: list[Line], bounds: Mapping[str, float], seconds: float) -> list[dict]:
+    """Time the lines together. A speed-up is over the best rival; what has no time says why instead."""
+    times = measure([x for line in lines for x in (*line.rivals.values(), line.ours)], seconds)
+    found = []
+    for line in lines:
+        rivals = {name: times[x] for name, x in line.rivals.items()}
+        timed = {name: x for name, x in rivals.items() if isinstance(x, float)}
+        best = min(timed, key=lambda name: timed[name]) if timed else None
+        rates = {**bounds} | {name: line.rivals[name].work / x for name, x in timed.items()}
+        bound, own = rates.get(line.bound), times[line.ours]
+        row = dict.fromkeys(COLUMNS) | {"op": op, "unit": line.unit, "bound by": line.bound}
+        row |= {"shape": line.shape, "implementation": line.implementation, "ms": own, "best rival": best}
+        row |= {"bound": bound and bound / UNITS[line.unit], "its ms": best and 1e3 * timed[best]}
+        row["rivals"] = {name: 1e3 * x if isinstance(x, float) else x for name, x in rivals.items()}
+        if isinstance(own, float):
+            rate = line.ours.work / own
+            row |= {"ms": 1e3 * own, "rate": rate / UNITS[line.unit], "of the bound": bound and rate / bound}
+            row["speed-up"] = best and timed[best] / own
+        found.append(row)
+    return found
+
+
+def cells(values: Iterable[Any]) -> str:
+    """A line of a table in GitHub's Markdown."""
+
+    def shown(x: Any) -> str:
+        if isinstance(x, dict):
+            return "; ".join(f"{name}: {shown(own)}" for name, own in x.items())
+        return "" if x is None else f"{x:.4g}" if isinstance(x, float) else str(x).replace("|", "\\|")
+
+    return f"| {' | '.join(map(shown, values))} |"
+
+
+def check(checks: Iterable[Check], implementations: tuple[str, ...]) -> dict[str, float]:
+    """The largest error of each implementation; exits at the first that is above its limit."""
+    found = {}
+    for case in checks:
+        exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, case.args)
+        with jax.default_matmul_precision("highest"):
+            expected = jax.tree.leaves(jax.jit(functools.partial(case.call, "reference"))(*exact))
+        for name in implementations:
+            actual = jax.tree.leaves(jax.jit(functools.partial(case.call, name))(*case.args))
+            found[f"{case.name} {name}"] = errors = [
+                error(x, y, by_row=not case.gradient) for x, y in zip(actual, expected, strict=True)
+            ]
+            limits = [LIMITS.get(x.dtype, 0.0) for x in actual]
+            if not all(x <= limit for x, limit in zip(errors, limits, strict=True)):
+                sys.exit(f"not timed: {case.name} of {name!r} is off by {errors}, allowed is {limits}")
+    return {name: max(errors) for name, errors in found.items()}
+
+
+def error(actual: jax.Array, expected: jax.Array, *, by_row: bool) -> float:
+    """The largest difference, relative to the length of its row (along the last axis) or to the largest number.
+
+    Over many keys outputs average out, and one number for all queries would let what those are off by pass.
+    """
+    actual, expected = (x.astype(jnp.float32) for x in (actual, expected))
+    difference = jnp.where(actual == expected, 0, jnp.abs(actual - expected))
+    size = jnp.where(jnp.isfinite(expected), jnp.abs(expected), 0)
+    difference, size = (jnp.linalg.norm(x, axis=-1) if by_row else jnp.max(x) for x in (difference, size))
+    worst = jnp.max(jnp.where(difference == 0, 0, difference / size))
+    return float(jnp.where(jnp.isnan(worst), jnp.inf, worst))
+
+
+def run(
+    op: str,
+    usual: Callable[[], tuple[str, ...]],
+    checks: Callable[[jax.Array, Any], Iterable[Check]],
+    parts: list[Part],
+    arguments: list[str] | None,
+) -> list[dict]:
+    """The command `python -m pallas_kernels.OP.bench`: check the op, time it beside its rivals, print the table.
+
+    `usual()` are the implementations that are timed by default; `checks(key, dtype)` comes before all timing.
+    """
+    parser = argparse.ArgumentParser(
+        f"python -m pallas_kernels.{op}.bench", description=f"Time {op} beside its rivals on this device."
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="contexts instead of the usual ones")
+    parser.add_argument("--implementations", nargs="+", help="what is timed instead of this device's own")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args(arguments)
+    # torch shares the memory; read when JAX first uses the device
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    cpu = jax.default_backend() == "cpu"
+    setting = CPU if cpu else ACCELERATOR
+    implementations = tuple(options.implementations or usual())
+    seed = time.time_ns() % 2**31
+    key = jax.random.key(seed)
+    errors = check(checks(key, setting.dtype), implementations)
+    reached = bounds(setting, key)
+    where = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {time.strftime('%Y-%m-%d')}, seed {seed}"
+    print(f"{where}\n\nerrors: {', '.join(f'{name} {x:.1e}' for name, x in errors.items())}\n")
+    found = []
+    for part in parts:
+        for s in options.tokens or (part.cpu if cpu else part.accelerator):
+            new = rows(part.name, part.lines(setting, key, s, implementations), reached, setting.seconds)
+            if not found:
+                print(cells(new[0]), cells(["---"] * len(new[0])), sep="\n")
+            print(*map(cells, map(dict.values, new)), sep="\n", flush=True)
+            found += new
+            if "torch" in sys.modules:
+                # give memory that torch keeps for itself back to JAX
+                sys.modules["torch"].cuda.empty_cache()
+    if options.json:
+        content = {"where": where, "errors": errors, "bounds": reached, "rows": found}
+        options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    return found
+
+
+def random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Normal numbers; large arrays repeat a part of them, since making them all takes memory."""
+    size = math.prod(shape)
+    part = jax.random.normal(key, (min(size, 1 << 26),), dtype)
+    return jnp.resize(part, shape) if size > part.size else part.reshape(shape)
+
+
+def tokens(n: int) -> str:
+    """Short for a number of tokens."""
+    return f"{n // 1024}K" if n % 1024 == 0 else str(n)
