@@ -23,7 +23,8 @@ def lines(setting: Setting, key: jax.Array, s: int, implementations: tuple[str, 
     rank = ranks(jax.random.normal(key, (1, setting.k, s)))
     name, attention = dense()
     bound = f"1/{SHARE} of {name} attention"
-    layer = program(attention, tuple(x.swapaxes(1, 2) for x in arrays(setting, key, s)), SHARE * rank.size)
+    layer = program(attention, tuple(x.swapaxes(1, 2) for x in arrays(setting, key, s)), rank.size)
+    layer = layer._replace(inner=SHARE)
     ours = {}
     for x in implementations:
         call = functools.partial(running_topk, k=s // 4, window=setting.window, implementation=x)
