@@ -127,7 +127,7 @@ def random_model(config: BenchmarkConfig) -> Any:
     return jax.jit(lambda: Decoder(shape, rngs=nnx.Rngs(0), dtype=config.dtype))()
 
 
-def random_gates(model: Any, ratio: float = 0.25, window: int = 256) -> Any:
+def random_gates(model: Any, rate: float = 0.25, window: int = 256) -> Any:
     """Return a policy that admits tokens at exactly this rate, at random, and evaluates gates all the same."""
     import jax
     from flax import nnx
@@ -160,25 +160,26 @@ def random_gates(model: Any, ratio: float = 0.25, window: int = 256) -> Any:
     shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
     # 1.5 is the paper's hidden width over head_dim for Qwen3
     gates = jax.jit(lambda: WriteGate(*shape, expand=1.5, rngs=nnx.Rngs(1)))()
-    random: Any = make_policy("random", model=model, ratio=ratio, window=window)
+    random: Any = make_policy({"random": {"ratio": rate, "window": window}}, model=model)
     return Policy(GatedRandom(gates, random.admission), name="wgkv", window=window)
 
 
 def policy_of(text: str, model: Any, tokenizer: Any) -> Any:
-    """Return the policy that a name with arguments describes, with random gates or scorers where it names none."""
+    """Return the policy that a string describes, with random gates or scorers where it names none."""
     import kvjax
-    from kvjax.policies import POLICIES
     from kvjax.policies.admission.kvpop import Sizes
-    from kvjax.policies.assignments import with_arguments
+    from kvjax.policies.make import parse_policy
 
-    name, arguments = with_arguments(text, POLICIES, "--policies")
-    arguments = arguments or {}
-    if name == "wgkv" and "gates" not in arguments:
-        return random_gates(model, **arguments)
-    if name == "kvpop" and not arguments.keys() & {"gates", "scorers"}:
+    described = parse_policy(text)
+    wgkv, kvpop = described.get("wgkv"), described.get("kvpop")
+    if wgkv is not None and "gates" not in wgkv:
+        if len(described) > 1:
+            raise UserError(f"--policies {text}: random gates are timed alone")
+        return random_gates(model, **wgkv)
+    if kvpop is not None and not kvpop.keys() & {"gates", "scorers"}:
         shape = (model.config.num_layers, model.config.num_kv_heads, model.config.head_dim)
-        arguments |= {"scorers": Sizes(*shape).make(0)}
-    return kvjax.make_policy(name, model=model, tokenizer=tokenizer, **arguments)
+        kvpop["scorers"] = Sizes(*shape).make(0)
+    return kvjax.make_policy(described, model=model, tokenizer=tokenizer)
 
 
 def run(config: BenchmarkConfig) -> list[dict[str, Any]]:

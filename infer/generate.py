@@ -40,9 +40,8 @@ def main() -> None:
 
     with jax.set_mesh(mesh):
         model, tokenizer = kvjax.load(config.model)
-        policy = kvjax.make_policy("full")
-        if config.gates is not None:
-            policy = kvjax.make_policy("wgkv", model=model, gates=config.gates)
+        name = "full" if config.gates is None else "wgkv"
+        policy = kvjax.make_policy(name, model=model, gates=config.gates)
 
         cache = kvjax.prefill(model, [text], tokenizer=tokenizer, policy=policy)
         print(f"{100 * kvjax.stats(cache).kv_ratio:.0f}% of the text's keys and values kept")

@@ -17,13 +17,9 @@ class NeedleConfig:
     """Hide a record at several depths of texts of several lengths, and ask for it. For the built-in model."""
 
     policy: str = "full"
-    """What to keep: full, streaming_llm, wgkv or random."""
+    """What to keep, as in kvjax.generate: wgkv, streaming_llm:window=64, snapkv:ratio=0.25."""
     gates: Path | None = None
-    """wgkv: a folder with trained gates."""
-    window: int | None = None
-    """Last tokens that are always visible."""
-    ratio: float | None = None
-    """random: share of tokens to admit."""
+    """What was trained for the policy."""
     lengths: tuple[int, ...] = (256, 512, 768, 1024)
     """Context lengths in tokens."""
     depths: int = 10
@@ -56,10 +52,7 @@ def main() -> None:
     sizes = []
     with jax.set_mesh(mesh):
         model = kvjax.load_model("builtin")
-        given = {key: getattr(config, key) for key in ("gates", "window", "ratio")}
-        policy = kvjax.make_policy(
-            config.policy, model=model, **{key: value for key, value in given.items() if value is not None}
-        )
+        policy = kvjax.make_policy(config.policy, model=model, gates=config.gates)
         for row, length in enumerate(config.lengths):
             samples = [task.sample(seed, length) for seed in range(config.depths * config.samples)]
             found = measure(model, policy, samples, Manner())

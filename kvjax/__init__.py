@@ -1,7 +1,7 @@
 """kvjax decides which keys and values of a long context are worth keeping, on frozen Llama, Qwen and Mistral weights.
 
     model, tokenizer = kvjax.load(folder)
-    policy = kvjax.make_policy("wgkv", model=model, gates=gates_folder)
+    policy = kvjax.make_policy("snapkv:ratio=0.25", model=model)
     out = kvjax.sample(model, ["Why …?"], tokenizer=tokenizer, policy=policy, max_new_tokens=64)
     print(out.texts[0])
 
@@ -39,10 +39,9 @@ _HOME = {
     "CapacityError": "kvjax.cache",
     "UserError": "kvjax.errors",
 }
-__all__ = [*_HOME, "policies"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = [*_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from kvjax import policies
     from kvjax.cache import CapacityError, stats
     from kvjax.errors import UserError
     from kvjax.inference.sampling import logits, prefill, sample, stream
@@ -55,9 +54,6 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "policies":
-        # the package, which can be called
-        return importlib.import_module("kvjax.policies")
     if name not in _HOME:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -6,8 +6,9 @@ import inspect
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,12 +55,9 @@ class UserError(ValueError):
         super().__init__(one_line(str(message)))
 
 
-class Doubt(UserWarning):
-    """Warning: the request is valid but probably not intended. The message is one line (`one_line`), which the
-    command-line programs print alone."""
-
-    def __init__(self, message: object = ""):
-        super().__init__(one_line(str(message)))
+def warn(message: str, stacklevel: int = 1) -> None:
+    """Warn of a request that is valid but probably not intended, in one line (`one_line`). Commands print it alone."""
+    warnings.warn(one_line(message), UserWarning, stacklevel=stacklevel + 1)
 
 
 def shown(value: Any) -> str:
@@ -77,27 +75,16 @@ def _letters(name: str) -> str:
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def refuse_unknown(
-    where: str,
-    name: str,
-    known: Sequence[str],
-    others: Mapping[str, str] | None = None,
-    beside: Sequence[str] = (),
-) -> None:
-    """Raise the UserError of an argument that `where` does not have: with what it is called here if `others` says so,
-    else with all that it has and the nearest of them and of what can be said `beside` them."""
-    if others and name in others:
-        raise UserError(f"{where} has no argument {name!r}; {others[name]}")
-    near = nearest(name, [*known, *beside])
+def refuse_unknown(where: str, name: str, known: Sequence[str]) -> NoReturn:
+    """Raise the UserError of an argument that `where` does not have: with all that it has, and the nearest of them."""
+    near = nearest(name, known)
     best = f"; the nearest: {', '.join(near)}" if near else ""
     raise UserError(f"{where} has no argument {name!r}; it has {', '.join(known) or 'none'}{best}")
 
 
-def named_arguments(
-    others: Mapping[str, str] | None = None, where: str = ""
-) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Has a function refuse a keyword argument that it does not have as `refuse_unknown` does, `others` being words of
-    other libraries and what they are here, `where` what it is called where that is not its name."""
+def named_arguments(where: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Make a function refuse a keyword argument that it does not have as `refuse_unknown` does. `where`: what the
+    function is called where that is not its name."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -107,7 +94,7 @@ def named_arguments(
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             for name in kwargs:
                 if name not in known:
-                    refuse_unknown(called, name, known, others)
+                    refuse_unknown(called, name, known)
             return function(*args, **kwargs)
 
         return checked

@@ -5,9 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
@@ -26,29 +24,12 @@ class GenerateConfig:
     """A file with the text instead."""
     model: str = "builtin"
     """A model folder, a GGUF file, a hub id, or `builtin`."""
-    policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
-    """What to keep, one of those that `python -m kvjax.policies` lists: an admission (wgkv, streaming_llm, …), an
-    eviction (snapkv, adakv, …) or a selection (quest); or what another package brings: its name, or
-    package.module:NAME."""
-    eviction: str | None = None
-    """How entries are scored that an admission let in, or that adakv, pyramidkv and critical_kv choose from: a name, or
-    a name with its arguments, snapkv:observed=32,pool=7."""
-    selection: str | None = None
-    """How a decoded token chooses the pages that it reads: quest:tokens=1024."""
+    policy: str = "full"
+    """What to keep: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
+    wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
     gates: Path | None = None
-    """What was trained for the policy: a training run's --out or the folder that it exported, or for wgkv `builtin`,
-    those of the built-in model."""
-    window: int | None = None
-    """Last tokens that are always visible."""
-    ratio: float | None = None
-    """random: share of tokens to admit; with an eviction: share of the prompt's entries that stay; quest, with neither:
-    share of the tokens that are read."""
-    entries: int | None = None
-    """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
-    tokens: int | None = None
-    """quest, as the policy: entries of each kv head that it reads."""
-    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """Any other arguments of the policy, as NAME=VALUE: --set sink=4 tau=0.2 when=every every=128 observed=32."""
+    """What was trained for the policy: a training run's --out or the folder that it exported, or `builtin`, what comes
+    with the built-in model."""
     max_new_tokens: int = 128
     """Of an answer, at most."""
     temperature: float = 0.0
@@ -86,21 +67,6 @@ class GenerateConfig:
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
 
-    def policy_arguments(self) -> dict[str, Any]:
-        """What the policy is told. Raises UserError for a --set that is not NAME=VALUE, or names an option's own."""
-        from kvjax.policies.assignments import assignments
-
-        names = "eviction", "selection", "gates", "window", "ratio", "entries", "tokens"
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        others = assignments([text for texts in self.set for text in texts], "--set")
-        options = {"name": "--policy", "model": "--model", "tokenizer": "--model", "force": "--force"}
-        for name, option in options.items():
-            if name in others:
-                raise UserError(f"--set {name}=…: that is {option} here")
-        if twice := sorted(set(given) & set(others)):
-            raise UserError(f"--set {twice[0]}=… and --{twice[0]} say the same: give one of them")
-        return given | others
-
 
 def _prompt(config: GenerateConfig) -> str:
     if (config.prompt is None) == (config.prompt_file is None):
@@ -123,7 +89,7 @@ def read_prompt(path: Path, option: str) -> str:
 
 def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for what a person can mend."""
-    text, arguments = _prompt(config), config.policy_arguments()
+    text = _prompt(config)
     mesh = start(config.mesh)
 
     import jax
@@ -143,11 +109,11 @@ def run(config: GenerateConfig) -> None:
     with jax.set_mesh(mesh):
         _check(config)
         saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
-        arguments |= {"force": config.force}
-        policy = make_ahead(config.policy, **arguments)
+        told: dict[str, Any] = {"gates": config.gates, "force": config.force}
+        policy = make_ahead(config.policy, **told)
         _say_empty_shards(config)
-        arguments |= {"tokenizer": (tokenizer := load_tokenizer(config.model))}
-        policy = make_ahead(config.policy, **arguments) if policy is None else policy
+        told |= {"tokenizer": (tokenizer := load_tokenizer(config.model))}
+        policy = make_ahead(config.policy, **told) if policy is None else policy
         stop, ids = stop_texts(config.stop, tokenizer)
         part = "whole" if config.cache is None else "end"
         prompt = encode(tokenizer, text, "beginning" if config.save_cache is not None else part)
@@ -158,7 +124,7 @@ def run(config: GenerateConfig) -> None:
             policy.check(shape)
             policy.placed(shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
-        policy = make_policy(config.policy, model=model, **arguments)
+        policy = make_policy(config.policy, model=model, **told)
         capacity = None if config.capacity is None else caches.parse_capacity(config.capacity)
         if config.save_cache is not None:
             print(_saved(config, model, prompt, policy, capacity), file=sys.stderr)

@@ -54,48 +54,45 @@ def compiled(model, gates, key):
 
 
 POLICIES = {
-    "snapkv": {"name": "snapkv", "ratio": 0.5},
-    "chunks": {"name": "snapkv", "ratio": 0.5, "when": "chunk"},
-    "periods": {"name": "snapkv", "ratio": 0.5, "when": "every"},
-    "overflows": {"name": "snapkv", "entries": 70, "when": "overflow"},
-    "unbudgeted": {"name": "snapkv"},
-    "critical_kv": {"name": "critical_kv", "ratio": 0.5},
-    "pyramidkv": {"name": "pyramidkv", "ratio": 0.5},
-    "expected_attention": {"name": "expected_attention", "ratio": 0.5},
-    "r_kv": {"name": "r_kv", "ratio": 0.5},
-    "h2o": {"name": "h2o", "ratio": 0.5},
-    "random_eviction": {"name": "random_eviction", "ratio": 0.5},
-    "quest": {"name": "quest", "tokens": 8},
-    "quest by ratio": {"name": "quest"},
-    "full": {"name": "full"},
-    "streaming_llm": {"name": "streaming_llm", "window": 8},
-    "random": {"name": "random", "window": 8, "ratio": 0.5},
-    "rates": {"name": "random", "window": 8},
-    "head_pattern": {"name": "head_pattern", "pattern": np.ones((3, 4)), "window": 8, "sink": 1},
-    "wgkv": {"name": "wgkv", "window": 8},
-    "anything": {},
+    "snapkv": {"snapkv": {"ratio": 0.5}},
+    "chunks": {"snapkv": {"ratio": 0.5, "when": "chunk"}},
+    "periods": {"snapkv": {"ratio": 0.5, "when": "every"}},
+    "overflows": {"snapkv": {"entries": 70, "when": "overflow"}},
+    "unbudgeted": {"snapkv": {}},
+    "expected_attention": {"expected_attention": {"ratio": 0.5}},
+    "r_kv": {"r_kv": {"ratio": 0.5}},
+    "h2o": {"h2o": {"ratio": 0.5}},
+    "random_eviction": {"random_eviction": {"ratio": 0.5}},
+    "quest": {"quest": {"tokens": 8}},
+    "quest by ratio": {"quest": {}},
+    "full": {"full": {}},
+    "streaming_llm": {"streaming_llm": {"window": 8}},
+    "random": {"random": {"window": 8, "ratio": 0.5}},
+    "rates": {"random": {"window": 8}},
+    "head_pattern": {"head_pattern": {"pattern": np.ones((3, 4)), "window": 8, "sink": 1}},
+    "wgkv": {"wgkv": {"window": 8}},
 }
 BAD_POLICIES = [
     ("unbudgeted", "entries", (NAN, INF, "64", [64], True, 1.5, 0)),
     ("unbudgeted", "size", (INF, "2GiG", "GiB", True, -1)),
     ("unbudgeted", "ratio", ("0.5", True, NAN, 0, [0.5])),
     ("unbudgeted", "threshold", ("a", INF, True, 1e39)),
-    ("snapkv", "pinned", ("a", None, NAN, 2)),
-    ("pyramidkv", "beta", ("a", NAN, INF, 1)),
-    ("snapkv", "over", (5, None, ["head"], np.ones(3))),
+    ("snapkv", "adakv.pinned", ("a", None, NAN, 2)),
+    ("snapkv", "pyramidkv.beta", ("a", NAN, INF, 1)),
+    ("snapkv", "adakv.over", (5, None, ["head"], np.ones(3))),
     ("snapkv", "observed", ("8", None, 2.5, 0, NAN, np.ones((9, 9)), 2**31)),
     ("snapkv", "pool", ("5", 2.5, None)),
     ("snapkv", "pooling", (None, ["max"])),
     ("snapkv", "group", (5,)),
-    ("snapkv", "first", ("a", NAN, INF, -1, 2.5)),
-    ("snapkv", "last", ("a", True)),
+    ("snapkv", "protected.first", ("a", NAN, INF, -1, 2.5)),
+    ("snapkv", "protected.last", ("a", True)),
     ("snapkv", "when", (5, None)),
-    ("snapkv", "model", ("builtin", 5)),
+    ("snapkv", "adakv", (5, "layer")),
     ("chunks", "chunk", ("128", NAN, 16.5, None, -1)),
     ("periods", "every", ("8", None, 2.5, INF)),
     ("overflows", "drop", ("a", NAN, 0)),
-    ("critical_kv", "first_stage", ("a", NAN, 1.5)),
-    ("critical_kv", "epsilon", ("a", NAN, -1)),
+    ("snapkv", "critical_kv.first_stage", ("a", NAN, 1.5)),
+    ("snapkv", "critical_kv.epsilon", ("a", NAN, -1)),
     ("expected_attention", "future", ("a", 2.5, 0)),
     ("expected_attention", "epsilon", ("a", NAN, None)),
     ("expected_attention", "sink", ("a", -1, 2.5)),
@@ -109,8 +106,8 @@ BAD_POLICIES = [
     ("quest by ratio", "tokens", ("a", NAN, INF)),
     ("quest by ratio", "ratio", ("a", NAN)),
     ("quest", "skip", ("a", None, 1.5, 4)),
-    ("full", "window", ("a", NAN, INF, None, True)),
-    ("streaming_llm", "window", ("a", None, 2.5)),
+    ("full", "window", ("a", NAN, INF, True)),
+    ("streaming_llm", "window", ("a", 2.5)),
     ("streaming_llm", "sink", ("a", None, 2.5, -1, 2**31)),
     ("quest", "layers", ("a",)),
     ("random", "ratio", ("a", NAN, -1, [0.5])),
@@ -130,18 +127,12 @@ BAD_POLICIES = [
     ),
     ("head_pattern", "pattern", (5, [[1], [1, 2]], np.full((3, 4), NAN), np.ones(3), np.ones((0, 4)))),
     ("head_pattern", "sparsity", ("a", NAN, -0.1, 1.1)),
-    ("head_pattern", "streaming", ("never", None, 1)),
-    ("streaming_llm", "streaming", ("never",)),
     ("head_pattern", "sink", ("a", 2.5)),
     ("head_pattern", "window", ("a", INF)),
     ("wgkv", "tau", ("a", NAN, 2)),
-    ("wgkv", "window", ("a", None)),
+    ("wgkv", "window", ("a",)),
     ("wgkv", "rate", ("a", np.full((3, 4), 1.5), np.ones(2))),
     ("wgkv", "gates", (5, [1])),
-    ("anything", "name", (5, ["snapkv"])),
-    ("anything", "admission", (5,)),
-    ("anything", "eviction", (["snapkv"],)),
-    ("anything", "selection", (5, True)),
 ]
 PROMPTS = [[1, 2, 3]]
 BAD_CALLS = [
@@ -199,7 +190,7 @@ OTHERS = [
     ),
     (
         lambda m: kvjax.prefill(m, prompts=PROMPTS),
-        "prefill has no argument 'prompts'; prompts are called tokens here",
+        "prefill has no argument 'prompts'; it has model, tokens, ",
     ),
     (lambda m: Ratio(rato=0.5), "Ratio has no argument 'rato'; it has ratio; the nearest: ratio"),
     (lambda m: Every(evry=5), "Every has no argument 'evry'; it has every; the nearest: every"),
@@ -227,9 +218,24 @@ def one_line(call, argument, value):
 
 @pytest.mark.parametrize(("policy", "argument", "values"), BAD_POLICIES)
 def test_of_make_policy(model, gates, compiled, policy, argument, values):
-    given = {"model": model} | ({"gates": gates} if policy == "wgkv" else {}) | POLICIES[policy]
+    ((name, given),) = POLICIES[policy].items()
+    given = ({"gates": gates} if policy == "wgkv" else {}) | given
+    wrapper, _, field = argument.rpartition(".")
     for value in values:
-        one_line(partial(make_policy, **given | {argument: value}), argument, value)
+        told = given | ({wrapper: {field: value}} if wrapper else {field: value})
+        one_line(partial(make_policy, {name: told}, model=model), field, value)
+    assert not compiled
+
+
+@pytest.mark.parametrize("policy", [5, ["snapkv"], None, {}])
+def test_of_what_is_no_policy(compiled, policy):
+    one_line(partial(make_policy, policy), "got", policy)
+    assert not compiled
+
+
+@pytest.mark.parametrize("other", ["builtin", 5])
+def test_of_what_is_no_model(compiled, other):
+    one_line(partial(make_policy, "full", model=other), "model", other)
     assert not compiled
 
 
@@ -249,7 +255,7 @@ def test_of_calls(model, key, compiled, function, argument, values):
 def test_a_policy_of_another_model_is_refused(model):
     for layers, kv_heads in ((2, 4), (3, 2)):
         with use_mesh(model):
-            policy = make_policy("streaming_llm", window=2).placed(layers, kv_heads)
+            policy = make_policy("streaming_llm:window=2").placed(layers, kv_heads)
         for call in (sampling.prefill, sampling.sample):
             with pytest.raises(
                 UserError, match="policy streaming_llm is for another model than this of 3 layers × 4"
@@ -258,7 +264,7 @@ def test_a_policy_of_another_model_is_refused(model):
 
 
 def test_a_table_of_another_model_is_refused(model):
-    policy = make_policy("random", window=2, rates=np.ones((2, 4)))
+    policy = make_policy({"random": {"window": 2, "rates": np.ones((2, 4))}})
     with pytest.raises(
         UserError, match="^policy random: rates is made for 2 layers × 4 kv heads, the model has 3 × 4$"
     ):
@@ -268,7 +274,7 @@ def test_a_table_of_another_model_is_refused(model):
 def test_a_policy_made_without_a_model_serves_any(model):
     """As one that was made for the model."""
     for name, given in (("streaming_llm", {"window": 3, "sink": 1}), ("random", {"window": 3, "ratio": 0.5})):
-        policies = make_policy(name, **given), make_policy(name, model=model, **given)
+        policies = make_policy({name: given}), make_policy({name: given}, model=model)
         kept = [
             sampling.prefill(model, [np.arange(1, 40)], policy=policy).layers.length for policy in policies
         ]

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.builtin import builtin_model
 model = kvjax.load_model(builtin_model("test_model"))
 for limit in (0.0, 1e9):
-    policy = kvjax.make_policy("key_norm", model=model, limit=limit, window=4)
+    policy = kvjax.make_policy(f"key_norm:limit={limit},window=4", model=model)
     print(*set(kvjax.stats(kvjax.prefill(model, [np.arange(40)], policy=policy)).entries.flat))
 """
 

@@ -62,7 +62,7 @@ def test_an_orbax_export_and_back(file, tmp_path):
     assert_equal(load_model(tmp_path / "wide", "bfloat16"), load_model(tmp_path / "back"))
 
 
-@pytest.mark.filterwarnings("ignore::kvjax.errors.Doubt")
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_head_of_its_own_goes_with_the_model(tmp_path):
     tied = CASE | {"tie_word_embeddings": True}
     folder = write_folder(tmp_path / "original", tied, weights(CASE))

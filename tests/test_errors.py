@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.errors import Doubt, UserError, printable, shown
+from kvjax.errors import UserError, printable, shown, warn
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,12 @@ from kvjax.errors import Doubt, UserError, printable, shown
         ("Länge λ: 3 × 4 … 文", "Länge λ: 3 × 4 … 文"),
     ],
 )
-@pytest.mark.parametrize("kind", [UserError, Doubt])
-def test_a_message_is_one_printable_line(kind, text, line):
-    assert str(kind(text)) == line
-    assert str(kind(f"{kind(text)}")) == line, "cleaning it again changes nothing"
+def test_a_message_is_one_printable_line(text, line):
+    assert str(UserError(text)) == line
+    assert str(UserError(f"{UserError(text)}")) == line, "cleaning it again changes nothing"
+    with pytest.warns(UserWarning) as found:
+        warn(text)
+    assert [str(one.message) for one in found] == [line]
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end():

@@ -75,9 +75,7 @@ def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys)
 def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4", "--temperature", "0.8"]
-    select = ["--selection", "quest:tokens=17"]
-    own = ["--window", "16", "--set", "sink=6"]
-    main([*text, *SMALL, "--policy", "streaming_llm", *own, *select])
+    main([*text, *SMALL, "--policy", "streaming_llm:window=16,sink=6+quest:tokens=17"])
     told = capsys.readouterr().err
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", told).groups())
     assert kept == 21 < seen
@@ -88,30 +86,28 @@ def test_a_policy_keeps_less_and_a_file_is_a_prompt(tmp_path, capsys):
 def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsys):
     (tmp_path / "text.py").write_text("def first(self):\n    return 1\n" * 40)
     text = ["--prompt-file", str(tmp_path / "text.py"), "--max-new-tokens", "4"]
-    main([*text, "--policy", "adakv", "--eviction", "kvzip:repeated=100", "--ratio", "0.25"])
+    main([*text, "--policy", "kvzip:ratio=0.25,repeated=100,adakv"])
     kept, seen = map(int, re.search(r"kept (\d+) of (\d+) entries", capsys.readouterr().err).groups())
     assert kept == (seen - 3) // 4 + 3
     # refused before there are weights: this model has none
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(builtin_model() / name, tmp_path)
     with pytest.raises(UserError, match="kvzip: repeated must be a whole number"):
-        main([*text, "--model", str(tmp_path), "--policy", "kvzip:repeated=0", "--ratio", "0.25"])
-    with pytest.raises(UserError, match="--set tokenizer=…: that is --model here"):
-        main([*text, "--policy", "kvzip", "--ratio", "0.25", "--set", "tokenizer=x"])
+        main([*text, "--model", str(tmp_path), "--policy", "kvzip:repeated=0,ratio=0.25"])
 
 
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         ("--policy snapkv", "snapkv needs a budget: one of ratio, entries, size, threshold"),
-        ("--policy snapkv --ratio 3", "ratio must be a finite number, above 0 and at most 1, got 3.0"),
-        ("--policy adakv --ratio .5 --eviction snapkv:observed=-2", "observed must be a whole number of at least 1"),
-        ("--policy random --ratio .5", "random needs window"),
-        ("--policy random --eviction knorm --ratio .5 --window 9", "its own goes behind its name: random:ratio=…"),
-        ("--polcy x", "unknown option --polcy; the nearest known: --method, --policy"),
+        ("--policy snapkv:ratio=3", "ratio must be a finite number, above 0 and at most 1, got 3"),
+        ("--policy snapkv:observed=-2,ratio=.5,adakv", "observed must be a whole number of at least 1"),
+        ("--policy random:ratio=.5", "random needs window"),
+        ("--policy snapkv --gates builtin", "gates: got 'builtin' for snapkv, expected one method that takes"),
+        ("--polcy x", "unknown option --polcy; the nearest known: --policy"),
         ("--policy wgkv --gates /nowhere", "/nowhere holds no gates"),
-        ("--policy head_pattern --set pattern=/nowhere", "/nowhere is no head pattern"),
-        ("--policy quest --tokens 0", "quest: tokens must be a whole number of at least 1, got 0"),
+        ("--policy head_pattern --gates /nowhere", "/nowhere is no head pattern"),
+        ("--policy quest:tokens=0", "quest: tokens must be a whole number of at least 1, got 0"),
         ("--temperature -1", "temperature must be a finite number, at least 0, got -1.0"),
         ("--min-p 7", "min_p must be a finite number, at least 0 and at most 1, got 7.0"),
         ("--top-p 0", "top_p must be a finite number, above 0 and at most 1, got 0.0"),
@@ -154,13 +150,13 @@ def test_gates_of_another_shape_are_refused_before_the_weights_are_read(monkeypa
         ([], "give either --prompt or --prompt-file"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read (No such file"),
-        (["--prompt", "x", "--window", "0"], "full: window must be a whole number of at least 1, got 0"),
+        (
+            ["--prompt", "x", "--policy", "full:window=0"],
+            "full: window must be a whole number of at least 1, got 0",
+        ),
         (["--prompt", "x" * 400, "--capacity", "32"], "policy full needs at least"),
-        (["--prompt", "x", "--set", "sink"], "--set sink: expected NAME=VALUE"),
-        (["--prompt", "x", "--set", "sink=4"], "full has no argument 'sink'; it has window"),
-        (["--prompt", "x", "--set", "sink=4", "--set", "sink=5"], "--set gives sink twice"),
-        (["--prompt", "x", "--set", "model=y"], "--set model=…: that is --model here"),
-        (["--prompt", "x", "--window", "8", "--set", "window=9"], "--set window=… and --window say the same"),
+        (["--prompt", "x", "--policy", "full:sink=4"], "full has no argument 'sink'; it has window"),
+        (["--prompt", "x", "--policy", "full:window=8,window=9"], "full: got window twice"),
     ],
 )
 def test_mistakes_end_in_one_line(args, says, capsys):

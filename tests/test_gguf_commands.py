@@ -76,7 +76,7 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
     assert "hard_distillation" in report
     rows = json.loads((run / "report.json").read_text())["rows"]
     assert [row["task"] for row in rows] == 9 * ["held-out text"] + 9 * ["vt"]
-    assert len({row["policy"] for row in rows} - {"full", "wgkv tau=0.1"}) == 7
+    assert len({row["policy"] for row in rows} - {"full", "wgkv:tau=0.1"}) == 7
     assert (run / "heads.png").is_file()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3, "two steps and their validation"
 

@@ -63,7 +63,7 @@ def test_throughput_is_that_of_equal_answers(tmp_path):
 @pytest.mark.thorough
 def test_needle_draws_what_it_prints(tmp_path):
     few = ["--lengths", "128", "--depths", "2", "--samples", "2", "--out", "picture.png"]
-    done = run("needle.py", *few, "--policy", "streaming_llm", "--window", "16", cwd=tmp_path)
+    done = run("needle.py", *few, "--policy", "streaming_llm:window=16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "128 tokens: " in done.stdout
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -14,6 +14,7 @@ import kvjax
 from kvjax.__main__ import COMMANDS
 from kvjax.builtin import builtin_model
 from kvjax.policies import POLICIES
+from kvjax.policies.registry import WRAPPERS
 
 
 def test_importing_the_package_imports_nothing():
@@ -53,23 +54,20 @@ def test_a_misspelt_argument_is_one_line_with_the_nearest_name(name):
         with pytest.raises(kvjax.UserError) as error:
             function(**{wrong: None})
         said = str(error.value)
-        assert (
-            f" has no argument {wrong!r}; it has {', '.join(known) or 'none'}" in said
-            or name == "make_policy"
-        )
+        assert f" has no argument {wrong!r}; it has {', '.join(known) or 'none'}" in said
         assert own is None or own in said.partition("; the nearest: ")[2].split(", ")
 
 
 def test_policies_are_listed_with_a_line_each():
-    listed = kvjax.policies()
-    assert tuple(listed) == POLICIES
-    assert all(line.endswith(".") and "\n" not in line and len(line) < 160 for line in listed.values())
-    assert "what the last queries looked at" in listed["snapkv"]
     done = subprocess.run(
         [sys.executable, "-m", "kvjax.policies"], capture_output=True, text=True, check=True, timeout=120
     )
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(POLICIES)
-    assert all(line in kvjax.make_policy.__doc__ for line in done.stdout.splitlines())
+    lines = done.stdout.splitlines()
+    assert {*POLICIES, *WRAPPERS} == {line.partition(":")[0] for line in lines[::2]}
+    assert all(line.endswith(".") and len(line) < 180 for line in lines[::2])
+    at = next(i for i, line in enumerate(lines) if line.startswith("snapkv:"))
+    assert "what the last queries looked at" in lines[at]
+    assert lines[at + 1] == "    observed=64, pool=5, pooling=average, group=mean"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +79,7 @@ def test_policies_are_listed_with_a_line_each():
         (
             ["generate", "--policy", "snap-kv", "--prompt", "x"],
             2,
-            "unknown policy 'snap-kv'; the nearest known: snapkv",
+            "unknown method 'snap-kv'; the nearest known: snapkv",
         ),
         (["genrate"], 2, "error: unknown command 'genrate'; the nearest known: generate"),
     ],

@@ -87,15 +87,17 @@ def policies_for(model: Decoder, window: int) -> dict[str, Policy]:
     """One policy of each kind for `model`."""
     rates = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
     make = {
-        "full": lambda: make_policy("full", window=window),
-        "streaming_llm": lambda: make_policy("streaming_llm", model=model, window=window, sink=2),
-        "local": lambda: make_policy("streaming_llm", model=model, window=window, sink=0),
+        "full": lambda: make_policy({"full": {"window": window}}),
+        "streaming_llm": lambda: make_policy({"streaming_llm": {"window": window, "sink": 2}}, model=model),
+        "local": lambda: make_policy({"streaming_llm": {"window": window, "sink": 0}}, model=model),
         "head_pattern": lambda: make_policy(
-            "head_pattern", model=model, pattern=rates, sparsity=0.5, sink=1, window=window
+            {"head_pattern": {"pattern": rates, "sparsity": 0.5, "sink": 1, "window": window}}, model=model
         ),
-        "random": lambda: make_policy("random", model=model, rates=rates, window=window, seed=3),
-        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=window),
-        "quest": lambda: make_policy("quest", model=model, ratio=0.25, window=window),
+        "random": lambda: make_policy({"random": {"rates": rates, "window": window, "seed": 3}}, model=model),
+        "wgkv": lambda: make_policy(
+            {"wgkv": {"tau": 0.5, "window": window}}, model=model, gates=tiny_gates(model)
+        ),
+        "quest": lambda: make_policy({"full": {"window": window}, "quest": {"ratio": 0.25}}, model=model),
     }
     return {name: build() for name, build in make.items()}
 

@@ -160,8 +160,8 @@ def measured_kept(config: ClaimsConfig, text: str, seed: int) -> Iterator[dict[s
     chunk = default_chunk(config.context)
     with jax.set_mesh(start(MeshShape())):
         model = kvjax.load_model(config.model)
-        guided = {"model": model, "tokenizer": kvjax.load_tokenizer(config.model), "guidance": text}
-        moment = kvjax.make_policy("oraclekv", ratio=0.5, **guided).when
+        guided = {"oraclekv": {"ratio": 0.5, "guidance": text}}
+        moment = kvjax.make_policy(guided, model=model, tokenizer=kvjax.load_tokenizer(config.model)).when
         assert moment is not None
         guidance = np.array(moment.guidance, np.int32)
         for load in workloads(evaluation):
@@ -171,7 +171,7 @@ def measured_kept(config: ClaimsConfig, text: str, seed: int) -> Iterator[dict[s
             share = load.tokens / (load.tokens + len(guidance))
             for budget in BUDGETS:
                 policy = kvjax.make_policy(
-                    "snapkv", model=model, ratio=budget * share, observed=len(guidance)
+                    {"snapkv": {"ratio": budget * share, "observed": len(guidance)}}, model=model
                 )
                 score = measure(model, policy, samples, Manner(load.batch, chunk)).score
                 yield {"task": load.task, "budget": budget, "score": score}

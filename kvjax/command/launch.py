@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvjax.command.programs import keep_programs
-from kvjax.errors import Doubt, UserError, one_line
+from kvjax.errors import UserError, one_line
 from kvjax.plugins import only_named
 
 if TYPE_CHECKING:
@@ -323,8 +323,8 @@ def _stops_come_again() -> Iterator[None]:
 
 def _as_line(message: Warning | str, category: type[Warning], *where: Any) -> str:
     """A warning as a command prints it: what the user is to know stands alone."""
-    if issubclass(category, Doubt):
-        return f"warning: {message}\n"
+    if category is UserWarning:
+        return f"warning: {one_line(str(message))}\n"
     return f"{where[0]}:{where[1]}: {category.__name__}: {one_line(str(message))}\n"
 
 

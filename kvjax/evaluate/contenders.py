@@ -10,17 +10,16 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, nearest
 from kvjax.evaluate.config import FIXED_TAU
 from kvjax.evaluate.gates import described
 from kvjax.evaluate.static_heads import SINKS, Choice, Rivals, narrowest, sink_and_window, whole_heads
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, Quest, SnapKV, make_policy
+from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.pattern_folder import PatternFolder, read_pattern
-from kvjax.policies.assignments import with_arguments
-from kvjax.policies.make import check_names, takes_tokenizer
+from kvjax.policies.make import parse_policy, takes_tokenizer
 from kvjax.policies.numbers import head_table
-from kvjax.policies.registry import WRAPPERS, find_policy, role, unknown
+from kvjax.policies.registry import POLICIES, WRAPPERS, find_from_package, role
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
 """The evictions that do best on the built-in model without training, as training's report calls them."""
@@ -191,10 +190,8 @@ def _eviction(
             told["every"] = EVERY
         if when == "chunk":
             told["chunk"] = sizing.chunk
-        if name == "snapkv":
+        if name == "snapkv" or name in WRAPPERS:
             told["observed"] = sizing.observed
-        elif name in WRAPPERS:
-            told["eviction"] = SnapKV(sizing.observed)
         return _policy(name, sizing, **told)
 
     reads, on = "all" if when == "prompt" else "", "contests" if decoding else "contexts"
@@ -202,9 +199,15 @@ def _eviction(
 
 
 def _policy(name: str, sizing: Sizing, **arguments: Any) -> Policy:
-    told = arguments | dict(sizing.arguments)
-    tokenizer = sizing.tokenizer() if takes_tokenizer(name, **told) else None
-    return make_policy(name, model=sizing.model, tokenizer=tokenizer, force=sizing.force, **told)
+    told: dict[str, Any] = {name: arguments | dict(sizing.arguments)}
+    if name in WRAPPERS:
+        told = {"snapkv": arguments | {name: dict(sizing.arguments)}}
+    return _made(sizing, told)
+
+
+def _made(sizing: Sizing, told: dict[str, Any]) -> Policy:
+    tokenizer = sizing.tokenizer() if takes_tokenizer(told) else None
+    return make_policy(told, model=sizing.model, tokenizer=tokenizer, force=sizing.force)
 
 
 def _gated(sizing: Sizing, **arguments: Any) -> Policy:
@@ -243,14 +246,15 @@ def _gates_then_snapkv(sizing: Sizing) -> Policy:
     # what SnapKV looks back at must still be in the window
     observed = min(sizing.observed, _gated(_without_arguments(sizing)).window)
     largest = {"group": "max", "pooling": "max"}  # as in WG-KV's code
-    eviction = SnapKV(**({"observed": observed, **largest} | dict(sizing.arguments)))
     # heads differ in what the gates let in, so the budget is that of all together
-    return _gated(_without_arguments(sizing), eviction=eviction, ratio=sizing.ratio, over="model")
+    shared = {"ratio": sizing.ratio, "adakv": {"over": "model", "pinned": 0.0}}
+    eviction = {"observed": observed, **largest} | dict(sizing.arguments) | shared
+    return _made(sizing, {"wgkv": {"gates": sizing.gates}, "snapkv": eviction})
 
 
 def _gates_then_quest(sizing: Sizing) -> Policy:
-    selection = Quest(**({"ratio": sizing.ratio} | dict(sizing.arguments)))
-    return _gated(_without_arguments(sizing), selection=selection)
+    selection = {"ratio": sizing.ratio} | dict(sizing.arguments)
+    return _made(sizing, {"wgkv": {"gates": sizing.gates}, "quest": selection})
 
 
 def _without_arguments(sizing: Sizing) -> Sizing:
@@ -335,16 +339,26 @@ TOLD_PATTERN = Contender(_told_pattern, one_size=True, method="head_pattern")
 which nothing is chosen."""
 
 
+def with_arguments(name: str) -> tuple[str, dict[str, Any] | None]:
+    """The contender that is named, and the arguments behind it."""
+    base, colon, told = name.partition(":")
+    if base in CONTENDERS:
+        return base, next(iter(parse_policy(f"full:{told}").values())) if colon else None
+    ((base, own),) = parse_policy(name).items()
+    return base, own or None
+
+
 def contender(name: str) -> Contender:
     """The one called `name`, which may be followed by arguments of its policy: `snapkv:pool=7,group=max`. It then reads
     its contexts for itself.
 
     Raises UserError with the nearest names, and for arguments where they mean nothing.
     """
-    base, own = with_arguments(name, CONTENDERS, "--policies")
+    base, own = with_arguments(name)
     found = CONTENDERS.get(base) or _from_package(base)
     if found is None:
-        raise UserError(f"--policies: {unknown('policy', base, CONTENDERS)}")
+        near = nearest(base, CONTENDERS) or CONTENDERS
+        raise UserError(f"--policies: unknown policy {base!r}; the nearest known: {', '.join(near)}")
     if own is None:
         return found
     if base == "head_pattern" and "sparsity" in own:
@@ -355,11 +369,7 @@ def contender(name: str) -> Contender:
         if word in own:
             raise UserError(f"--policies {name}: {word} is the evaluation's own ({of})")
     try:
-        if found.over_gates:
-            told: dict[str, Any] = {found.over_gates: f"{found.method}:{name.partition(':')[2]}"}
-            check_names(**told)
-        else:
-            check_names(found.method, **own)
+        takes_tokenizer({"snapkv": {found.method: own}} if found.method in WRAPPERS else {found.method: own})
     except UserError as error:
         raise UserError(f"--policies {name}: {error}") from None
 
@@ -372,7 +382,7 @@ def contender(name: str) -> Contender:
 def _from_package(name: str) -> Contender | None:
     """Another package's policy, told the budget by `ratio` or `entries` if it takes either, and the gates if it takes
     any."""
-    make = find_policy(name)
+    make = None if name in POLICIES else find_from_package(name)
     if make is None:
         return None
     takes = {*inspect.signature(make).parameters, *(["ratio"] if role(make) == "eviction" else ())}

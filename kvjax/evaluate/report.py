@@ -13,11 +13,10 @@ import numpy as np
 from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
 from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.contenders import CONTENDERS, EVERY, contender
+from kvjax.evaluate.contenders import EVERY, contender, with_arguments
 from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.recovery import FULL, Recovery, dense_cells, recovery
 from kvjax.evaluate.results import Cell
-from kvjax.policies.assignments import with_arguments
 from kvjax.tasks import scbench
 from kvjax.tasks.ruler import RULER_TASKS
 
@@ -260,12 +259,12 @@ def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
 
 def _command(config: EvaluateConfig, cell: Cell) -> str:
     """The command, and as a comment what its cell kept."""
-    name, arguments = with_arguments(cell.policy, CONTENDERS)
-    told = [f"{key}={json.dumps(x)}" for key, x in {"tau": cell.tau, **(arguments or {})}.items()]
+    name, arguments = with_arguments(cell.policy)
+    told = ",".join(f"{key}={json.dumps(x)}" for key, x in {"tau": cell.tau, **(arguments or {})}.items())
     model = [] if config.model == BUILTIN else ["--model", config.model]
     dtype = [] if config.dtype is None else ["--dtype", config.dtype]
     force = ["--force"] if config.force else []
-    words = [*model, *dtype, *force, "--policy", name, "--gates", cell.gates or "", "--set", *told]
+    words = [*model, *dtype, *force, "--policy", f"{name}:{told}", "--gates", cell.gates or ""]
     size = f"budget {cell.at}: {cell.kv_ratio:.3f} of the entries"
     return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 

@@ -98,10 +98,10 @@ class StaticPattern:
 
     def policy(self, model: Decoder, **arguments: Any) -> Policy:
         """arguments: more of `head_pattern`'s and `streaming_llm`'s."""
-        arguments |= {"model": model, "sink": self.sink, "window": self.window}
+        arguments |= {"sink": self.sink, "window": self.window}
         if not self.whole.any():
-            return make_policy("streaming_llm", **arguments)
-        return make_policy("head_pattern", pattern=self.whole.astype(float), **arguments)
+            return make_policy({"streaming_llm": arguments}, model=model)
+        return make_policy({"head_pattern": arguments}, model=model, gates=self.whole.astype(float))
 
 
 def sink_and_window(shape: tuple[int, int], *, entries: float, sink: int) -> StaticPattern:

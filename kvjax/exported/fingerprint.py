@@ -5,7 +5,6 @@ Gates, scorers and head patterns carry the fingerprint of the model that they we
 
 import dataclasses
 import hashlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Float32, Int
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError, warn
 from kvjax.mesh import AXES, P, use_mesh
 from kvjax.struct import leaves_by_path
 
@@ -80,10 +79,9 @@ class MadeFor:
                 "--force (force=True in Python) takes it nonetheless"
             )
         if alike < VERSION:
-            warnings.warn(
+            warn(
                 f"{what}: made for the model {self.model}, of which {model_name(model)} is a fine-tuned or quantised "
                 f"version: {100 * alike:.0f}% of the weights that are compared agree in sign",
-                Doubt,
                 stacklevel=2,
             )
 

@@ -1,7 +1,6 @@
 """What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache, check_alive, pages_for
-from kvjax.errors import Doubt, UserError, one_of, shown, whole_number
+from kvjax.errors import UserError, one_of, shown, warn, whole_number
 from kvjax.mesh import HEADS, axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
@@ -104,10 +103,9 @@ def check_length(
     if most + new > shape.longest and shape not in _SAID:
         _SAID.add(shape)
         more = f" and up to {new:,} {what}" if new else ""
-        warnings.warn(
+        warn(
             f"{most:,} tokens{more} are more than the {shape.longest:,} that the model declares or was trained for: "
             "what it says may mean nothing",
-            Doubt,
             stacklevel=2,
         )
 

@@ -49,26 +49,6 @@ BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
 
 
-OTHERS = {
-    "seed": "a seed is given as key=jax.random.key(seed)",
-    "max_length": "an answer's length is max_new_tokens",
-    "max_len": "an answer's length is max_new_tokens",
-    "new_tokens": "an answer's length is max_new_tokens",
-    "do_sample": "a temperature above 0 draws, 0 takes the most likely token",
-    "n": "answers of each prompt are samples",
-    "num_return_sequences": "answers of each prompt are samples",
-    "stop_strings": "texts that end an answer are stop",
-    "eos_token_id": "stop tokens are eos, a list",
-    "prompts": "prompts are called tokens here",
-    "tokens": "token ids are called prompts here",
-    "input_ids": "prompts are lists of token ids, unpadded: prompts of sample, tokens of prefill",
-    "press": "what stays is policy, from kvjax.make_policy",
-    "method": "what stays is policy, from kvjax.make_policy",
-    "batch_size": "all prompts of a call are one batch",
-}
-"""Words of other libraries for arguments of these functions."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Sampled:
     """What `sample` returns."""
@@ -162,7 +142,7 @@ def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
     return adopt(policy.for_model(model))
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def prefill(
     model: Decoder,
     tokens: Prompts,
@@ -229,7 +209,7 @@ def prefill(
         return cache
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """Next-token logits after every token of sequences of one length, by plain causal attention (float32).
 
@@ -255,7 +235,7 @@ def _all_logits(model, tokens, valid):
     return found, (jnp.isfinite(found).all((1, 2)) | (valid == 0)).all()
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def stream(
     model: Decoder,
     prompts: Prompts,
@@ -409,7 +389,7 @@ def _still(
     return running & ~put(ended, BATCH)
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def sample(
     model: Decoder,
     prompts: Prompts,

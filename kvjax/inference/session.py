@@ -1,7 +1,6 @@
 """A conversation whose cache lives on from turn to turn: only what is new is read."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +10,7 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.chat_template import templated, token_ids
-from kvjax.errors import Doubt, UserError, check_unicode, named_arguments, shown
+from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn
 from kvjax.inference.checks import check_arguments
 from kvjax.inference.sampling import stream
 from kvjax.inference.saving import read_cache, write_cache
@@ -55,10 +54,9 @@ class Session:
         self.model, self.tokenizer = model, cast(Any, tokenizer)
         self.policy = make_policy("full") if policy is None else policy
         if self.policy.when is not None and not self.policy.when.while_decoding:
-            warnings.warn(
+            warn(
                 f"Session: policy {self.policy.name} compacts the first turn alone, and all later ones stay: "
                 'when="every" or when="overflow" goes on',
-                Doubt,
                 stacklevel=2,
             )
         self.cache: Cache | None = None

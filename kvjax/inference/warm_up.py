@@ -4,7 +4,7 @@ import numpy as np
 
 from kvjax.errors import named_arguments, whole_number
 from kvjax.inference.forward import SIZES
-from kvjax.inference.sampling import BLOCK, CHUNK, OTHERS, prefill, sample
+from kvjax.inference.sampling import BLOCK, CHUNK, prefill, sample
 from kvjax.models.decoder import Decoder
 from kvjax.policies.budget import Ratio
 from kvjax.policies.policy import Policy
@@ -14,7 +14,7 @@ QUESTIONS = 16, 64
 """Tokens of the questions that are asked: a longer one is read by one more program."""
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def warm_up(
     model: Decoder,
     policy: Policy | None = None,

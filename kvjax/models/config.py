@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import os
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float32
 
-from kvjax.errors import LARGEST_INT, Doubt, UserError, shown
+from kvjax.errors import LARGEST_INT, UserError, shown, warn
 from kvjax.models.adapter import base_of
 from kvjax.models.gguf_config import config_keys
 from kvjax.models.gguf_file import GgufFile, is_gguf
@@ -196,10 +195,9 @@ def read_config(folder: str | Path, max_length: int | None = None) -> ModelConfi
     tied = keys.get("tie_word_embeddings", bool, False)
     if tied and not is_gguf(folder) and has_own_head(folder):
         tied = False
-        warnings.warn(
+        warn(
             f"{keys.where}: tie_word_embeddings is true, but the values of lm_head.weight are not the embedding's; "
             "the file's head is used",
-            Doubt,
             stacklevel=1,
         )
     read: dict[str, Any] = {
@@ -241,10 +239,9 @@ def warn_of_turn_ends(config: ModelConfig) -> None:
     added = {id_ for _, id_ in config.turn_ends}
     tokens = ", ".join(f"{shown(token)} ({id_})" for token, id_ in config.turn_ends)
     named = ", ".join(str(id_) for id_ in config.eos_ids if id_ not in added)
-    warnings.warn(
+    warn(
         f"{config.name}: answers also end at {tokens}, with which the chat template ends a turn; the model's files "
         f"name {named[:100] or 'no token'}",
-        Doubt,
         stacklevel=4,
     )
 

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float32, Int
 
 from kvjax.command.programs import keep_programs
-from kvjax.errors import Doubt, UserError, named_arguments, shown, whole_number
+from kvjax.errors import UserError, named_arguments, shown, warn, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
 from kvjax.models.config import ModelConfig, read_config, warn_of_turn_ends
@@ -32,16 +31,8 @@ Arrays = dict[str, Array]
 Axes = tuple[str | None, str | None]
 """The mesh axes over which a file's rows and columns are split."""
 
-OTHERS = {
-    "torch_dtype": "the parameters' type is dtype",
-    "device_map": "a model is loaded onto the mesh that is set: jax.set_mesh(kvjax.make_mesh(tensor=4))",
-    "max_model_len": "the longest sequence is max_length",
-    "max_seq_len": "the longest sequence is max_length",
-}
-"""Words of other libraries for arguments of these functions."""
 
-
-@named_arguments(OTHERS)
+@named_arguments()
 def load_model(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> Decoder:
@@ -95,7 +86,7 @@ def load_model(
         return jax.tree.unflatten(tree, [placed[path] for path in wanted])
 
 
-@named_arguments(OTHERS)
+@named_arguments()
 def load(
     path_or_hub_id: str | os.PathLike[str], dtype: Any = None, *, max_length: int | None = None
 ) -> tuple[Decoder, Any]:
@@ -140,7 +131,7 @@ def _stored(model: Path, config: ModelConfig) -> dict[str, TensorInFile]:
         own, ignored = ignored_files(base)
         if ignored:
             text = f"{base}: {own} is read, as in transformers; beside it {', '.join(ignored)} is ignored"
-            warnings.warn(text, Doubt, stacklevel=4)
+            warn(text, stacklevel=4)
     # names are made for every layer from here on
     if config.num_layers > len(stored):
         raise UserError(

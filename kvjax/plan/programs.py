@@ -4,18 +4,17 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache import table_tokens
 from kvjax.command.launch import MeshShape, parse_command
-from kvjax.errors import UserError, real_number, whole_number
+from kvjax.errors import UserError, whole_number
 from kvjax.exported.orbax import abstract
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.room import laid_out, layout_for
@@ -29,10 +28,10 @@ from kvjax.models.shapes import check_mesh, find_shape
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
-from kvjax.policies.assignments import assignments, with_arguments
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from kvjax.policies.guidance import text
-from kvjax.policies.registry import EVICTIONS
+from kvjax.policies.make import Described, parse_policy
+from kvjax.policies.registry import find_method
 from kvjax.train.config import parse
 from kvjax.train.memory import batch_of
 from kvjax.train.recipe import Recipe
@@ -47,6 +46,8 @@ TEXT = (0,) * 16
 """Token ids in place of each of KVzip's texts, which usual tokenizers write in fewer tokens."""
 LETTERS = 3
 """Letters in a token of guidance: fewer than in usual tokenizers'."""
+WINDOW = 256
+"""WG-KV's, as published."""
 Make = Callable[[Callable[[], Any]], Any]
 
 
@@ -128,17 +129,9 @@ class ServeConfig:
     """A folder with a config.json, a GGUF file, a hub id or a name that `kvjax.plan --help` lists."""
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
-    policy: Annotated[str, tyro.conf.arg(aliases=["--method"])] = "full"
-    """What to keep, as in kvjax.generate; wgkv and fast_kvzip have gates of their usual sizes, kvzip and
-    guidance texts of theirs."""
-    window: int | None = None
-    """Last tokens that are always visible; by default the policy's, for wgkv 256."""
-    ratio: float | None = None
-    """The share of entries that stay; for wgkv the share of tokens that gates let in (by default all of them)."""
-    entries: int | None = None
-    """With an eviction, instead of a ratio: entries of each kv head that stay, on average."""
-    set: Annotated[tuple[tuple[str, ...], ...], tyro.conf.UseAppendAction] = ()
-    """Any other arguments of the policy, as NAME=VALUE."""
+    policy: str = "full"
+    """What to keep, as in kvjax.generate. Gates are of their usual sizes unless the policy names a folder, and token
+    ids stand in place of texts. wgkv admits every token unless it says the share of them, wgkv:rate=0.2."""
     context: int = 32768
     """Tokens of each prompt."""
     batch: int = 1
@@ -157,25 +150,8 @@ class ServeConfig:
         """Refuse numbers that mean nothing. Raises UserError."""
         for name in ("context", "batch", "new", "chunk"):
             whole_number("plan", f"--{name}", getattr(self, name), most=MOST)
-        if self.policy == "wgkv":
-            if self.entries is not None:
-                raise UserError(
-                    "plan: --entries is for an eviction; of wgkv state --ratio, what its gates let in"
-                )
-            if self.ratio is not None:
-                real_number("plan", "--ratio", self.ratio, 0.0, 1.0)
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise UserError(f"--dtype must be float32, bfloat16 or float16, got {self.dtype}")
-
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `make_policy`. Raises UserError for a --set that is not NAME=VALUE."""
-        names = "window", "ratio", "entries"
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        given |= assignments([text for texts in self.set for text in texts], "--set")
-        if self.policy == "wgkv":
-            given |= {"window": given.get("window", 256)}
-            given.pop("ratio", None)
-        return given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,20 +170,7 @@ class Serving:
 
     def policy(self, make: Make = jax.eval_shape) -> Policy:
         """Return the policy as the host knows it. `make` makes its gates, by default as shapes."""
-        given = self.told.arguments()
-        if self.told.policy == "wgkv":
-            heads = self.config.num_layers, self.config.num_kv_heads
-            share = 1.0 if self.told.ratio is None else self.told.ratio
-            given |= {"rate": np.full(heads, share), "gates": make(self._gates)}
-        else:
-            given = completed(self.told.policy, given, self.config, make)
-        return make_policy(self.told.policy, **given)
-
-    def _gates(self) -> WriteGate:
-        config = self.config
-        expand = 1.5 if config.model_type == "qwen3" else 4.0
-        sizes = config.num_layers, config.num_kv_heads, config.head_dim
-        return WriteGate(*sizes, expand=expand, rngs=nnx.Rngs(0))
+        return make_policy(completed(self.told.policy, self.config, make))
 
     def placed(self, which: Any) -> Policy:
         """Return the shapes of a part of the policy that compiled programs see. `which` takes that part of the policy
@@ -319,21 +282,13 @@ def check_serving(told: ServeConfig, config: ModelConfig) -> None:
     """Refuse a policy and a mesh that do not go with the model, before anything compiles. Raises UserError."""
     told.check()
     check_mesh(told.mesh, config)
-    given = told.arguments()
-    if told.policy == "wgkv":
-        if wrong := sorted(set(given) - {"window", "tau"}):
-            raise UserError(
-                f"plan: wgkv has no {wrong[0]} to plan with; it has --ratio, --window and --set tau=…"
-            )
-        return
     with use_mesh():
-        make_policy(told.policy, **completed(told.policy, given, config, jax.eval_shape)).check(config)
+        make_policy(completed(told.policy, config, jax.eval_shape)).check(config)
 
 
-def completed(policy: str, given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
-    """Return the arguments `given` of a policy with what its eviction needs beside them: token ids for the texts of
-    kvzip and of guidance, and gates for fast_kvzip, of the published sizes unless a folder or a file of gates is named,
-    whose sizes are taken.
+def completed(policy: str, config: ModelConfig, make: Make) -> Described:
+    """Return the policy with what its methods need beside numbers: token ids for the texts of kvzip and of guidance,
+    and gates for wgkv and fast_kvzip, of the published sizes unless a folder or a file of gates is named.
 
     Args:
         make: makes gates of a function without arguments.
@@ -341,23 +296,21 @@ def completed(policy: str, given: dict[str, Any], config: ModelConfig, make: Mak
     Raises:
         UserError: files that hold no gates.
     """
-    name, told = with_arguments(given.get("eviction", ""), EVICTIONS)
-    guidance = given.get("guidance", getattr(EVICTIONS.get(policy, EVICTIONS.get(name)), "guidance", ""))
-    if isinstance(guidance, str) and guidance.strip():
-        given = given | {"guidance": (0,) * -(-len(text(guidance)) // LETTERS)}
-    if policy in BESIDE:
-        return given | BESIDE[policy](given, config, make)
-    if name not in BESIDE:
-        return given
-    told = told or {}
-    return given | {"eviction": EVICTIONS[name](**(told | BESIDE[name](told, config, make)))}
+    found = parse_policy(policy)
+    for name, arguments in found.items():
+        guidance = arguments.get("guidance", getattr(find_method(name), "guidance", ""))
+        if isinstance(guidance, str) and guidance.strip():
+            arguments["guidance"] = (0,) * -(-len(text(guidance)) // LETTERS)
+        if name in BESIDE:
+            arguments |= BESIDE[name](arguments, config, make)
+    return found
 
 
 def _texts(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
     return {name: TEXT for name in ("instruction", "resumption", "tail") if name not in given}
 
 
-def _gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+def _sink_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
     inputs, width = given.get("inputs", "hidden"), config.width
     heads = config.num_layers, config.num_kv_heads, config.num_heads // config.num_kv_heads
     sizes = Sizes(*heads, width if inputs == "hidden" else config.head_dim, 16, 16, "sink", inputs)
@@ -366,5 +319,14 @@ def _gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, 
     return {"gates": make(sizes.make), "inputs": given.get("inputs", sizes.inputs)}
 
 
-BESIDE = {"kvzip": _texts, "fast_kvzip": _gates}
-"""Evictions that need more than numbers, and the functions that make it from their arguments."""
+def _write_gates(given: dict[str, Any], config: ModelConfig, make: Make) -> dict[str, Any]:
+    if "gates" in given:
+        return {}
+    heads, expand = (config.num_layers, config.num_kv_heads), 1.5 if config.model_type == "qwen3" else 4.0
+    gates = make(lambda: WriteGate(*heads, config.head_dim, expand=expand, rngs=nnx.Rngs(0)))
+    rate = {"rate": np.full(heads, given["rate"])} if "rate" in given else {}
+    return {"gates": gates, "window": given.get("window", WINDOW)} | rate
+
+
+BESIDE = {"kvzip": _texts, "fast_kvzip": _sink_gates, "wgkv": _write_gates}
+"""Methods that need more than numbers, and what makes it of the arguments that they are given."""

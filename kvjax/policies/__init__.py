@@ -1,16 +1,10 @@
-"""Policies: `Policy(eviction=Adaptive(SnapKV()), budget=Ratio(0.25))`, or by name, `make_policy("adakv", ratio=0.25)`.
+"""Policies: `Policy(eviction=Adaptive(SnapKV()), budget=Ratio(0.25))`, or `make_policy("snapkv:ratio=0.25,adakv")`.
 
 admission, eviction, selection: the methods, one file each; registry: their names. interfaces: what a method defines.
-policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name. assignments: their
-arguments as people write them. numbers: checked arrays. chance: randomness that repeats.
-
-The package itself can be called: `kvjax.policies()` is the names with a line about each.
+policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name, and their
+grammar. numbers: checked arrays. chance: randomness that repeats.
 """
 
-import sys
-import types
-
-from kvjax.errors import named_arguments
 from kvjax.policies.admission.full import Full
 from kvjax.policies.admission.head_pattern import HeadPattern
 from kvjax.policies.admission.random import Random
@@ -34,7 +28,7 @@ from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.make import make_policy
 from kvjax.policies.moment import AtPositions, AtPrompt, Every, EveryChunk, Overflow
 from kvjax.policies.policy import Policy
-from kvjax.policies.registry import POLICIES, described
+from kvjax.policies.registry import POLICIES
 from kvjax.policies.selection.quest import Quest
 
 __all__ = [
@@ -72,15 +66,3 @@ __all__ = [
     "Threshold",
     "make_policy",
 ]
-
-
-class _Policies(types.ModuleType):
-    """A package that can be called."""
-
-    @named_arguments(where="policies")
-    def __call__(self) -> dict[str, str]:
-        """The methods' names with a line about each."""
-        return described()
-
-
-sys.modules[__name__].__class__ = _Policies

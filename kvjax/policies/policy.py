@@ -93,8 +93,8 @@ class Policy:
         for part, x in given.items():
             if not isinstance(x, parts[part]):
                 raise UserError(f"policy: {part} must be an object such as {EXAMPLES[part]}, got {shown(x)}")
-        methods = [given[x] for x in ("admission", "eviction", "selection") if x in given]
-        name = self.name or "+".join(method.label for method in methods) or "full"
+        methods = [given[x].label for x in ("admission", "eviction", "selection") if x in given]
+        name = self.name or "+".join(label for label in methods if label != "full") or "full"
         window = self.admission.window if self.window is None else self.window
         when = self.eviction.usual_moment if self.when is None and self.eviction is not None else self.when
         assign(self, name=name, when=when)

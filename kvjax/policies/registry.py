@@ -1,10 +1,10 @@
-"""Methods by name: a line adds one. What other packages bring is found by an entry point's name, or as
+"""Methods by name: a line adds one. Other packages' are found by an entry point's name or
 `package.module:NAME`."""
 
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvjax.errors import UserError, nearest, shown
@@ -25,6 +25,7 @@ from kvjax.policies.eviction.keydiff import KeyDiff
 from kvjax.policies.eviction.knorm import KNorm
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.policies.eviction.oraclekv import OracleKV
+from kvjax.policies.eviction.protected import Protected
 from kvjax.policies.eviction.r_kv import RKV
 from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
@@ -58,70 +59,75 @@ WRAPPERS: dict[str, type[Wrapper]] = {
     "adakv": Adaptive,
     "pyramidkv": Pyramid,
     "critical_kv": CriticalKV,
+    "protected": Protected,
 }
-"""Evictions that hold another one: SnapKV unless another is named."""
+"""What changes a part of an eviction, among whose arguments it is named."""
 SELECTIONS: dict[str, type[Selection]] = {
     "quest": Quest,
 }
-POLICIES = (*ADMISSIONS, *EVICTIONS, *WRAPPERS, *SELECTIONS)
-
-ELSEWHERE = {
-    "DuoAttention": "it is head_pattern, whose pattern= may be a folder of DuoAttention's",
-    "PruLong": "it is head_pattern, whose pattern= may be a folder that kvjax.train --method prulong leaves",
-    "ObservedAttention": "the nearest is h2o, which sums the attention that ObservedAttention averages over the "
-    "queries that see an entry, and leaves half of its budget to the newest (none with recent=0)",
-    "Random": "it is random_eviction; random is an admission",
-    "CriticalAdaKV": "the nearest is adakv with eviction='critical_kv', which shares budgets by CriticalKV's scores",
-}
-"""What other methods are here, those of kvpress also with Press behind, where the nearest name does not say it."""
-
-
-def described() -> dict[str, str]:
-    """Each of `POLICIES` with a line about it: the first of its file, or of its class where a file has several."""
-    classes: dict[str, type] = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
-    homes = [_home(kind) for kind in classes.values()]
-    return {
-        name: _first_line((kind if homes.count(home) > 1 else home).__doc__)
-        for (name, kind), home in zip(classes.items(), homes, strict=True)
-    }
+POLICIES = (*ADMISSIONS, *EVICTIONS, *SELECTIONS)
+"""Methods that a policy may consist of."""
 
 
 def listed() -> str:
-    """The same as text."""
-    lines = described()
-    wide = max(map(len, lines))
-    return "\n".join(f"{name:{wide}}  {line}" for name, line in lines.items())
+    """Return the methods, each with a line about it and a line of its arguments and their defaults."""
+    classes: dict[str, type] = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
+    homes = [_home(kind) for kind in classes.values()]
+    lines = []
+    for (name, kind), home in zip(classes.items(), homes, strict=True):
+        first = _first_line((kind if homes.count(home) > 1 else home).__doc__)
+        lines += [
+            f"{name}: {first}",
+            f"    {', '.join(map(_with_default, arguments_of(kind))) or 'no arguments of its own'}",
+        ]
+    return "\n".join(lines)
 
 
 def _home(kind: type) -> Any:
-    """The method's file, or its package where it has one of its own."""
+    """Return the method's file, or its package where it has one of its own."""
     return sys.modules[kind.__module__.removesuffix(".policy")]
 
 
 def _first_line(doc: str | None) -> str:
-    """The first sentence, in a line."""
+    """Return the first sentence, in one line."""
     paragraph = " ".join(inspect.cleandoc(doc or "").split("\n\n")[0].split())
     return re.split(r"(?<=[^ .]{2}[.)])\s+(?=[A-Z])", paragraph)[0]
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> UserError:
-    """The error of a name that is none of these: with what kvpress's method is here, or the nearest of them."""
-    elsewhere = {f"{own}{press}".lower(): said for own, said in ELSEWHERE.items() for press in ("", "Press")}
-    if said := elsewhere.get(name.lower().replace("_", "")):
-        return UserError(f"unknown {what} {name!r}; here {said}")
-    near = nearest(name, known) or known
-    return UserError(f"unknown {what} {name!r}; the nearest known: {', '.join(near)}")
+def _with_default(parameter: inspect.Parameter) -> str:
+    default = parameter.default
+    plain = default is None or isinstance(default, bool | int | float | str)
+    return f"{parameter.name}={default}" if plain else parameter.name
 
 
-def find_policy(name: str | None) -> Callable[..., Any] | None:
-    """What another package brings under a name: a method's class, or what makes a policy of keyword arguments, which is
-    a function or the `policy` of a recipe; None for a name that is neither.
+def arguments_of(kind: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return what a policy string may give a method's class or a function: all but what `make_policy` gives itself."""
+    given = ("eviction", "tokenizer") if is_method(kind) else ("model", "tokenizer", "force")
+    parameters = inspect.signature(kind).parameters.values()
+    return [x for x in parameters if x.name not in given and x.kind is not x.VAR_KEYWORD]
+
+
+def find_method(name: str) -> Callable[..., Any]:
+    """Return the class of the method called `name`, or what another package brings: a class, or a function that makes a
+    policy of keyword arguments, such as the `policy` of a recipe.
 
     Raises:
-        UserError: it cannot be imported, or is none of these.
+        UserError: there is none, it cannot be imported, or it is none of these.
     """
-    if name is None or name in POLICIES:
-        return None
+    own = {**ADMISSIONS, **EVICTIONS, **WRAPPERS, **SELECTIONS}
+    found = own.get(name) or find_from_package(name)
+    if found is None:
+        near = nearest(name, own) or POLICIES
+        raise UserError(f"unknown method {name!r}; the nearest known: {', '.join(near)}")
+    return found
+
+
+def find_from_package(name: str) -> Callable[..., Any] | None:
+    """Return what another package brings under this name; None for a name that no package brings.
+
+    Raises:
+        UserError: it cannot be imported, or is neither a method nor makes a policy.
+    """
     found = find(name, PLUGINS, "policy")
     found = find(name, METHODS, "policy") if found is None else found
     if found is None:
@@ -155,5 +161,20 @@ def role(kind: Any) -> str:
 
 
 def is_method(kind: Any) -> bool:
-    """Whether it is a method's class."""
+    """True for a method's class."""
     return isinstance(kind, type) and issubclass(kind, Method)
+
+
+def is_wrapper(kind: Any) -> bool:
+    """True for the class of a method around an eviction."""
+    return isinstance(kind, type) and issubclass(kind, Wrapper)
+
+
+def is_open_ended(kind: Callable[..., Any]) -> bool:
+    """True for a function that takes any keyword arguments."""
+    return any(x.kind is x.VAR_KEYWORD for x in inspect.signature(kind).parameters.values())
+
+
+def trained(kind: Any) -> str:
+    """Return the argument that takes what training left, if the method has one."""
+    return getattr(kind, "trained", "gates")

@@ -7,10 +7,9 @@ lists of them. math-verify compares expressions.
 import importlib
 import re
 import threading
-import warnings
 from typing import Any
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError, warn
 
 BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|(-?\d[^\s{}$\\]*))")
 """With a brace, or before a number without one."""
@@ -99,7 +98,7 @@ class Integers:
             compared = Expressions()
         except UserError:
             told = f"AIME answers that are expressions count as wrong, since math-verify is not installed: {WITHOUT}"
-            warnings.warn(told, Doubt, stacklevel=2)
+            warn(told, stacklevel=2)
             return False
         return compared(PRODUCT.sub(r"\1 \\cdot (", expression), str(integer(true)))
 

@@ -5,14 +5,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.errors import Doubt, UserError, shown
+from kvjax.errors import UserError, shown, warn
 from kvjax.files import UTF16, check_regular, is_there, not_utf8
 from kvjax.train.conversation import COLUMNS, document
 
@@ -77,7 +76,7 @@ class Documents:
             raise UserError(f"--data {path}: there is no text in it")
         if empty:
             what = f"{empty:,} of {len(self):,} documents have no text and are skipped"
-            warnings.warn(f"--data {path}: {what}", Doubt, stacklevel=2)
+            warn(f"--data {path}: {what}", stacklevel=2)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -47,7 +47,7 @@ class Row:
     task: str
     """Its name."""
     policy: str
-    """The method with what `--set` is told for it."""
+    """A policy string, without gates."""
     kv_ratio: float
     """Of the full cache's entries, once the contexts were read."""
     footprint: float
@@ -96,7 +96,7 @@ def report(
     tasks = {TEXT: [continuation(tokens, most=PREDICTED[how]) for tokens in held_out]}
     tasks |= task_samples(config, SAMPLES[how])
     sweep = config.sweep(params, model, held_out)
-    policies = {f"{config.method} {told}".rstrip(): policy for told, policy in sweep.items()}
+    policies = {f"{config.method}:{told}".rstrip(":"): policy for told, policy in sweep.items()}
     losses = distillation(model, policies, held_out) | {FULL: 0.0}
     rows, rates = compare(model, policies, tasks, losses, shards=config.mesh.batch_shards, say=say)
     soft = None if config.soft is None else validation.numbers[config.soft]
@@ -172,11 +172,11 @@ def write(
     (folder / "report.md").write_text(
         f"# Held-out text against KV size\n\n{table(rows, soft)}\n\nThe score of {TEXT}: {SAME_AS_FULL}. "
         "Distillation: the mean squared difference of final hidden states from full attention's, over whole held-out "
-        f"sequences. What stands behind a policy's name is what `--set` is told for it.\n\n{notes}\n"
+        f"sequences.\n\n{notes}\n"
     )
     panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
-        method = row.policy.split(" ")[0]
+        method = row.policy.partition(":")[0]
         points = panels.setdefault(f"{row.task}, {row.answers} answers", {})
         points.setdefault(method, []).append((row.footprint, row.kv_ratio, row.score))
     pictures.draw_tradeoff(folder / "tradeoff.png", panels)

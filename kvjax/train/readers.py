@@ -1,12 +1,11 @@
 """Where documents come from: files on this machine, or a streamed hub data set."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError, warn
 from kvjax.files import is_there
 from kvjax.train.conversation import document
 from kvjax.train.documents import KINDS, Check, Documents
@@ -85,7 +84,7 @@ class Records:
             self._bad += 1
             if self._bad == 1:
                 what = "records that are no documents are skipped, up to 1% of them"
-                warnings.warn(f"--data {self._name}: {what} ({error})", Doubt, stacklevel=2)
+                warn(f"--data {self._name}: {what} ({error})", stacklevel=2)
             if self._bad > BAD + SHARE * self._read:
                 raise UserError(
                     f"--data {self._name}: {self._bad:,} of its first {self._read:,} records are no documents ({error})"

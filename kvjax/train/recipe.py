@@ -368,14 +368,14 @@ class Recipe(abc.ABC):
     def sweep(
         self, params: Any, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
     ) -> Mapping[str, Policy]:
-        """What the report of a user's own model measures, by what `--set` is told for each: the deployed policy first,
-        then smaller and larger ones of the same parameters, as held-out sequences ask for them. By default the deployed
-        one alone, which is told nothing."""
+        """Return what the report of a user's own model measures, by its arguments in a policy string: the deployed
+        policy first, then smaller and larger ones of the same parameters, as held-out sequences ask for them. By
+        default the deployed one alone, without arguments."""
         return {"": self.deploy(params, model)}
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any, **options: Any) -> Policy:
-        """The policy of an exported folder, with its options or others (`--set`), for `model`.
+        """The policy of an exported folder, with its options or others, for `model`.
 
         Raises:
             UserError: the folder holds no such parameters, or an option that the recipe does not have.

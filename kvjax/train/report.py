@@ -78,13 +78,17 @@ def same_size(
     """
     entries = kv_ratio * static.context
     choices = {"sink + window": static.sink_and_window(entries), "head pattern": static.head_pattern(entries)}
-    random = {"model": model, "window": window, "seed": seed}
+    random = {"window": window, "seed": seed}
     evenly = float(np.clip((entries - window + 1) / (static.context - window + 1), 0, 1))
     best = {method: (choice.pattern.policy(model), choice.words) for method, choice in choices.items()}
-    others = {method: make_policy(name, model=model, ratio=kv_ratio) for method, name in evictions.items()}
+    others = {
+        method: make_policy({name: {"ratio": kv_ratio}}, model=model) for method, name in evictions.items()
+    }
     others |= {
-        "random": make_policy("random", ratio=evenly, **random),
-        "random, the trained rates": make_policy("random", rates=np.clip(rates, 0, 1), **random),
+        "random": make_policy({"random": {"ratio": evenly, **random}}, model=model),
+        "random, the trained rates": make_policy(
+            {"random": {"rates": np.clip(rates, 0, 1), **random}}, model=model
+        ),
     }
     return best | {method: (policy, "") for method, policy in others.items()}
 

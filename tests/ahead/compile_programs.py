@@ -31,7 +31,7 @@ from kvjax.inference.sampling import Draw, decode_block
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, Quest, make_policy
+from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.train.recipes.wgkv import WriteGates
@@ -76,7 +76,7 @@ def fast_kvzip(config, model):
     sizes = config.num_layers, config.num_kv_heads, group, config.width
     gates = SinkGate(*sizes, rngs=nnx.Rngs(0))
     policy = make_policy(
-        "fast_kvzip", model=model, gates=gates, buffer=WAITING, entries=2048, when="position"
+        {"fast_kvzip": {"buffer": WAITING, "entries": 2048, "when": "position"}}, model=model, gates=gates
     )
     return policy.continuing.traced
 
@@ -126,7 +126,7 @@ def programs(mesh, config, which="all"):
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
-    evicting = make_policy("adakv", model=model, ratio=0.25)
+    evicting = make_policy("snapkv:ratio=0.25,adakv", model=model)
     yield (
         "compaction",
         compact,
@@ -136,8 +136,8 @@ def programs(mesh, config, which="all"):
     if which == "few":
         return
 
-    h2o = {"entries": 1024, "when": "every", "every": 64, "selection": Quest(tokens=256)}
-    busy = jax.eval_shape(lambda: make_policy("h2o", model=model, **h2o).continuing.traced)
+    h2o = "h2o:entries=1024,when=every,every=64+quest:tokens=256"
+    busy = jax.eval_shape(lambda: make_policy(h2o, model=model).continuing.traced)
     cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}

@@ -35,8 +35,8 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
     with use_mesh(model):
         policy = {
             "full": lambda: make_policy("full"),
-            "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
-            "quest": lambda: make_policy("quest", model=model, ratio=0.25),
+            "wgkv": lambda: make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model)),
+            "quest": lambda: make_policy("quest:ratio=0.25", model=model),
         }[name]()
         shape = {"layers": 2, "kv_heads": 4, "head_dim": model.config.head_dim}
         cache = empty_cache(policy, batch=2, **shape, tokens=16384, dtype=dtype, capacity=16384)
@@ -66,9 +66,9 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     model = load_model(builtin_model("test_model"), dtype="bfloat16")
     policy = {
         "full": lambda: make_policy("full"),
-        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
-        "h2o": lambda: make_policy("h2o", model=model, ratio=0.5),
-        "quest": lambda: make_policy("quest", model=model, ratio=0.25),
+        "wgkv": lambda: make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model)),
+        "h2o": lambda: make_policy("h2o:ratio=0.5", model=model),
+        "quest": lambda: make_policy("quest:ratio=0.25", model=model),
     }[name]()
     prompts = [np.random.default_rng(size).integers(1, 200, size) for size in (40, 23)]
 

@@ -19,8 +19,8 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 60))
 def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=7, delay=3).placed(3, 4)
-    h2o = make_policy("h2o", model=model, entries=20, when="every", every=8)
-    snapkv = make_policy("snapkv", model=model, entries=20, observed=5, when="every", every=8)
+    h2o = make_policy("h2o:entries=20,when=every,every=8", model=model)
+    snapkv = make_policy("snapkv:entries=20,observed=5,when=every,every=8", model=model)
     return policies_for(model, 6) | {"h2o": h2o, "snapkv": snapkv, "capacity": capped}
 
 

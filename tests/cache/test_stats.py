@@ -17,7 +17,7 @@ from tests.tiny_models import tiny_gates
 def test_memory_is_real(model):
     """With a quarter admitted, a third of the full cache's memory serves the prompt; the full policy is refused."""
     prompt = [np.random.default_rng(1).integers(0, 61, 600)]
-    policy = make_policy("random", model=model, ratio=0.25, window=8)
+    policy = make_policy("random:ratio=0.25,window=8", model=model)
     third = 600 // 3
     cache = sampling.prefill(model, prompt, policy=policy, capacity=third)
     sizes = caches.stats(cache)
@@ -38,7 +38,7 @@ def test_memory_is_real(model):
 def test_the_capacity_that_an_error_names_is_enough(model, chunk):
     """For the rest of the prompt and for what is generated after it."""
     prompt = [np.random.default_rng(3).integers(0, 61, 190)]
-    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=8)
+    policy = make_policy("wgkv:tau=0.5,window=8", model=model, gates=tiny_gates(model))
     options = {"policy": policy, "max_new_tokens": 40, "eos": (), "chunk": chunk}
     with pytest.raises(CapacityError) as error:
         sampling.sample(model, prompt, capacity=20, **options)

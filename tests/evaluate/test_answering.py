@@ -78,7 +78,7 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, m
         "wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": 4},
         "quest": {"ratio": 0.25},
     }
-    policy = make_policy(policy, model=model, **made[policy])
+    policy = make_policy({policy: made[policy]}, model=model)
     cache = prefill(model, contexts, policy=policy, max_new_tokens=40, page_size=4)
     questions = [Question(np.array([5, 6], np.int32), np.zeros(count, np.int32), "") for count in (3, 33, 6)]
     take_rows, taken = answering._take_rows, []

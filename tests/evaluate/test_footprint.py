@@ -107,7 +107,7 @@ def test_mistakes_are_one_line():
 def test_a_real_cache_is_measured_step_by_step():
     """The small example's streaming heads, and a shorter sequence beside them that stops when the longer one does."""
     model = tiny_model()
-    policy = make_policy("streaming_llm", model=model, sink=1, window=3)
+    policy = make_policy("streaming_llm:sink=1,window=3", model=model)
     prompts = [np.arange(8), np.arange(6)]
     with footprint_log() as log:
         sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1)
@@ -136,20 +136,19 @@ def test_real_heads_of_two_kinds_hold_what_the_small_example_says():
     planned = mean_head([(0.5, streaming_head(8, 2, 4, sink=1, window=2)), (0.5, evicting_head(8, 2, 4))])
     assert planned.footprint == pytest.approx(0.8636, abs=5e-5)
     check_plan(
-        lambda model: make_policy("head_pattern", model=model, pattern=heads, sink=1, window=3), planned
+        lambda model: make_policy({"head_pattern": {"sink": 1, "window": 3}}, model=model, gates=heads),
+        planned,
     )
 
 
 def test_real_chunks_hold_what_is_planned():
     planned = evicting_head(8, 2, 4, share=0.5, observed=0)
-    check_plan(lambda model: make_policy("knorm", model=model, ratio=0.5, when="chunk", chunk=4), planned)
+    check_plan(lambda model: make_policy("knorm:ratio=0.5,when=chunk,chunk=4", model=model), planned)
 
 
 def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     model = tiny_model(qk_norm=False)
-    policy = make_policy(
-        "snapkv", model=model, ratio=0.5, when="chunk", observers="prompt", chunk=8, observed=4
-    )
+    policy = make_policy("snapkv:ratio=0.5,when=chunk,observers=prompt,chunk=8,observed=4", model=model)
     with footprint_log() as log:
         cache = sampling.prefill(model, [np.arange(20)], policy=policy)
     with footprint_log(log) as asked:

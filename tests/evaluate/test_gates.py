@@ -243,7 +243,7 @@ def model():
 
 def test_tau_meets_the_wanted_size(model):
     gates = np.random.default_rng(0).beta(0.05, 0.3, 20_000)
-    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+    policy = make_policy("wgkv:window=4", model=model, gates=tiny_gates(model))
     tried = []
 
     def size_of(policy):
@@ -261,7 +261,7 @@ def test_tau_meets_the_wanted_size(model):
 
 
 def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model):
-    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), window=4)
+    policy = make_policy("wgkv:window=4", model=model, gates=tiny_gates(model))
 
     def search(least, own):
         """Gates that keep `own` below a τ of .5, and `least` above it."""

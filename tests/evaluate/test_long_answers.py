@@ -125,9 +125,11 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     budget = 12
     policy = {
         "kvpop": lambda: make_policy(
-            "kvpop", model=model, scorers=tiny_scorers(model), budget=budget, sink=2, window=6
+            {"kvpop": {"scorers": tiny_scorers(model), "budget": budget, "sink": 2, "window": 6}}, model=model
         ),
-        "streaming_llm": lambda: make_policy("streaming_llm", model=model, sink=2, window=budget - 2),
+        "streaming_llm": lambda: make_policy(
+            {"streaming_llm": {"sink": 2, "window": budget - 2}}, model=model
+        ),
     }[name]()
     found = measure_drawn(model, policy, problems, DRAWING, MANNER)
     footprints, held, seen = [], 0, 0
@@ -150,7 +152,7 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
 
 def test_an_eviction_while_decoding_keeps_its_budget(model, problems):
     """At every eighth token of a sequence."""
-    policy = make_policy("r_kv", model=model, entries=16, when="position", every=8, observed=4)
+    policy = make_policy("r_kv:entries=16,when=position,every=8,observed=4", model=model)
     found = measure_drawn(model, policy, problems, DRAWING, MANNER)
     held, seen = 0, 0
     for index, (said,) in enumerate(found.outputs):

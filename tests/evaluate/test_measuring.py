@@ -113,7 +113,7 @@ def test_what_cannot_be_read_together_is_refused(model):
     for policy in (
         delayed(window=6, capacity=5).for_model(model),
         delayed(window=6, biased=True).for_model(model),
-        make_policy("snapkv", model=model, ratio=0.5, observed=4, observers=[1, 2, 3, 4]),
+        make_policy({"snapkv": {"ratio": 0.5, "observed": 4, "observers": [1, 2, 3, 4]}}, model=model),
     ):
         with pytest.raises(UserError, match="are measured by themselves"):
             measure_together(model, [[policy], [make_policy("full")]], samples, Manner())
@@ -149,13 +149,13 @@ def test_what_the_question_looks_at_is_kept(builtin, samples):
     """Every method that looks at queries keeps at a fifth what the question asks for."""
     together = [
         [make_policy("full", model=builtin)],
-        [make_policy("snapkv", model=builtin, ratio=RATIO, observed=8)],
-        [make_policy("adakv", eviction="snapkv:observed=8", model=builtin, ratio=RATIO)],
-        [make_policy("tova", model=builtin, ratio=RATIO)],
-        [make_policy("r_kv", model=builtin, ratio=RATIO)],
+        [make_policy({"snapkv": {"ratio": RATIO, "observed": 8}}, model=builtin)],
+        [make_policy({"snapkv": {"observed": 8, "ratio": RATIO, "adakv": {}}}, model=builtin)],
+        [make_policy({"tova": {"ratio": RATIO}}, model=builtin)],
+        [make_policy({"r_kv": {"ratio": RATIO}}, model=builtin)],
     ]
     full, *found = measure_together(builtin, together, samples, MANNER)
-    found.append(measure(builtin, make_policy("h2o", model=builtin, ratio=RATIO), samples, MANNER))
+    found.append(measure(builtin, make_policy({"h2o": {"ratio": RATIO}}, model=builtin), samples, MANNER))
     assert full.score == 1
     assert all(one.kv_ratio == pytest.approx(RATIO, abs=0.01) for one in found)
     assert [one.score for one in found if one.score < 0.9] == []
@@ -167,7 +167,8 @@ def test_a_chunk_looked_at_by_the_question_keeps_far_more_than_by_itself(builtin
 
     def score(observers):
         chunks = {"when": "chunk", "chunk": 128, "observers": observers}
-        policy = make_policy("pyramidkv", eviction="snapkv:observed=8", model=builtin, ratio=RATIO, **chunks)
+        told = {"ratio": RATIO, "observed": 8, "pyramidkv": {}}
+        policy = make_policy({"snapkv": told | chunks}, model=builtin)
         return measure(builtin, policy, samples, MANNER).score
 
     patched, naive = score("prompt"), score("own")
@@ -183,8 +184,8 @@ def test_a_known_question_is_read_to_look_only_by_what_looks(unnormed):
     aware = question_aware([Sample(random.integers(0, 61, 30), (question,)) for question in questions])
     policies = [
         [make_policy("full", model=unnormed)],
-        [make_policy("knorm", model=unnormed, ratio=0.5)],
-        [make_policy("snapkv", model=unnormed, ratio=0.5, observed=4)],
+        [make_policy("knorm:ratio=0.5", model=unnormed)],
+        [make_policy("snapkv:ratio=0.5,observed=4", model=unnormed)],
     ]
     together = measure_together(unnormed, policies, aware, Manner())
     alone = [measure(unnormed, policy, aware, Manner()) for (policy,) in policies]
@@ -236,7 +237,7 @@ def dense_logits(model, text, read, kept):
 def test_agreement_and_perplexity_are_those_of_dense_attention(unnormed, texts):
     samples, manner = [continuation(text) for text in texts], Manner(batch=2)
     full = measure(unnormed, make_policy("full", model=unnormed), samples, manner)
-    knorm = make_policy("knorm", model=unnormed, ratio=TEXT_RATIO)
+    knorm = make_policy({"knorm": {"ratio": TEXT_RATIO}}, model=unnormed)
     found = measure(unnormed, knorm, score_agreements(samples, full.outputs), manner)
     same, right, surprise, surprise_full = [], [], [], []
     for text, sample in zip(texts, samples, strict=True):
@@ -273,7 +274,7 @@ def test_what_repeats_a_context_is_charged_for_it(unnormed):
     random = np.random.default_rng(2)
     question = Question(random.integers(0, 61, 5), random.integers(0, 61, 3), "any")
     samples, asked = [Sample(random.integers(0, 61, 30), (question,))], 2 + 1
-    repeating = make_policy("kvzip", model=unnormed, ratio=1.0, repeated=12, **ASKED)
+    repeating = make_policy({"kvzip": {"ratio": 1.0, "repeated": 12, **ASKED}}, model=unnormed)
     full = measure(unnormed, make_policy("full", model=unnormed), samples, Manner())
     found = measure(unnormed, repeating, samples, Manner())
     assert (found.footprint, found.kv_ratio) == (full.footprint, 1.0)
@@ -291,12 +292,12 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     samples, manner, groups = [continuation(text) for text in texts], Manner(batch=2), []
     policies = [
         [make_policy("full", model=unnormed)],
-        [make_policy("knorm", model=unnormed, ratio=ratio) for ratio in (TEXT_RATIO, 0.5)],
-        [make_policy("snapkv", model=unnormed, ratio=0.5, observed=4)],
-        [make_policy("expected_attention", model=unnormed, ratio=0.5)],
-        [make_policy("quest", model=unnormed, ratio=ratio) for ratio in (0.2, 0.6)],
-        [make_policy("h2o", model=unnormed, ratio=0.5)],
-        [make_policy("kvzip", model=unnormed, ratio=0.5, repeated=12, **ASKED)],
+        [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (TEXT_RATIO, 0.5)],
+        [make_policy("snapkv:ratio=0.5,observed=4", model=unnormed)],
+        [make_policy("expected_attention:ratio=0.5", model=unnormed)],
+        [make_policy({"quest": {"ratio": ratio}}, model=unnormed) for ratio in (0.2, 0.6)],
+        [make_policy("h2o:ratio=0.5", model=unnormed)],
+        [make_policy({"kvzip": {"ratio": 0.5, "repeated": 12, **ASKED}}, model=unnormed)],
     ]
     alone = [measure(unnormed, policy, samples, manner) for own in policies for policy in own]
     read = measuring.read
@@ -312,7 +313,7 @@ def test_methods_that_share_a_reading_are_measured_as_each_alone(unnormed, texts
     figures = [found.perplexity for found in together]
     assert all(abs(one - other) > 1e-3 for one, other in itertools.combinations(figures, 2))
     # budgets are traced
-    policies[1] = [make_policy("knorm", model=unnormed, ratio=ratio) for ratio in (0.3, 0.6)]
+    policies[1] = [make_policy({"knorm": {"ratio": ratio}}, model=unnormed) for ratio in (0.3, 0.6)]
     watch = Stopwatch()
     measure_together(unnormed, policies, samples, manner)
     watch.lap()

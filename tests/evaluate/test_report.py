@@ -63,7 +63,7 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
         assert program == "kvjax.generate"
         told = parse_command(GenerateConfig, words)
         assert (told.model, told.dtype) == (str(builtin_model("test_model")), "float32")
-        policy = make_policy(told.policy, model=load_model(told.model), **told.policy_arguments())
+        policy = make_policy({told.policy: told.policy_arguments()}, model=load_model(told.model))
         assert own_tau(policy) == cell["tau"]
 
 

@@ -49,7 +49,7 @@ def patterns():
 
 def through_the_cache(model, samples, whole, sink, window):
     told = {"pattern": whole.astype(float), "sink": sink, "window": window}
-    policy = make_policy("head_pattern", model=model, **told)
+    policy = make_policy({"head_pattern": told}, model=model)
     losses, scores = [], []
     for sample in samples:
         for question in sample.questions:
@@ -112,7 +112,9 @@ def test_a_text_that_is_given_is_scored_by_what_whole_heads_say(model, samples):
     line = np.concatenate([given.context, question.prompt, question.answer])[None]
     said = {}
     for name, whole in (("full", everything), ("streaming", ~everything)):
-        policy = make_policy("head_pattern", model=model, pattern=whole.astype(float), sink=1, window=3)
+        policy = make_policy(
+            {"head_pattern": {"pattern": whole.astype(float), "sink": 1, "window": 3}}, model=model
+        )
         logits, _ = cached_logits(model, policy, line, [line.shape[1]], lengths=np.array([line.shape[1]]))
         said[name] = logits[0, -len(question.answer) - 1 : -1].argmax(-1)
     assert run(~everything, 1, 3).score == pytest.approx((said["full"] == said["streaming"]).mean())

@@ -30,7 +30,7 @@ class ValueNorm(Admission):
 
 
 def value_norm(*, limit: float = 1.0, window: int = 16) -> Policy:
-    """The policy called so: `--policy value_norm --set limit=2`."""
+    """The policy called so: `--policy value_norm:limit=2`."""
     return Policy(ValueNorm(np.array(limit, np.float32)), name="value_norm", window=window)
 
 

@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import generate
 from kvjax.builtin import GATES, builtin_gates, builtin_model
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
 from kvjax.exported.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
 from kvjax.exported.folder import describe, save_tree, sign
@@ -121,11 +121,11 @@ def test_a_pattern_of_another_model_is_refused_and_forced(own, other, tmp_path):
     write_pattern(tmp_path / "own", np.eye(3, 4), 2, 8, MadeFor.of(own))
     write_pattern(tmp_path / "any", np.eye(3, 4), 2, 8)
     assert read_pattern(tmp_path / "own").made_for == MadeFor.of(own)
-    make_policy("head_pattern", model=own, pattern=tmp_path / "own")
-    make_policy("head_pattern", model=other, pattern=tmp_path / "any")
-    make_policy("head_pattern", model=other, pattern=tmp_path / "own", force=True)
+    make_policy({"head_pattern": {"pattern": tmp_path / "own"}}, model=own)
+    make_policy({"head_pattern": {"pattern": tmp_path / "any"}}, model=other)
+    make_policy({"head_pattern": {"pattern": tmp_path / "own"}}, model=other, force=True)
     with pytest.raises(UserError, match="head_pattern: made for the model our/model, not for their/model"):
-        make_policy("head_pattern", model=other, pattern=tmp_path / "own")
+        make_policy({"head_pattern": {"pattern": tmp_path / "own"}}, model=other)
 
 
 def test_parameters_of_a_package_s_recipe_are_refused_and_forced(own, other, tmp_path):
@@ -147,7 +147,7 @@ def test_a_version_of_the_model_is_a_warning(own, gates):
         step = jnp.abs(x).max(-1, keepdims=True) / 8
         return jnp.round(x / step) * step if x.ndim > 2 else x
 
-    with pytest.warns(Doubt, match=r"of which our/model is a fine-tuned or quantised version: 9\d% of"):
+    with pytest.warns(UserWarning, match=r"of which our/model is a fine-tuned or quantised version: 9\d% of"):
         make_policy("wgkv", model=jax.tree.map(quantised, own), gates=gates)
 
 
@@ -158,7 +158,7 @@ def test_the_gates_that_come_with_kvjax_are_for_the_model_that_comes_with_it():
         assert MadeFor.described(describe(name)) == MadeFor("builtin", fingerprint(model))
     make_policy("wgkv", model=model, gates="builtin")
     own, named = (
-        make_policy("fast_kvzip", model=model, gates=x, ratio=0.3) for x in ("builtin", "builtin:fast_kvzip")
+        make_policy("fast_kvzip:ratio=0.3", model=model, gates=x) for x in ("builtin", "builtin:fast_kvzip")
     )
     assert own.eviction.made_for == named.eviction.made_for == MadeFor("builtin", fingerprint(model))
     np.testing.assert_array_equal(own.eviction.gates.b, named.eviction.gates.b)

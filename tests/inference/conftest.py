@@ -4,7 +4,6 @@ computes by the model without QK-norm, which their files take."""
 import numpy as np
 import pytest
 
-from kvjax.policies import Random
 from tests.inference.cached import TOKENS
 from tests.policies.captured import WINDOW, captured_prompts, two_prompts
 from tests.tiny_models import tiny_model
@@ -24,7 +23,7 @@ def tokens():
 def admitted(model):
     """Chance with its own rate for each head."""
     rates = np.tile([0.9, 0.5, 0.7, 0.2], (3, 1)).astype(np.float32)
-    return {"model": model, "admission": Random(rates=rates), "window": WINDOW}
+    return {"random": {"rates": rates, "window": WINDOW}}
 
 
 @pytest.fixture(scope="session")

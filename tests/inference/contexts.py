@@ -17,15 +17,15 @@ def policies(model):
     often = {"entries": 24, "when": "every", "every": 8}
     return {
         "full": lambda: make_policy("full"),
-        "wgkv": lambda: make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6),
+        "wgkv": lambda: make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model)),
         "capacity": lambda: delayed(window=6, capacity=7, delay=3),
-        "snapkv": lambda: make_policy("snapkv", ratio=0.5, observed=4),
-        "quest": lambda: make_policy("quest", ratio=0.5),
+        "snapkv": lambda: make_policy("snapkv:ratio=0.5,observed=4"),
+        "quest": lambda: make_policy("quest:ratio=0.5"),
         # compacted while they answer: rows that move entries, and whose entries' numbers change
-        "r_kv": lambda: make_policy("r_kv", model=model, **often),
-        "h2o": lambda: make_policy("h2o", model=model, **often),
+        "r_kv": lambda: make_policy({"r_kv": often}, model=model),
+        "h2o": lambda: make_policy({"h2o": often}, model=model),
         "fast_kvzip": lambda: make_policy(
-            "fast_kvzip", model=model, gates=tiny_sink_gates(model), entries=24, when="position", every=8, last=8,
-            buffer=8,
+            "fast_kvzip:entries=24,when=position,every=8,buffer=8,protected.last=8", model=model,
+            gates=tiny_sink_gates(model),
         ),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from kvjax.inference import sampling
 from kvjax.inference.attention import cached_attention
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
-from kvjax.policies import SnapKV, make_policy
+from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries, unnormed
 from tests.tiny_models import tiny_model
@@ -21,7 +21,7 @@ def model():
 
 
 def test_everything_kept_is_the_full_cache(model, prompts):
-    policy = make_policy("adakv", eviction=SnapKV(OBSERVED), model=model, ratio=1.0)
+    policy = make_policy(f"snapkv:ratio=1,observed={OBSERVED},adakv", model=model)
     kept = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     full = sampling.prefill(model, prompts, page_size=PAGE)
     for row in np.ndindex(3, 2, 4):
@@ -30,7 +30,7 @@ def test_everything_kept_is_the_full_cache(model, prompts):
 
 def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
     """The next token sees the entries that stayed and itself."""
-    policy = make_policy("knorm", model=model, entries=9)
+    policy = make_policy("knorm:entries=9", model=model)
     cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     layer, c = 0, captured[0][0]
     stays = published.best(published.knorm(c), 9)
@@ -58,25 +58,22 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("adakv", {"eviction": SnapKV(OBSERVED)}),
-        ("tova", {"over": "model"}),
-    ],
+    "named",
+    [f"snapkv:ratio=0.3,observed={OBSERVED},adakv", "tova:ratio=0.3,adakv.over=model,adakv.pinned=0.0"],
 )
-def test_a_mesh_keeps_the_same(model, prompts, name, options):
-    policy = make_policy(name, model=model, ratio=0.3, **options)
+def test_a_mesh_keeps_the_same(model, prompts, named):
+    policy = make_policy(named, model=model)
     alone = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
         split = tiny_model(qk_norm=False)
-        policy = make_policy(name, model=split, ratio=0.3, **options)
+        policy = make_policy(named, model=split)
         together = sampling.prefill(split, prompts, policy=policy, page_size=PAGE)
     np.testing.assert_array_equal(together.layers.length, alone.layers.length)
 
 
 @pytest.mark.thorough
 def test_a_batch_equals_a_sequence_alone(model, prompts):
-    policy = make_policy("adakv", eviction=SnapKV(OBSERVED), model=model, ratio=0.3)
+    policy = make_policy(f"snapkv:ratio=0.3,observed={OBSERVED},adakv", model=model)
     together = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     # the shorter one was padded
     alone = sampling.prefill(model, prompts[1:], policy=policy, page_size=PAGE)

@@ -5,7 +5,7 @@ import pytest
 
 from kvjax.cache import CapacityError
 from kvjax.inference import sampling
-from kvjax.policies import WGKV, Quest, SnapKV, make_policy
+from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import (
     OBSERVED,
@@ -29,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def gated(model):
-    return {"model": model, "admission": WGKV(tiny_gates(model), tau=0.5), "window": WINDOW}
+    return {"wgkv": {"gates": tiny_gates(model), "tau": 0.5, "window": WINDOW}}
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,10 @@ def gated(model):
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, group, pooling, over):
     """In the first layer, whose queries do not depend on what was refused."""
     how = {"group": group, "pooling": pooling}
-    policy = make_policy(eviction=SnapKV(OBSERVED, **how), entries=KEPT, over=over, **admitted)
+    shared = {"entries": KEPT, "adakv": {"over": over, "pinned": 0.0}}
+    policy = make_policy(admitted | {"snapkv": {"observed": OBSERVED} | how | shared}, model=model)
     scores = scored(model, policy, prompts)
-    before = sampling.prefill(model, prompts, policy=make_policy(**admitted), page_size=PAGE)
+    before = sampling.prefill(model, prompts, policy=make_policy(admitted, model=model), page_size=PAGE)
     after = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(after)
     for b, prompt in enumerate(prompts):
@@ -67,11 +68,11 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
 def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, admitted):
     """WG-KV's own 256 and 256: against a softmax whose causal mask is spelled out, by true positions. The oldest
     query's own key is stored, which is as new as an entry can be."""
-    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted | {"window": OBSERVED})
+    ((name, told),) = admitted.items()
+    wider = {name: told | {"window": OBSERVED}}
+    policy = make_policy(wider | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
     scores = scored(model, policy, prompts)
-    before = sampling.prefill(
-        model, prompts, policy=make_policy(**admitted | {"window": OBSERVED}), page_size=PAGE
-    )
+    before = sampling.prefill(model, prompts, policy=make_policy(wider, model=model), page_size=PAGE)
     newest = []
     for b, prompt in enumerate(prompts):
         c = captured_layers(model, prompt)[0]
@@ -89,30 +90,16 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
 
 
 @pytest.mark.thorough
-def test_methods_that_share_budgets_take_an_admission_by_either_name(model, prompts, admitted):
-    counts = [
-        sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60).layers.length
-        for policy in (
-            make_policy("adakv", eviction=SnapKV(OBSERVED), entries=KEPT, **admitted),
-            make_policy(eviction=f"adakv:eviction=snapkv:observed={OBSERVED}", entries=KEPT, **admitted),
-            make_policy(eviction=SnapKV(OBSERVED), over="layer", pinned=0.2, entries=KEPT, **admitted),
-        )
-    ]
-    np.testing.assert_array_equal(counts[0], counts[1])
-    np.testing.assert_array_equal(counts[0], counts[2])
-
-
-@pytest.mark.thorough
 def test_gates_eviction_and_selection_at_once(model, prompts, gated):
     """All three: what reads every page answers like what selects none, what reads few does not."""
-    both = {"eviction": SnapKV(OBSERVED), "entries": KEPT, **gated}
+    both = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
     options = {"max_new_tokens": 12, "eos": (), "page_size": PAGE, "capacity": 100}
     said = [
         sampling.sample(model, prompts, policy=policy, **options).tokens
         for policy in (
-            make_policy(**both),
-            make_policy(selection="quest:tokens=1000", **both),
-            make_policy(selection=Quest(tokens=1), **both),
+            make_policy(both, model=model),
+            make_policy(both | {"quest": {"tokens": 1000}}, model=model),
+            make_policy(both | {"quest": {"tokens": 1}}, model=model),
         )
     ]
     np.testing.assert_array_equal(said[0], said[1])
@@ -124,8 +111,9 @@ def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated)
     """A pool that is too small for an answer serves it where the overflow is evicted."""
     options = {"max_new_tokens": 120, "eos": (), "page_size": PAGE, "capacity": 60, "block": 1}
     with pytest.raises(CapacityError):
-        sampling.sample(model, prompts, policy=make_policy(**gated), **options)
-    bounded = make_policy(eviction=SnapKV(OBSERVED), entries=24, when="overflow", **gated)
+        sampling.sample(model, prompts, policy=make_policy(gated, model=model), **options)
+    evicting = {"observed": OBSERVED, "entries": 24, "when": "overflow"}
+    bounded = make_policy(gated | {"snapkv": evicting}, model=model)
     *_, (_, cache) = sampling.stream(model, prompts, policy=bounded, **options)
     pages_are_whole(cache)
     assert np.asarray(cache.seen).min() >= 120 + min(map(len, prompts)) - 1

@@ -13,7 +13,7 @@ from kvjax.inference.attention import cached_attention
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import scan_layers
-from kvjax.policies import Pyramid, SnapKV, make_policy
+from kvjax.policies import make_policy
 from tests.policies.published import softmax
 
 QUESTIONS = 7, 3
@@ -21,7 +21,7 @@ QUESTIONS = 7, 3
 
 @pytest.fixture(scope="module")
 def policy(model):
-    return make_policy("adakv", eviction=Pyramid(SnapKV(6), beta=2.0), model=model, ratio=0.4)
+    return make_policy("snapkv:observed=6,ratio=0.4,pyramidkv.beta=2,adakv", model=model)
 
 
 @pytest.fixture(scope="module")

@@ -56,9 +56,7 @@ def spoilt(row, place):
     "call",
     [
         lambda model, row: prefill(model, [row, PROMPTS[1]], chunk=16),
-        lambda model, row: prefill(
-            model, [row], policy=make_policy("snapkv", ratio=0.5, observed=4), chunk=16
-        ),
+        lambda model, row: prefill(model, [row], policy=make_policy("snapkv:ratio=0.5,observed=4"), chunk=16),
         lambda model, row: prefill(model, [row], capacity=64, max_tokens=64),
         lambda model, row: ask(model, [PROMPTS[1], row]),
         lambda model, row: logits(model, [row]),
@@ -99,10 +97,8 @@ def test_no_token_follows_from_logits_that_are_not_finite(clean):
 def test_observers_are_looked_at_too(model):
     gates = tiny_gates(model)
     for policy in (
-        make_policy("snapkv", ratio=0.5, observed=4),
-        make_policy(
-            "wgkv", model=model, gates=gates, tau=0.1, window=6, eviction="snapkv:observed=4", ratio=0.5
-        ),
+        make_policy("snapkv:ratio=0.5,observed=4"),
+        make_policy("wgkv:tau=0.1,window=6+snapkv:observed=4,ratio=0.5", model=model, gates=gates),
     ):
         with pytest.raises(UserError, match="not finite"):
             prefill(model, PROMPTS[:1], policy=policy, observers=[[3, BAD, 4]])
@@ -112,14 +108,16 @@ def damaged_policy(name, model):
     if name == "wgkv":
         gates = tiny_gates(model)
         gates.w2[...] = gates.w2[...] * jnp.nan
-        return make_policy(name, model=model, gates=gates, tau=0.5, window=6)
+        return make_policy({name: {"tau": 0.5, "window": 6}}, model=model, gates=gates)
     if name == "kvpop":
         scorers = tiny_scorers(model)
         scorers.w_i[...] = scorers.w_i[...] * jnp.nan
-        return make_policy(name, model=model, window=6, budget=12, scorers=scorers)
+        return make_policy({name: {"window": 6, "budget": 12, "scorers": scorers}}, model=model)
     gates = tiny_sink_gates(model)
     gates.b[...] = gates.b[...] * jnp.nan
-    return make_policy(name, model=model, gates=gates, entries=8, last=4, when="position", every=4, buffer=4)
+    return make_policy(
+        f"{name}:entries=8,when=position,every=4,buffer=4,protected.last=4", model=model, gates=gates
+    )
 
 
 @pytest.mark.parametrize("name", ["wgkv", "kvpop", "fast_kvzip"])

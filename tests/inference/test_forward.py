@@ -21,7 +21,7 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
 def policies(model):
     with use_mesh(model):
         capped = delayed(window=6, capacity=5, delay=2).placed(3, 4)
-    evicting = {name: make_policy(name, model=model, ratio=0.5) for name in ("h2o", "snapkv")}
+    evicting = {name: make_policy({name: {"ratio": 0.5}}, model=model) for name in ("h2o", "snapkv")}
     return policies_for(model, 6) | {"capacity": capped} | evicting
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import SnapKV, make_policy
+from kvjax.policies import make_policy
 from kvjax.policies.registry import WRAPPERS
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole, unnormed
@@ -21,10 +21,14 @@ def model():
 def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
     """It stays in any case: a number of entries that cannot hold it is refused, and of a context that is too short for
     a share nothing but the window is left."""
-    given = {"model": model, "admission": "full", "window": 21}
+    given = {"full": {"window": 21}}
     with pytest.raises(UserError, match="the budget of 18 entries per kv head is below the 20 that always"):
-        sampling.prefill(model, prompts, policy=make_policy("knorm", entries=18, **given), page_size=PAGE)
-    cache = sampling.prefill(model, prompts, policy=make_policy("knorm", ratio=0.45, **given), page_size=PAGE)
+        sampling.prefill(
+            model, prompts, policy=make_policy(given | {"knorm": {"entries": 18}}), page_size=PAGE
+        )
+    cache = sampling.prefill(
+        model, prompts, policy=make_policy(given | {"knorm": {"ratio": 0.45}}), page_size=PAGE
+    )
     for b, stay in enumerate((int(0.45 * 60) - 20, 0)):
         assert (np.asarray(cache.layers.length)[:, b] == stay).all()
     np.testing.assert_array_equal(cache.seen, LENGTHS)
@@ -50,8 +54,8 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
     if name == "snapkv":
         given["observed"] = 12
     elif name in WRAPPERS:
-        given["eviction"] = SnapKV(12)
-    policy = make_policy(name, model=model, **given)
+        given |= {"observed": 12, name: {}}
+    policy = make_policy({"snapkv" if name in WRAPPERS else name: given}, model=model)
     rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
     cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
     pages_are_whole(cache)
@@ -84,8 +88,8 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
 @pytest.mark.parametrize("budget", [{"ratio": 0.4}, {"entries": 1024}])
 def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, captured, name, budget):
     """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""
-    given: dict[str, Any] = budget
-    policy, rows = make_policy(name, model=model, **given), [prompts[0][:5], prompts[0][:3]]
+    given = {"snapkv": budget | {"adakv": {}}} if name == "adakv" else {name: budget}
+    policy, rows = make_policy(given, model=model), [prompts[0][:5], prompts[0][:3]]
     cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     kept = (2, 3) if name == "expected_attention" and "ratio" in budget else (5, 3)
@@ -105,7 +109,7 @@ def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, capture
     ],
 )
 def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
-    policy = make_policy(name, model=model, **given)
+    policy = make_policy({name: given}, model=model)
     cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
     for layer, head in np.ndindex(3, 4):
         keys = captured[0][layer].k[head]
@@ -117,7 +121,7 @@ def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
     """However many that are; nobody competes."""
     captured = [captured_layers(model, prompt) for prompt in prompts]
     limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))
-    policy = make_policy("knorm", model=model, threshold=limit, over=over)
+    policy = make_policy({"knorm": {"threshold": limit, "adakv": {"pinned": 0.0, "over": over}}}, model=model)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     for b, layers in enumerate(captured):

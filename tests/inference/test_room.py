@@ -26,7 +26,7 @@ def model():
 def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens):
     device = AbstractDevice(device_kind="a chip", num_cores=None, platform=platform)
     mesh = AbstractMesh((1,) * len(AXES), AXES, abstract_device=device)
-    full, quest = make_policy("full"), make_policy("quest", tokens=64)
+    full, quest = make_policy("full"), make_policy("quest:tokens=64")
     with jax.sharding.use_abstract_mesh(mesh):
         assert [page_size_of(policy, None) for policy in (full, quest)] == [tokens, 16]
         assert [page_size_of(policy, 8) for policy in (full, quest)] == [8, 8]
@@ -40,7 +40,7 @@ def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch)
     assert full.pool_pages == 512
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     prompt = [np.zeros(600, np.int64)]
-    policy = make_policy("random", model=model, ratio=0.1, window=8)
+    policy = make_policy("random:ratio=0.1,window=8", model=model)
     sizes = caches.stats(sampling.prefill(model, prompt, policy=policy))
     assert sizes.bytes < 0.25 * sizes.full_bytes
     full = caches.stats(sampling.prefill(model, prompt))
@@ -53,9 +53,9 @@ def test_the_default_pool_holds_what_chance_admits(model):
     """Rows differ from their mean, on short prompts by a page; and nothing at all may be kept."""
     prompt = [np.arange(25)]
     for seed in range(8):
-        policy = make_policy("random", model=model, ratio=0.5, window=1, seed=seed)
+        policy = make_policy({"random": {"ratio": 0.5, "window": 1, "seed": seed}}, model=model)
         assert caches.stats(sampling.prefill(model, prompt, policy=policy)).kv_ratio < 0.8
-    nothing = make_policy("streaming_llm", model=model, sink=0, window=1)
+    nothing = make_policy("streaming_llm:sink=0,window=1", model=model)
     assert caches.stats(sampling.prefill(model, prompt, policy=nothing)).entries.sum() == 0
 
 
@@ -63,7 +63,7 @@ def test_the_default_pool_holds_what_chance_admits(model):
 def test_the_pool_shrinks_to_what_stayed(model, prompts, monkeypatch):
     """With room for what was announced, and none of it lost: the answer is that of a cache of stated size."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
-    options = {"policy": make_policy("keydiff", model=model, ratio=0.25), "page_size": PAGE}
+    options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
     small = sampling.prefill(model, prompts, **options)
     pages_are_whole(small)
     assert caches.stats(small).pages <= small.pages.pool.shape[0] <= 1.125 * caches.stats(small).pages
@@ -79,7 +79,7 @@ def test_the_pool_shrinks_to_what_stayed(model, prompts, monkeypatch):
 
 def test_freed_pages_are_used_again(model, prompts):
     """The question and the answer fit into what the evicted entries left."""
-    policy = make_policy("keydiff", model=model, ratio=0.25)
+    policy = make_policy("keydiff:ratio=0.25", model=model)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=max(LENGTHS))
     questions = [prompt[:9] for prompt in prompts]
     out = sampling.sample(model, questions, policy=policy, cache=cache, max_new_tokens=8, eos=())
@@ -121,7 +121,9 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
 def admitting(model, rate, tau=0.5):
     """Write gates whose pool is sized for another rate than theirs, which is about a half."""
     return make_policy(
-        "wgkv", model=model, gates=tiny_gates(model), tau=tau, window=8, rate=np.full((3, 4), rate)
+        {"wgkv": {"tau": tau, "window": 8, "rate": np.full((3, 4), rate)}},
+        model=model,
+        gates=tiny_gates(model),
     )
 
 
@@ -182,7 +184,7 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
 def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     """And not the longest one, however often, nor the window of a policy."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
-    policy = make_policy("full") if window == 1 else make_policy("streaming_llm", window=window)
+    policy = make_policy("full") if window == 1 else make_policy({"streaming_llm": {"window": window}})
     lengths = [400, *[40] * 7]
     cache = sampling.prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
     sizes = caches.stats(cache)
@@ -197,7 +199,7 @@ def test_a_window_is_no_larger_than_the_sequences(model):
     """Until they grow: then the answer is that of the whole window, and of one that the sequences leave."""
     prompts, questions = [np.arange(100) % 61, np.arange(20)], [np.arange(30), np.arange(3)]
     both = [np.concatenate(pair) for pair in zip(prompts, questions, strict=True)]
-    wide, narrow = (make_policy("streaming_llm", sink=2, window=window) for window in (10**9, 150))
+    wide, narrow = (make_policy({"streaming_llm": {"sink": 2, "window": window}}) for window in (10**9, 150))
     more = {"max_new_tokens": 60, "eos": ()}
     cache = sampling.prefill(model, prompts, policy=wide)
     assert cache.pages.nbytes < 3 * caches.stats(cache).full_bytes
@@ -231,7 +233,7 @@ def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
 
 def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
     """Of a cache that is continued, and of what its branches copy of it; what is free beyond that is taken."""
-    policy = make_policy("h2o", model=model, entries=60, when="every", every=8)
+    policy = make_policy("h2o:entries=60,when=every,every=8", model=model)
     cache = sampling.prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
     pool = cache.pages.pool.shape[0]
     page_bytes = cache.pages.nbytes // pool
@@ -255,11 +257,15 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "name", ["pyramidkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("snapkv", "adakv"))]
+    "named",
+    [
+        "snapkv:ratio=0.5,pyramidkv",
+        *(pytest.param(f"snapkv:ratio=0.5{x}", marks=pytest.mark.thorough) for x in ("", ",adakv")),
+    ],
 )
-def test_short_prompts_are_kept_whole(model, name):
+def test_short_prompts_are_kept_whole(model, named):
     """Beside a long one that is not."""
-    policy = make_policy(name, ratio=0.5)
+    policy = make_policy(named)
     sizes = caches.stats(sampling.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
     assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
 
@@ -271,7 +277,7 @@ def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token
     model, prompts, monkeypatch, capacity
 ):
     monkeypatch.setattr(caches.sizes, "device_bytes", lambda **_: 10**6)
-    policy = make_policy("streaming_llm", sink=60, window=20)
+    policy = make_policy("streaming_llm:sink=60,window=20")
     with pytest.raises(caches.CapacityError, match="that the windows of") as error:
         sampling.prefill(model, prompts, policy=policy, capacity=capacity)
     enough = caches.parse_capacity(str(error.value).split("; ")[1].split()[0])

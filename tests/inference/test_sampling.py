@@ -14,7 +14,7 @@ from kvjax.inference.forward import last_logits
 from kvjax.inference.stop import settled, stop_place, stop_texts
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load
-from kvjax.policies import Adaptive, SnapKV, make_policy
+from kvjax.policies import Adaptive, Entries, Policy, SnapKV
 from tests.tiny_models import policies_for, tiny_model
 
 
@@ -151,7 +151,7 @@ def test_prompts_of_about_one_length_share_programs(model):
     programs = last_logits, sampling.decode_block
     counts = []
     for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
-        policy = make_policy(eviction=eviction, model=model, entries=40)
+        policy = Policy(eviction=eviction, budget=Entries(40)).for_model(model)
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]

@@ -83,7 +83,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
 
 
 def test_only_what_is_stored_is_written(model, tmp_path):
-    policy = make_policy("streaming_llm", window=9, sink=2)
+    policy = make_policy("streaming_llm:window=9,sink=2")
     cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, max_tokens=4000)
     size = save_cache(tmp_path, cache, model, policy)
     entries = 3 * 2 * 4 * (2 + 8)
@@ -195,7 +195,7 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
         (model, {}, tmp_path / "gated", "the cache has window 6, policy full has 1"),
         (
             model,
-            {"policy": make_policy("h2o", entries=9, when="every", every=4)},
+            {"policy": make_policy("h2o:entries=9,when=every,every=4")},
             saved,
             "needs to know more",
         ),
@@ -210,11 +210,11 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
 
 def of_seed(name, model, seed):
     """A policy that goes on with what its gates or scorers, drawn with this seed, made of the tokens."""
-    told = {"model": model, "window": 6, "budget": 20, "scorers": tiny_scorers(model, seed)}
+    told = {"window": 6, "budget": 20, "scorers": tiny_scorers(model, seed)}
     if name == "fast_kvzip":
-        often = {"entries": 24, "when": "position", "every": 8, "last": 8, "buffer": 8}
-        told = {"model": model, "gates": tiny_sink_gates(model, seed=seed), **often}
-    return make_policy(name, **told)
+        often = {"entries": 24, "when": "position", "every": 8, "protected": {"last": 8}, "buffer": 8}
+        told = {"gates": tiny_sink_gates(model, seed=seed), **often}
+    return make_policy({name: told}, model=model)
 
 
 @pytest.mark.parametrize("name", ["kvpop", pytest.param("fast_kvzip", marks=pytest.mark.thorough)])
@@ -233,7 +233,7 @@ def test_what_other_gates_or_scorers_made_of_the_tokens_is_refused_in_a_line(mod
 
 def test_gates_that_nothing_goes_on_with_may_be_others(model, tmp_path):
     policies_ = [
-        make_policy("wgkv", model=model, gates=tiny_gates(model, seed=seed), tau=0.5, window=6)
+        make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model, seed=seed))
         for seed in (1, 2)
     ]
     save_cache(tmp_path, prefill(model, CONTEXTS[1:], policy=policies_[0]), model, policies_[0])
@@ -250,7 +250,7 @@ def test_a_folder_of_other_things_is_left_alone(model, tmp_path):
 def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
     # as users run it, without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    r_kv = make_policy("r_kv", model=model, entries=24, when="every", every=8)
+    r_kv = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     cache, remembering = prefill(model, CONTEXTS), prefill(model, CONTEXTS, policy=r_kv)
     others = tmp_path / "others"
     others.mkdir()

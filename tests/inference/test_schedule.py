@@ -12,7 +12,7 @@ from kvjax.inference import sampling, schedule
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.room import begin
 from kvjax.mesh import BATCH, put, use_mesh
-from kvjax.policies import Random, make_policy
+from kvjax.policies import make_policy
 from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole, unnormed
 
 NEW = 30
@@ -37,12 +37,12 @@ def held_by(model, prompts, policy, **options):
 
 @pytest.fixture(scope="module")
 def periodic(model):
-    return make_policy("r_kv", model=model, entries=ENTRIES, when="every", every=EVERY)
+    return make_policy({"r_kv": {"entries": ENTRIES, "when": "every", "every": EVERY}}, model=model)
 
 
 @pytest.fixture(scope="module")
 def overflowing(model):
-    return make_policy("snapkv", model=model, observed=6, entries=ENTRIES, when="overflow")
+    return make_policy({"snapkv": {"observed": 6, "entries": ENTRIES, "when": "overflow"}}, model=model)
 
 
 def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
@@ -84,8 +84,11 @@ def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
     rates = np.full((3, 4), 0.6)
     rates[:, ::2] = 0.1
     policy = make_policy(
-        "snapkv", model=model, admission=Random(rates=rates), window=9, observed=6, entries=20, first=8,
-        when="overflow",
+        {
+            "random": {"rates": rates, "window": 9},
+            "snapkv": {"observed": 6, "entries": 20, "when": "overflow", "protected": {"first": 8}},
+        },
+        model=model,
     )  # fmt: skip
     _, held = held_by(model, prompts, policy)
     assert held.max() <= 20 + 1
@@ -118,7 +121,9 @@ def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, over
 )
 def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, observed, expected):
     """Nothing goes until it is long enough, and its pool is never too small."""
-    policy = make_policy("snapkv", model=model, observed=observed, when="every", every=2, **budget)
+    policy = make_policy(
+        {"snapkv": {"observed": observed, "when": "every", "every": 2, **budget}}, model=model
+    )
     _, held = held_by(model, prompts[:1], policy, capacity=None, max_new_tokens=8)
     assert held[0].tolist() == expected
 
@@ -138,7 +143,7 @@ def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, per
 
 def test_nothing_protected_overflows(model, prompts):
     """However much goes at a time: the last entries stay, and the others among which most are lost."""
-    policy = make_policy("snapkv", model=model, observed=16, entries=40, when="overflow", drop=0.9)
+    policy = make_policy("snapkv:observed=16,entries=40,when=overflow,drop=0.9", model=model)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
     captured = captured_layers(model, prompts[0])
     for layer, c in enumerate(captured):
@@ -149,7 +154,7 @@ def test_nothing_protected_overflows(model, prompts):
 @pytest.mark.thorough
 def test_a_global_region_without_entries_has_nothing_to_lose(model):
     """A prompt within the window of an admission."""
-    policy = make_policy("full", model=model, window=40, eviction="tova", entries=50, when="every", every=4)
+    policy = make_policy("full:window=40+tova:entries=50,when=every,every=4", model=model)
     _, held = held_by(model, [np.arange(20)], policy, capacity=None, max_new_tokens=4)
     assert held[0].tolist() == [20, 21, 22]
 
@@ -157,7 +162,7 @@ def test_a_global_region_without_entries_has_nothing_to_lose(model):
 @pytest.mark.thorough
 def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, prompts):
     """A sequence below the budget, whose table is shorter than what is observed, comes to a multiple: nothing goes."""
-    policy = make_policy("snapkv", model=model, observed=80, entries=90, when="position", every=16)
+    policy = make_policy("snapkv:observed=80,entries=90,when=position,every=16", model=model)
     row = prompts[0][:10]
     found = sampling.sample(model, [row], policy=policy, max_new_tokens=20, eos=(), page_size=PAGE)
     (answer,) = found.tokens
@@ -174,7 +179,9 @@ def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
             cache, seen=jnp.where(quota.due, -1, cache.seen)
         ),
     )
-    policy = make_policy("snapkv", model=model, observed=6, entries=ENTRIES, when="position", every=8)
+    policy = make_policy(
+        {"snapkv": {"observed": 6, "entries": ENTRIES, "when": "position", "every": 8}}, model=model
+    )
     with use_mesh(model):
         policy, cache = begin(model, policy, [prompts[0]] * 4, 0, PAGE, None, None)
         again = schedule.recurring(policy, cache)

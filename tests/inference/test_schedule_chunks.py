@@ -5,7 +5,7 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.inference import sampling
-from kvjax.policies import Adaptive, Random, SnapKV, make_policy
+from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, unnormed
 
@@ -25,9 +25,11 @@ def prompts():
 
 
 def read(model, prompts, *, name="snapkv", **options):
-    eviction = {"snapkv": SnapKV(OBSERVED), "adakv": Adaptive(SnapKV(OBSERVED))}.get(name, name)
     options = {"ratio": 0.45, "when": "chunk", "chunk": CHUNK} | options
-    policy = make_policy(eviction=eviction, model=model, **options)
+    if name in ("snapkv", "adakv"):
+        options |= {"observed": OBSERVED} | ({"adakv": {}} if name == "adakv" else {})
+        name = "snapkv"
+    policy = make_policy({name: options}, model=model)
     # one pool: few programs
     return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
 
@@ -153,7 +155,7 @@ def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name
 
 def test_a_number_of_entries_bounds_the_cache(model):
     """Every chunk competes with what earlier ones left, and the pool is as large as both."""
-    policy = make_policy("keydiff", model=model, entries=9, when="chunk", chunk=CHUNK)
+    policy = make_policy({"keydiff": {"entries": 9, "when": "chunk", "chunk": CHUNK}}, model=model)
     cache = sampling.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 9).all()
     assert cache.pages.pool.shape[0] <= 12 * 56 / PAGE * 0.8
@@ -164,12 +166,11 @@ def test_a_number_of_entries_bounds_the_cache(model):
 def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
     """Where a key's score does not change, and the layer does not see what went. Then the window, too, is in the
     budget."""
-    admission = {"admission": Random(rates=np.full((3, 4), 0.6)), "window": 5}
-    options = admission | {"entries": 12}
+    admission = {"random": {"rates": np.full((3, 4), 0.6), "window": 5}}
     policies = (
-        make_policy("knorm", model=model, when="chunk", chunk=CHUNK, **options),
-        make_policy("knorm", model=model, **options),
-        make_policy(model=model, **admission),
+        make_policy(admission | {"knorm": {"when": "chunk", "chunk": CHUNK, "entries": 12}}, model=model),
+        make_policy(admission | {"knorm": {"entries": 12}}, model=model),
+        make_policy(admission, model=model),
     )
     a, b, everything = (sampling.prefill(model, prompts, policy=x, page_size=PAGE) for x in policies)
     pages_are_whole(a)
@@ -183,14 +184,14 @@ def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
 
 @pytest.mark.thorough
 def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompts):
-    policy = make_policy("knorm", model=model, ratio=0.3, when="chunk", chunk=CHUNK)
+    policy = make_policy({"knorm": {"ratio": 0.3, "when": "chunk", "chunk": CHUNK}}, model=model)
     out = sampling.sample(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=90, eos=())
     assert [len(x) for x in out.tokens] == [90, 90]
 
 
 def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):
     prompt = np.random.default_rng(3).permutation(61)[:44]
-    policy = make_policy("snapkv", model=model, ratio=0.45, observed=6, when="chunk", chunk=20)
+    policy = make_policy("snapkv:ratio=0.45,observed=6,when=chunk,chunk=20", model=model)
     cache = sampling.prefill(model, [prompt], policy=policy, page_size=PAGE, capacity=60)
     assert (np.asarray(cache.layers.length)[:, 0] == 9 + 9 + 4).all()
     keys = captured_layers(model, prompt)[0].k

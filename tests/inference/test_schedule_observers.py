@@ -43,7 +43,7 @@ def model():
 def test_what_observes_is_read_and_gone(model, prompts, captured):
     """The last tokens of each prompt read behind the others: what stays is what the formula keeps of the whole prompt,
     without them; and the cache stands before them."""
-    policy, behind = make_policy("snapkv", model=model, entries=20, observed=OBSERVED), 2
+    policy, behind = make_policy({"snapkv": {"entries": 20, "observed": OBSERVED}}, model=model), 2
     rows, observers = [prompt[:-behind] for prompt in prompts], [prompt[-behind:] for prompt in prompts]
     cache = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
     pages_are_whole(cache)
@@ -57,7 +57,9 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
                 np.testing.assert_allclose(own, c.k[head, :-behind][mask], atol=1e-4)
     with pytest.raises(UserError, match="observers are one row a prompt, got 1 for 2"):
         sampling.prefill(model, rows, policy=policy, observers=observers[:1])
-    busy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, when="every", every=4)
+    busy = make_policy(
+        {"snapkv": {"entries": 20, "observed": OBSERVED, "when": "every", "every": 4}}, model=model
+    )
     with pytest.raises(UserError, match="observers look at a prompt's end, and snapkv compacts while it"):
         sampling.prefill(model, rows, policy=busy, observers=observers)
 
@@ -66,20 +68,29 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
     """The policy's own tokens are read where given ones would be; a chunk of a longer prompt keeps by itself what it
     keeps as a prompt."""
     tokens = (3, 9, 27, 20, 7, 11, 50, 2)
-    rule: dict[str, Any] = {"model": model, "ratio": 0.4, "observed": OBSERVED}
+    rule: dict[str, Any] = {"ratio": 0.4, "observed": OBSERVED}
     given = sampling.prefill(
-        model, prompts, policy=make_policy("snapkv", **rule), observers=[list(tokens)] * 2, page_size=PAGE
+        model,
+        prompts,
+        policy=make_policy({"snapkv": rule}, model=model),
+        observers=[list(tokens)] * 2,
+        page_size=PAGE,
     )
     own = sampling.prefill(
-        model, prompts, policy=make_policy("snapkv", observers=tokens, **rule), page_size=PAGE
+        model,
+        prompts,
+        policy=make_policy({"snapkv": {"observers": tokens, **rule}}, model=model),
+        page_size=PAGE,
     )
     pages_are_whole(own)
-    parts = make_policy("snapkv", when="chunk", chunk=16, observers=list(tokens), **rule)
+    parts = make_policy(
+        {"snapkv": {"when": "chunk", "chunk": 16, "observers": list(tokens), **rule}}, model=model
+    )
     long = sampling.prefill(model, prompts, policy=parts, page_size=PAGE)
     pages_are_whole(long)
     first = sampling.prefill(
-        model, [row[:16] for row in prompts], policy=make_policy("snapkv", observers=tokens, **rule),
-        page_size=PAGE,
+        model, [row[:16] for row in prompts],
+        policy=make_policy({"snapkv": {"observers": tokens, **rule}}, model=model), page_size=PAGE,
     )  # fmt: skip
     np.testing.assert_array_equal(own.seen, LENGTHS)
     np.testing.assert_array_equal(long.seen, LENGTHS)
@@ -94,8 +105,8 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
 def test_what_observes_passes_by_the_ring(model, prompts, admitted):
     """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
-    policy = make_policy("snapkv", entries=KEPT, observed=OBSERVED, **admitted)
-    before = sampling.prefill(model, rows, policy=make_policy(**admitted), page_size=PAGE)
+    policy = make_policy(admitted | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
+    before = sampling.prefill(model, rows, policy=make_policy(admitted, model=model), page_size=PAGE)
     after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
     pages_are_whole(after)
     np.testing.assert_array_equal(after.seen, [len(row) for row in rows])
@@ -133,7 +144,10 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
         (Policy(StreamingLLM(), window=4), "streaming_llm evicts nothing"),
         (Policy(selection=Quest(tokens=8)), "quest evicts nothing"),
         (Policy(eviction=KNorm(), budget=Ratio(0.5)), "knorm looks at what is stored alone"),
-        (Policy(eviction=Adaptive(KeyDiff()), budget=Ratio(0.5)), "adakv looks at what is stored alone"),
+        (
+            Policy(eviction=Adaptive(KeyDiff()), budget=Ratio(0.5)),
+            "keydiff:adakv looks at what is stored alone",
+        ),
     ],
     ids=lambda x: x.name if isinstance(x, Policy) else "",
 )

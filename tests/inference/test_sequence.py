@@ -25,8 +25,8 @@ POLICIES = {
     "wgkv": {"tau": 0.5, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
-    "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
-    "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
+    "snapkv in adakv": {"ratio": 0.5, "observed": 4, "adakv": {}},
+    "snapkv in critical_kv": {"ratio": 0.5, "observed": 4, "critical_kv": {}},
     "kvpop": {"budget": 14, "sink": 2, "window": 6},
     "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
 }
@@ -40,7 +40,7 @@ def outcome(name, **shape):
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
         trained = TRAINED[name](model) if name in TRAINED else {}
-        policy = make_policy(name.split()[0], model=model, **POLICIES[name], **trained)
+        policy = make_policy({name.split()[0]: POLICIES[name] | trained}, model=model)
         # in pieces of 16 tokens and one of 3, which no axis divides
         cache = kvjax.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
         said = kvjax.sample(
@@ -75,7 +75,7 @@ def temporaries(tokens, **shape):
     """Bytes of a device that a prompt's call of so many tokens takes beside what goes in and comes out."""
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
-        policy = make_policy("streaming_llm", model=model, window=6, sink=2)
+        policy = make_policy("streaming_llm:window=6,sink=2", model=model)
         policy, cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None, None)
         batch = jnp.zeros((1, tokens), jnp.int32), jnp.full(1, tokens, jnp.int32)
         program = last_logits.lower(model, policy.reading, cache, *batch).compile()

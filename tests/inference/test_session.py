@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample, stream
 from kvjax.inference.saving import save_cache
 from kvjax.inference.session import Session
@@ -33,7 +33,7 @@ def model(tokenizer):
 
 @pytest.fixture(scope="module")
 def policy(model):
-    return make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
+    return make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
 
 
 def with_stops(model):
@@ -65,7 +65,7 @@ def test_the_last_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer
 
 def test_a_policy_goes_on_compressing(model, tokenizer):
     """At the points of a prefill, questions and answers of the same tokens."""
-    policy = make_policy("r_kv", model=model, entries=40, when="every", every=8)
+    policy = make_policy("r_kv:entries=40,when=every,every=8", model=model)
     session, cache, line = Session(model, policy, tokenizer), None, []
     for text in SAID:
         session.say(text, max_new_tokens=NEW)
@@ -197,10 +197,10 @@ def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path, monkeypa
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
     with pytest.raises(UserError, match="a cache that is no conversation"):
         Session.load(tmp_path / "cache", model, policy, tokenizer)
-    with pytest.warns(Doubt, match="compacts the first turn alone"):
-        Session(model, make_policy("snapkv", ratio=0.5), tokenizer)
+    with pytest.warns(UserWarning, match="compacts the first turn alone"):
+        Session(model, make_policy("snapkv:ratio=0.5"), tokenizer)
     # a warning is an error: one that looks at what is stored alone goes on, too
-    Session(model, make_policy("knorm", entries=20, when="every", every=8), tokenizer)
+    Session(model, make_policy("knorm:entries=20,when=every,every=8"), tokenizer)
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(UserError, match="system= needs a tokenizer with a chat template"):

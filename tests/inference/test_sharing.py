@@ -72,7 +72,7 @@ def test_each_context_has_its_own_questions(shape):
     """On a mesh, too, where a context's branches stay on its devices."""
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model(qk_norm=False)
-        policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
+        policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
         cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
         options = {"policy": policy, "cache": cache, "logprobs": True} | OPTIONS
         found = sample(model, QUESTIONS, share=[1, 0, 1], **options)
@@ -98,7 +98,7 @@ def test_samples_of_a_question_are_branches_too(model):
 
 @pytest.mark.thorough
 def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(model):
-    policy = make_policy("wgkv", model=model, gates=tiny_gates(model), tau=0.5, window=6)
+    policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
     for _, held in stream(model, QUESTIONS[:2], policy=policy, cache=cache, share=[0, 0], **OPTIONS):
         last = held
@@ -122,7 +122,7 @@ def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_
         of_heads = np.array([1e-3, 1e-3, 1, 1], np.float32)
         model.layers.k[...] = model.layers.k[...] * of_heads[:, None]
         policy = make_policy(
-            "adakv", model=model, eviction="knorm", entries=130, over=over, when="position", every=8
+            {"knorm": {"entries": 130, "when": "position", "every": 8, "adakv": {"over": over}}}, model=model
         )
         cache = prefill(model, [np.tile(CONTEXTS[0], 6)], policy=make_policy("full"), page_size=PAGE)
         options = {"policy": policy, "cache": cache} | OPTIONS
@@ -165,7 +165,7 @@ def test_what_is_shared_must_be_a_cache(model):
 
 
 def test_compactions_of_branches_find_room_in_a_pool_for_all_lengths(model):
-    policy = make_policy("r_kv", model=model, entries=24, when="every", every=8)
+    policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]
     options = {"policy": policy, "max_new_tokens": 20, "eos": (), "logprobs": True}
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, max_tokens=110)

@@ -52,7 +52,7 @@ FAMILIES = {
 )
 def test_warm_programs_serve_all_lengths_questions_and_policies_of_a_family(model, name, compilations):
     jax.clear_caches()
-    first, *others = (kvjax.make_policy(name, model=model, **options) for options in FAMILIES[name])
+    first, *others = (kvjax.make_policy({name: options}, model=model) for options in FAMILIES[name])
     kvjax.warm_up(model, first, max_tokens=300)
     assert compilations() > 0
     assert forward.last_logits._cache_size() <= 8
@@ -69,7 +69,7 @@ def test_warm_programs_serve_all_lengths_questions_and_policies_of_a_family(mode
 
 @pytest.mark.thorough
 def test_contexts_of_about_one_length_share_programs_without_a_maximum(model, compilations):
-    policy = kvjax.make_policy("snapkv", ratio=0.5, observed=8)
+    policy = kvjax.make_policy("snapkv:ratio=0.5,observed=8")
     for length in (170, 180, 175):
         compilations()
         cache = kvjax.prefill(model, [np.arange(length) % 61], policy=policy)

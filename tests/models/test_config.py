@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.models import ModelConfig
 from kvjax.models.config import config_json, warn_of_turn_ends
 from tests.models.cases import CASES, LLAMA, QWEN3
@@ -252,7 +252,11 @@ def test_answers_also_end_where_the_chat_template_ends_a_turn(template, eos, exp
     added = sorted(set(expected) - set(eos if isinstance(eos, list) else [eos]))
     found = read(LLAMA | {"eos_token_id": eos})
     assert (found.eos_ids, [id_ for _, id_ in found.turn_ends]) == (expected, added)
-    with pytest.warns(Doubt, match=rf"answers also end at '.*' \({added[0]}\)") if added else nullcontext():
+    with (
+        pytest.warns(UserWarning, match=rf"answers also end at '.*' \({added[0]}\)")
+        if added
+        else nullcontext()
+    ):
         warn_of_turn_ends(found)
 
 
@@ -307,7 +311,7 @@ def test_a_template_in_its_own_file_wins(read, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("<|eot_id|>")
     found = read(LLAMA)
     assert found.eos_ids == (8,)
-    with pytest.warns(Doubt, match="the model's files name no token$"):
+    with pytest.warns(UserWarning, match="the model's files name no token$"):
         warn_of_turn_ends(found)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model, save_model
 from kvjax.models.tensor_files import TensorInFile
@@ -211,7 +211,7 @@ def test_sharded_files(tmp_path, whole):
     # as in transformers, one file goes before an index, be that of now or of long ago
     write_folder(folder, CASE)
     with pytest.warns(
-        Doubt, match=r"model\.safetensors is read, .* model\.safetensors\.index\.json is ignored"
+        UserWarning, match=r"model\.safetensors is read, .* model\.safetensors\.index\.json is ignored"
     ):
         assert_equal(load_model(folder), whole)
 
@@ -268,7 +268,7 @@ def test_a_head_of_its_own_is_used_although_the_config_ties_it(shape, tmp_path):
     folder = write_folder(tmp_path / "from", TIED, tensors)
     with (
         jax.set_mesh(make_mesh(**shape)),
-        pytest.warns(Doubt, match=r"lm_head\.weight are not the embedding"),
+        pytest.warns(UserWarning, match=r"lm_head\.weight are not the embedding"),
     ):
         model = load_model(folder)
     assert model.head is not None

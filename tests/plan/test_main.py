@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.models import shapes
 from kvjax.plan import __main__ as command
 from kvjax.plan.ahead import TEMPORARIES, Memory, Topology
@@ -38,17 +38,15 @@ def compiles(monkeypatch):
             "does not divide the model's kv heads (8)",
         ),
         ([*SERVE, "--policy", "snapkv"], "snapkv needs a budget: one of ratio, entries"),
-        ([*SERVE, "--policy", "wgkv", "--entries", "4"], "of wgkv state --ratio"),
-        ([*SERVE, "--policy", "wgkv", "--ratio", "2"], "--ratio must be a finite number"),
-        ([*SERVE, "--policy", "nope"], "unknown policy 'nope'"),
+        ([*SERVE, "--policy", "wgkv:rate=2"], "wgkv: rate must be numbers from 0 to 1"),
+        ([*SERVE, "--policy", "nope"], "unknown method 'nope'"),
         ([*SERVE, "--policy", "kvzip"], "kvzip needs a budget: one of ratio, entries"),
         (
-            [*SERVE, "--policy", "fast_kvzip", "--ratio", "0.3", "--set", "gates=nowhere"],
+            [*SERVE, "--policy", "fast_kvzip:ratio=0.3,gates=nowhere"],
             "nowhere holds no gates",
         ),
         ([*SERVE, "--context", "0"], "--context must be a whole number of at least 1"),
         ([*SERVE, "--context", "2000000000"], "--context must be a whole number of at most"),
-        ([*SERVE, "--set", "x"], "NAME=VALUE"),
         ([*SERVE, "--topology", "v9:8"], "--topology v9:8: expected a chip"),
     ],
 )
@@ -104,7 +102,7 @@ def test_serving_fits_where_both_of_its_programs_do(folder, compiles, capsys):
 def test_longer_than_the_model_is_for_is_said(folder, compiles):
     compiles[1].append(lambda job: pytest.fail("it compiled"))
     with (
-        pytest.warns(Doubt, match="5,000 tokens are more than the 4,096"),
+        pytest.warns(UserWarning, match="5,000 tokens are more than the 4,096"),
         pytest.raises(pytest.fail.Exception),
     ):
         command.main([*SERVE, "--model", str(folder), "--context", "5000"])

@@ -14,6 +14,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.plan.ahead import TEMPORARIES, memory
 from kvjax.plan.programs import POOL, WEIGHTS, ServeConfig, Serving, update
 from kvjax.policies import make_policy
+from kvjax.policies.make import parse_policy
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
@@ -51,11 +52,11 @@ def test_the_parts_of_training_are_those_of_the_run(mesh, shape):
     assert 0 <= unread < own_bytes(model)
 
 
-@pytest.mark.parametrize(("policy", "share"), [({}, 1.0), ({"policy": "wgkv", "ratio": 0.25}, 0.25 * 1.25)])
+@pytest.mark.parametrize(("policy", "share"), [("full", 1.0), ("wgkv:rate=0.25,window=16", 0.25 * 1.25)])
 def test_a_pool_holds_what_the_policy_keeps(mesh, shape, policy, share):
     """In whole pages, and for a window its ring and a page; each entry a key and a value, and beside the pages their
     numbers on a list and a count."""
-    told = ServeConfig(context=1024, batch=4, new=16, window=16 if policy else None, **policy)
+    told = ServeConfig(context=1024, batch=4, new=16, policy=policy)
     with jax.set_mesh(mesh):
         program = Serving(told, shape, "bfloat16", mesh).decode()
         pool = jax.tree.leaves(program.parts[POOL])
@@ -78,46 +79,46 @@ def sizes(tree):
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "guidance"),
+    ("policy", "guidance"),
     [
-        ("oraclekv", (), (0,) * 112),
-        ("oraclekv", ("guidance=What is asked?",), (0,) * 5),
-        ("adakv", ("eviction=snapkv", "guidance=T1"), (0,) * 38),
-        ("snapkv", ("guidance=[5, 6]",), (5, 6)),
-        ("snapkv", ("observed=8",), ()),
+        ("oraclekv:ratio=0.5", (0,) * 112),
+        ("oraclekv:ratio=0.5,guidance=What is asked?", (0,) * 5),
+        ("snapkv:ratio=0.5,guidance=T1,adakv", (0,) * 38),
+        ("snapkv:ratio=0.5,guidance=[5, 6]", (5, 6)),
+        ("snapkv:ratio=0.5,observed=8", ()),
     ],
 )
-def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, name, told, guidance):
+def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, policy, guidance):
     """G1 has 336 letters and T1 113."""
-    config = ServeConfig(policy=name, context=512, set=(("ratio=0.5", *told),))
+    config = ServeConfig(policy=policy, context=512)
     with jax.set_mesh(mesh):
         assert Serving(config, shape, "bfloat16", mesh).policy().when.guidance == guidance
 
 
-ANSWERS = {"when": "position", "every": 16, "last": 16, "buffer": 16, "entries": 32}
+ANSWERS = "fast_kvzip:when=position,every=16,buffer=16,entries=32,protected.last=16"
 
 
 @pytest.mark.parametrize(
-    ("stage", "program", "name", "told"),
+    ("stage", "program", "policy"),
     [
-        ("prefill", "forward.last_logits", "kvzip", {"ratio": 0.5}),
-        ("decode", "sampling.decode_block", "fast_kvzip", ANSWERS),
+        ("prefill", "forward.last_logits", "kvzip:ratio=0.5"),
+        ("decode", "sampling.decode_block", ANSWERS),
     ],
 )
-def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, name, told, monkeypatch):
+def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, policy, monkeypatch):
     """Gates, texts, and the compaction of the decoding loop; a pool of another size."""
 
     def call(*arguments, **named):
         raise Called(arguments, named)
 
     monkeypatch.setattr(f"kvjax.inference.{program}", call)
-    options = tuple(f"{key}={value}" for key, value in told.items())
-    config = ServeConfig(policy=name, context=64, batch=4, new=17, set=(options,))
+    config = ServeConfig(policy=policy, context=64, batch=4, new=17)
     with jax.set_mesh(mesh):
         model = filled(shape, jnp.bfloat16)
         texts = dict.fromkeys(("instruction", "resumption", "tail"), (0,) * 16)
-        own = texts if name == "kvzip" else {"gates": tiny_sink_gates(model)}
-        policy = make_policy(name, model=model, **told, **own)
+        ((name, told),) = parse_policy(policy).items()
+        told |= texts if name == "kvzip" else {"gates": tiny_sink_gates(model)}
+        policy = make_policy({name: told}, model=model)
         with pytest.raises(Called) as came:
             sample(model, [np.arange(64)] * 4, policy=policy, max_new_tokens=17, eos=())
         planned = getattr(Serving(config, shape, "bfloat16", mesh), stage)()

@@ -57,7 +57,7 @@ def test_the_hashes_are_the_formulas():
 
 
 def prefilled(model, name, prompts, chunk):
-    policy = make_policy(name, model=model, **METHODS[name])
+    policy = make_policy({name: METHODS[name]}, model=model)
     return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60, chunk=chunk)
 
 

@@ -40,26 +40,20 @@ POLICIES = {
     "oraclekv": dict(ratio=0.5, guidance=[9, 8, 7, 5]),
     "kvzip": dict(ratio=0.5, prefix=2, repeated=10, instruction=[9, 8], resumption=[9, 7, 5], tail=[4]),
     "random_eviction": {"ratio": 0.5},
-    "adakv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
-    "pyramidkv": {"ratio": 0.5, "eviction": "snapkv:observed=4", "beta": 3.0},
-    "critical_kv": {"ratio": 0.5, "eviction": "snapkv:observed=4"},
     "quest": {"ratio": 0.5},
 }
 """Their arguments, by name."""
 BESIDES = {
     "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),
+    "adakv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,adakv", model=model),
+    "pyramidkv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,pyramidkv.beta=3", model=model),
+    "critical_kv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model),
     "wgkv+snapkv": lambda model: make_policy(
-        "wgkv",
-        model=model,
-        gates=tiny_gates(model),
-        tau=0.3,
-        window=6,
-        eviction="snapkv:observed=4",
-        ratio=0.3,
+        "wgkv:tau=0.3,window=6+snapkv:observed=4,ratio=0.3", model=model, gates=tiny_gates(model)
     ),
 }
-"""What no name makes."""
+"""What no name alone makes."""
 LENGTHS = 40, 23, 9
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in LENGTHS]
 QUESTION = np.random.default_rng(1).integers(0, 61, 3)
@@ -87,7 +81,7 @@ def build(name, model):
     if name in BESIDES:
         return BESIDES[name](model)
     trained = TRAINED[name](model) if name in TRAINED else {}
-    return make_policy(name, model=model, **POLICIES[name], **trained)
+    return make_policy({name: POLICIES[name] | trained}, model=model)
 
 
 def outcome(name, model, rows, **stated):
@@ -194,5 +188,5 @@ def test_it_is_shown_in_one_short_line(model, name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_argument_of_nobody_is_named(model, name):
     with pytest.raises(UserError, match="has no argument 'nonsense'; it has ") as caught:
-        make_policy(name, model=model, nonsense=1, **POLICIES[name])
+        make_policy({name: {"nonsense": 1, **POLICIES[name]}}, model=model)
     assert "\n" not in str(caught.value)

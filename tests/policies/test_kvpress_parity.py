@@ -15,7 +15,7 @@ from kvjax.inference.forward import forward
 from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
-from kvjax.policies import CriticalKV, ExpectedAttention, SnapKV, make_policy
+from kvjax.policies import make_policy
 from kvjax.policies.budget import Ratio, whole
 from tests.models.cases import LLAMA, QWEN3, write_folder
 from tests.tasks.model_tokenizers import byte_tokenizer
@@ -45,31 +45,34 @@ METHODS = {
     "snapkv": (snapkv, {"observed": OBSERVED}),
     "pyramidkv": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED),
-        {"eviction": SnapKV(OBSERVED)},
+        {"observed": OBSERVED, "pyramidkv": {}},
     ),
     # at a quarter the default β leaves the last layers less than the window, and all layers get the same
     "pyramidkv, β 4": (
         lambda ratio: presses.PyramidKVPress(1 - ratio, window_size=OBSERVED, beta=4),
-        {"eviction": SnapKV(OBSERVED), "beta": 4.0},
+        {"observed": OBSERVED, "pyramidkv": {"beta": 4.0}},
     ),
     "tova": (lambda ratio: presses.TOVAPress(1 - ratio), {}),
     "knorm": (lambda ratio: presses.KnormPress(1 - ratio), {}),
     "keydiff": (lambda ratio: presses.KeyDiffPress(1 - ratio), {}),
     "expected_attention": (expected_attention, {}),
-    "adakv": (lambda ratio: presses.AdaKVPress(snapkv(ratio)), {"eviction": SnapKV(OBSERVED)}),
+    "adakv": (lambda ratio: presses.AdaKVPress(snapkv(ratio)), {"observed": OBSERVED, "adakv": {}}),
     # as in kvpress's published figures
-    "adakv, expected_attention": (
+    "expected_attention, adakv": (
         lambda ratio: presses.AdaKVPress(expected_attention(ratio, epsilon=1e-2)),
-        {"eviction": ExpectedAttention(epsilon=1e-2)},
+        {"epsilon": 1e-2, "adakv": {}},
     ),
-    "critical_kv": (lambda ratio: presses.CriticalKVPress(snapkv(ratio)), {"eviction": SnapKV(OBSERVED)}),
-    "critical_kv, expected_attention": (
+    "critical_kv": (
+        lambda ratio: presses.CriticalKVPress(snapkv(ratio)),
+        {"observed": OBSERVED, "critical_kv": {}},
+    ),
+    "expected_attention, critical_kv": (
         lambda ratio: presses.CriticalKVPress(expected_attention(ratio, use_vnorm=False)),
-        {"eviction": "expected_attention"},
+        {"critical_kv": {}},
     ),
     "adakv, critical_kv": (
         lambda ratio: presses.AdaKVPress(presses.CriticalKVPress(snapkv(ratio))),
-        {"eviction": CriticalKV(SnapKV(OBSERVED))},
+        {"observed": OBSERVED, "critical_kv": {}, "adakv": {}},
     ),
 }
 CASES = [("llama", name) for name in METHODS] + [("qwen3", "snapkv"), ("qwen3", "expected_attention")]
@@ -87,7 +90,9 @@ def models(tmp_path_factory):
 
 
 def policy_for(name, model, ratio):
-    return make_policy(name.split(",")[0], model=model, ratio=ratio, **METHODS[name][1])
+    told = METHODS[name][1]
+    base = "snapkv" if "observed" in told else name.split(",")[0]
+    return make_policy({base: {"ratio": ratio} | told}, model=model)
 
 
 def kept(cache, keys, row=0):
@@ -140,7 +145,7 @@ def test_oraclekv_with_the_question_for_guidance_is_snapkv_with_it_in_its_window
     for entries in (128, 64):
         gone = 1 - (entries + size + 0.5) / len(asked)
         theirs = twins.press_context(twin, asked, presses.SnapKVPress(gone, window_size=size))
-        policy = make_policy("oraclekv", model=model, entries=entries, guidance=QUESTION.tolist())
+        policy = make_policy({"oraclekv": {"entries": entries, "guidance": QUESTION.tolist()}}, model=model)
         cache = prefill(model, [CONTEXT], policy=policy, max_new_tokens=1)
         context = [[{x for x in head if x < len(CONTEXT)} for head in layer] for layer in theirs.kept]
         assert {len(head) for layer in context for head in layer} == {entries}
@@ -162,14 +167,16 @@ def test_kvzip_keeps_the_same_entries(models, family, layerwise, repeated):
         "resumption": tokenizer("\n\nRepeat the part of the previous context exactly, starting with")[
             "input_ids"
         ],
-        "over": "layer" if layerwise else "model",
+        "adakv": {"over": "layer" if layerwise else "model", "pinned": 0.0},
     }
     for ratio in (0.5, 0.25):
         press = presses.KVzipPress(1 - ratio, layerwise=layerwise, chunk_size=repeated)
         theirs = twins.press_context(twin, context, press)
         expected = twins.logits_after(twin, theirs.cache, context, QUESTION[:1])
         policy = make_policy(
-            "kvzip", model=model, tokenizer=tokenizer, ratio=ratio, sink=4, repeated=repeated, **own
+            {"kvzip": {"ratio": ratio, "sink": 4, "repeated": repeated, **own}},
+            model=model,
+            tokenizer=tokenizer,
         )
         cache = prefill(model, [context], policy=policy, max_new_tokens=1)
         assert kept(cache, theirs.keys) == theirs.kept
@@ -241,7 +248,7 @@ def test_what_h2o_counts_is_kvpress_observed_attention(models):
     finally:
         twin.set_attn_implementation("sdpa")
     whole = twins.keys(twins.read(twin, CONTEXT))
-    cache = prefill(model, [CONTEXT], policy=make_policy("h2o", model=model, ratio=1.0))
+    cache = prefill(model, [CONTEXT], policy=make_policy("h2o:ratio=1.0", model=model))
     counted = np.asarray(cache.pages.planes["attention"])[np.asarray(cache.layers.page_table)[:, 0]].reshape(
         4, 4, -1
     )

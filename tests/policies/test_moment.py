@@ -22,9 +22,9 @@ ENTRIES = 24
             {"when": "overflow", "entries": None, "ratio": 0.5},
             "when='overflow' needs a budget in entries or size",
         ),
-        ({"when": "overflow", "over": "layer"}, "when='overflow' takes a share of every head's own entries"),
+        ({"when": "overflow", "adakv": {}}, "when='overflow' takes a share of every head's own entries"),
         (
-            {"when": "overflow", "last": 2},
+            {"when": "overflow", "protected": {"last": 2}},
             "when='overflow' looks back at the last 6 tokens again and again, so they must stay: last must be at",
         ),
         ({"pooling": "median"}, "snapkv: pooling is one of average, max, got 'median'"),
@@ -35,7 +35,7 @@ ENTRIES = 24
 def test_bad_schedules_are_one_line(model, options, says):
     options = {"entries": ENTRIES, "observed": 6} | options
     with pytest.raises(UserError) as error:
-        make_policy("snapkv", model=model, **{k: v for k, v in options.items() if v is not None})
+        make_policy({"snapkv": {k: v for k, v in options.items() if v is not None}}, model=model)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -56,4 +56,5 @@ def test_bad_schedules_are_one_line(model, options, says):
 )
 def test_guidance_is_checked(model, given, says):
     with pytest.raises(UserError, match=says):
-        make_policy(**{"name": "snapkv", "model": model, "ratio": 0.5} | given)
+        given = {"ratio": 0.5} | given
+        make_policy({given.pop("name", "snapkv"): given}, model=model)

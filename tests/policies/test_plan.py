@@ -23,12 +23,12 @@ CHUNK = 20
             "the budget of 5 of a chunk's 20 entries per kv head is below the 6 that always stay",
         ),
         (
-            {"name": "knorm", "admission": "streaming_llm", "window": 9},
+            {"name": "knorm", "admission": {"streaming_llm": {"window": 9}}},
             "streaming_llm+knorm: a budget of each chunk counts its tokens, which an admission does not all store: "
             "state entries or size",
         ),
         (
-            {"admission": "streaming_llm", "window": 9, "when": "chunk", "observers": "prompt"},
+            {"admission": {"streaming_llm": {"window": 9}}, "when": "chunk", "observers": "prompt"},
             "streaming_llm+snapkv: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
             "admission's ring",
         ),
@@ -50,17 +50,16 @@ def test_bad_schedules_are_one_line(model, options, says):
     options = {"name": "snapkv", "ratio": 0.3, "when": "chunk", "chunk": CHUNK} | options
     if options["name"] == "snapkv":
         options["observed"] = OBSERVED
+    policy = options.pop("admission", {}) | {options.pop("name"): options}
     with pytest.raises(UserError) as error:
-        make_policy(options.pop("name"), model=model, **options)
+        make_policy(policy, model=model)
     assert str(error.value) == says
 
 
 @pytest.mark.thorough
 def test_a_pool_has_room_for_a_patch(model):
     """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
-    policy = make_policy(
-        "snapkv", model=model, ratio=0.5, observed=4, when="chunk", observers="prompt", chunk=8
-    )
+    policy = make_policy("snapkv:ratio=0.5,observed=4,when=chunk,observers=prompt,chunk=8", model=model)
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
     sampling.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
 
@@ -69,7 +68,7 @@ def test_a_pool_has_room_for_a_patch(model):
 def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, when):
     """Also where the prompt alone would fit."""
     options = {"every": 8} if when == "every" else {}
-    policy = make_policy("snapkv", model=model, observed=6, entries=5, when=when, **options)
+    policy = make_policy({"snapkv": {"observed": 6, "entries": 5, "when": when, **options}}, model=model)
     with pytest.raises(
         UserError, match="the budget of 5 entries per kv head is below the 6 that always stay"
     ):

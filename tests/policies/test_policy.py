@@ -90,7 +90,7 @@ def test_budgets_moments_and_who_shares_are_not_compiled():
 def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
     """One compiled program for both; KeyDiff scores what is stored, SnapKV's queries must be seen."""
     full, keydiff, snapkv = (
-        make_policy(name, model=model, **arguments).reading
+        make_policy({name: arguments}, model=model).reading
         for name, arguments in (("full", {}), ("keydiff", {"ratio": 0.5}), ("snapkv", {"ratio": 0.5}))
     )
     assert jax.tree.structure(keydiff) == jax.tree.structure(full)
@@ -99,7 +99,7 @@ def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
 
 def test_expected_entries(model):
     assert make_policy("full").expected_entries(100, 1).item() == 100
-    streaming = make_policy("streaming_llm", model=model, window=11, sink=4)
+    streaming = make_policy("streaming_llm:window=11,sink=4", model=model)
     np.testing.assert_array_equal(streaming.expected_entries(100, 1), np.full((3, 4), 14))
     np.testing.assert_array_equal(streaming.expected_entries(8, 1), np.full((3, 4), 8))
 
@@ -132,9 +132,9 @@ def test_what_means_nothing_is_refused_in_one_line(make, says):
 
 
 def test_a_window_one_short_of_what_is_observed_is_refused(model):
-    make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=64, ratio=0.5)
+    make_policy("streaming_llm:sink=4,window=64+snapkv:ratio=0.5", model=model)
     with pytest.raises(UserError, match="window must be at least 64, got 63"):
-        make_policy("snapkv", model=model, admission="streaming_llm:sink=4", window=63, ratio=0.5)
+        make_policy("streaming_llm:sink=4,window=63+snapkv:ratio=0.5", model=model)
 
 
 @pytest.mark.parametrize(

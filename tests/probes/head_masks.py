@@ -73,4 +73,6 @@ class HeadMasks(Recipe):
 
     def deploy(self, params, model):
         weights, sizes = np.asarray(self._whole(params)), {"sink": self.sink, "window": self.window}
-        return make_policy("head_pattern", model=model, pattern=weights, sparsity=self.target, **sizes)
+        return make_policy(
+            {"head_pattern": {"pattern": weights, "sparsity": self.target, **sizes}}, model=model
+        )

@@ -56,7 +56,7 @@ def test_an_eviction_that_knows_the_question_finds_it_in_a_quarter_of_the_memory
     model, tokenizer, prompt, draft, full
 ):
     # SnapKV keeps the first digits only, which the question looks at; TOVA's last query looks at the whole number
-    policy = make_policy("tova", model=model, ratio=0.25)
+    policy = make_policy("tova:ratio=0.25", model=model)
     score, stats = answered(model, tokenizer, prompt, draft, policy, known=True)
     assert score == 1
     assert stats.kv_ratio < 0.27  # and what the answer added
@@ -91,7 +91,7 @@ def test_sinks_and_a_window_have_lost_it(model, tokenizer, prompt, draft, full):
     (place,) = np.flatnonzero((windows == value).all(1))
     window = LENGTH // 4
     assert 64 < place < len(prompt.context) - window
-    policy = make_policy("streaming_llm", model=model, sink=64, window=window)
+    policy = make_policy({"streaming_llm": {"sink": 64, "window": window}}, model=model)
     score, stats = answered(model, tokenizer, prompt, draft, policy)
     assert score == 0
     assert stats.kv_ratio < 0.31

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.tasks import contest_answers
 from kvjax.tasks.contest_answers import Expressions, Integers, integer, last_box
 
@@ -104,7 +104,9 @@ def test_without_math_verify_an_expression_is_wrong_and_that_is_said(monkeypatch
 
     monkeypatch.setattr(contest_answers.importlib, "import_module", missing)
     assert Integers()(r"42\text{ cm}", "42")
-    with pytest.warns(Doubt, match=r"^AIME answers that are expressions count as wrong, .*'kvjax\[math\]'$"):
+    with pytest.warns(
+        UserWarning, match=r"^AIME answers that are expressions count as wrong, .*'kvjax\[math\]'$"
+    ):
         assert not Integers()(r"\frac{84}{2}", "42")
 
 

@@ -81,7 +81,7 @@ def test_whole_weights_are_the_dense_and_the_streaming_model(run):
     with use_mesh(model):
         np.testing.assert_array_equal(hidden(jnp.ones(shape)), jax.jit(model.hidden)(tokens))
         for whole in (np.zeros(shape), np.arange(np.prod(shape)).reshape(shape) % 2):
-            policy = make_policy("head_pattern", pattern=whole.astype(float), sink=2, window=4)
+            policy = make_policy({"head_pattern": {"pattern": whole.astype(float), "sink": 2, "window": 4}})
             admission = policy.placed(*shape).admission
             under = jax.jit(lambda a: student(Deployed(a, 4), model, tokens, window=4)[0])(admission)
             atol = 2e-6 if whole.any() else 0.0

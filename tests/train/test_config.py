@@ -6,7 +6,7 @@ import pytest
 
 from kvjax.command.launch import MeshShape, run_command
 from kvjax.command.options import packaged_configs
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.train import config as module
 from kvjax.train import hard_concrete
 from kvjax.train.config import SAVED, parse, prepare_folder
@@ -237,7 +237,7 @@ def test_a_home_in_a_file_is_the_users(tmp_path, monkeypatch):
 
 def test_lengths_beyond_the_models_are_a_warning():
     with pytest.warns(
-        Doubt,
+        UserWarning,
         match=r"^--lengths 5000: more tokens than the 4,096 that the model declares or was trained for$",
     ):
         check(parse(["--lengths", "5000"]))

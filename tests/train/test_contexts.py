@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.tasks.mixture import Mixture, builtin_mixture
 from kvjax.train import contexts as module
 from kvjax.train.contexts import Choice, builtin_contexts, chosen, text_contexts
@@ -90,7 +90,7 @@ def test_a_hub_data_set_is_read_in_its_order_by_its_own_count(monkeypatch):
     assert text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)[0][0].tokens[0] == 2
     rows[:0] = [{"words": "x"}] * 11
     with (
-        pytest.warns(Doubt, match="are skipped"),
+        pytest.warns(UserWarning, match="are skipped"),
         pytest.raises(UserError, match="11 of its first 11 records"),
     ):
         text_contexts("a/set", Choice(5, 10, 13, single=2, joins=0), 5, **told)

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.train import documents as module
 from kvjax.train.conversation import chat_check
 from kvjax.train.documents import BLOCK_LINES, Documents
@@ -31,7 +31,7 @@ def test_a_folder_of_all_kinds(tmp_path):
         row_group_size=2,
     )
     (tmp_path / "notes.md").write_text("not data")
-    with pytest.warns(Doubt, match="2 of 7 documents have no text"):
+    with pytest.warns(UserWarning, match="2 of 7 documents have no text"):
         found = everything(tmp_path)
     assert sorted(text for text in found if text) == ["a text", "line 1", "line 2", "row 1", "row 3"]
 
@@ -106,7 +106,7 @@ def test_a_wrong_file_is_refused_by_its_name_and_line_before_it_is_read(tmp_path
 def test_documents_without_text_are_counted_and_skipped(tmp_path):
     lines = b'{"text": "one"}\r', b"", b'{"text": null}', b'{"text": " "}', b'{"messages": []}'
     (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b"\n".join(lines))
-    with pytest.warns(Doubt, match="4 of 5 documents have no text and are skipped"):
+    with pytest.warns(UserWarning, match="4 of 5 documents have no text and are skipped"):
         assert sorted(everything(tmp_path / "a.jsonl")) == ["", "", "", "", "one"]
 
 
@@ -182,5 +182,5 @@ def test_a_chat_that_the_template_does_not_take_is_found_at_once(tmp_path):
 def test_a_resumed_run_finds_each_document_at_its_place(tmp_path):
     """The order of a file is part of what a checkpoint says. Lines without text have a place, too."""
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n\n{"text": "b"}\n{"text": " "}\n{"text": "c"}\n')
-    with pytest.warns(Doubt, match="2 of 5 documents"):
+    with pytest.warns(UserWarning, match="2 of 5 documents"):
         assert everything(tmp_path / "a.jsonl") == ["a", "c", "", "b", ""]

@@ -24,7 +24,8 @@ T, SINK, WINDOW, BUDGET = 32, 2, 5, 13
 
 def method(model, **told) -> KVPOPTraining:
     policy = make_policy(
-        "kvpop", scorers=tiny_scorers(model), model=model, sink=SINK, window=WINDOW, budget=BUDGET
+        {"kvpop": {"scorers": tiny_scorers(model), "sink": SINK, "window": WINDOW, "budget": BUDGET}},
+        model=model,
     )
     return KVPOPTraining(policy.admission, **told)
 

@@ -59,7 +59,7 @@ def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path)
     sizes = [row.kv_ratio for row in rows]
     assert sizes == sorted(sizes)
     assert (rows[-1].policy, sizes[-1], rows[-1].distillation) == ("full", 1.0, 0.0)
-    by_tau = {float(row.policy.removeprefix("wgkv tau=")): row for row in rows[:-1]}
+    by_tau = {float(row.policy.removeprefix("wgkv:tau=")): row for row in rows[:-1]}
     assert len(said) == len(by_tau) == len(SHARES) + 1
     own = by_tau.pop(0.4999)
     assert own.distillation == pytest.approx(numbers["hard_distillation"], rel=1e-3)
@@ -82,7 +82,7 @@ def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path)
 
 def test_an_eviction_has_no_mask_to_lose_by():
     model = tiny_model()
-    policies = {"one": make_policy("snapkv", ratio=0.5), "other": make_policy("quest", ratio=0.5)}
+    policies = {"one": make_policy("snapkv:ratio=0.5"), "other": make_policy("quest:ratio=0.5")}
     assert distillation(model, policies, [np.arange(40, dtype=np.int32)]) == {"one": None, "other": None}
 
 
@@ -97,8 +97,8 @@ def test_perplexity_and_agreement_are_what_whole_sequences_say(held_out, tmp_pat
         likely = jax.nn.log_softmax(logits)[np.arange(len(tokens) - 1), tokens[1:]]
         errors += [-float(x) for x in likely[-(len(tokens) // 8) :]]
     policies = {
-        "wide": make_policy("streaming_llm", model=model, sink=1, window=200),
-        "narrow": make_policy("streaming_llm", model=model, sink=1, window=8),
+        "wide": make_policy("streaming_llm:sink=1,window=200", model=model),
+        "narrow": make_policy("streaming_llm:sink=1,window=8", model=model),
     }
     rows, rates = compare(model, policies, {TEXT: samples}, {}, shards=1, say=print)
     found = {row.policy: row for row in rows}

@@ -36,7 +36,7 @@ def test_help_imports_little_and_names_every_option():
 @pytest.mark.parametrize(("when", "measured"), [({}, True), ({"when": "every", "every": 8}, False)])
 def test_what_compacts_while_it_decodes_is_neither_reported_nor_compared(when, measured, tmp_path):
     trained = SimpleNamespace(validation=Validation({"admitted": 0.5}, {}, 1), folder=tmp_path)
-    text = summary(WriteGates(), trained, make_policy("h2o", entries=64, **when))
+    text = summary(WriteGates(), trained, make_policy({"h2o": {"entries": 64, **when}}))
     assert ("compare them: " in text) == measured
     assert ("no report, and no comparison: h2o compacts while it decodes" in text) != measured
 
@@ -55,7 +55,7 @@ def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
     told, option, processes, when, why, monkeypatch
 ):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
-    policy = make_policy("h2o", entries=64, when=when, every=8) if when else None
+    policy = make_policy({"h2o": {"entries": 64, "when": when, "every": 8}}) if when else None
     with pytest.raises(UserError, match=f"^{option}: there can be no report .{why}.: leave it out$"):
         check_report(WriteGates(**told), policy)
     assert check_report(WriteGates(), policy) == f"there will be no report: {why}"
@@ -63,7 +63,7 @@ def test_a_report_that_cannot_be_made_is_refused_where_it_is_asked_for(
 
 
 def test_a_report_that_can_be_made_is():
-    assert check_report(WriteGates(report="full"), make_policy("h2o", entries=64)) == ""
+    assert check_report(WriteGates(report="full"), make_policy("h2o:entries=64")) == ""
 
 
 def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
@@ -75,7 +75,7 @@ def test_a_report_that_is_stopped_says_how_it_is_made(monkeypatch, tmp_path):
         model=None,
     )
     monkeypatch.setattr(loop, "train", lambda config: output)
-    monkeypatch.setattr(WriteGates, "deploy", lambda *_: make_policy("h2o", entries=64))
+    monkeypatch.setattr(WriteGates, "deploy", lambda *_: make_policy("h2o:entries=64"))
 
     def stopped(*_):
         raise KeyboardInterrupt

@@ -162,5 +162,5 @@ def test_packed_documents_are_as_if_each_was_alone():
 
 def streaming_llm(model, window):
     config = model.config
-    policy = make_policy("streaming_llm", sink=2, window=window)
+    policy = make_policy({"streaming_llm": {"sink": 2, "window": window}})
     return policy.placed(config.num_layers, config.num_kv_heads).admission

@@ -4,7 +4,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.train.documents import Documents
 from kvjax.train.readers import FileReader, HubReader, Records, local_path, open_hub
 from tests.train.texts import hub
@@ -54,11 +54,14 @@ def tmp_path_of(folder, count):
 def test_bad_records_are_skipped_up_to_a_share_of_each_pass():
     bad, good = {"text": "\ud83d"}, {"text": "a"}
     said = "^--data my/set: records that are no documents are skipped"
-    with pytest.warns(Doubt, match=said):
+    with pytest.warns(UserWarning, match=said):
         passed = [text for text, _ in Records(iter([good, bad, {"text": None}, good]), "my/set")]
     assert passed == ["a", "", "", "a"]
     many = Records(iter([good] * 5 + [bad] * 11), "my/set")
-    with pytest.warns(Doubt, match=said), pytest.raises(UserError, match="11 of its first 16 records are no"):
+    with (
+        pytest.warns(UserWarning, match=said),
+        pytest.raises(UserError, match="11 of its first 16 records are no"),
+    ):
         list(many)
 
 

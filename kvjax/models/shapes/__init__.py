@@ -2,12 +2,11 @@
 their own; and which meshes and sequences go with a shape."""
 
 import dataclasses
-import warnings
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
 from kvjax.command.launch import MeshShape
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError, warn
 from kvjax.models.adapter import base_of
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.folder import find_model
@@ -65,11 +64,7 @@ def check_longest(config: ModelConfig, tokens: int, said: str = "") -> None:
     """Warn of sequences that are longer than the model is for. `said`: of whose they are."""
     if tokens > config.longest:
         more = said or f"{tokens:,} tokens are more"
-        warnings.warn(
-            f"{more} than the {config.longest:,} that the model declares or was trained for",
-            Doubt,
-            stacklevel=2,
-        )
+        warn(f"{more} than the {config.longest:,} that the model declares or was trained for", stacklevel=2)
 
 
 def check_mesh(mesh: MeshShape, config: ModelConfig) -> None:

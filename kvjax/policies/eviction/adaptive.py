@@ -27,10 +27,6 @@ class Adaptive(Wrapper):
         assign(self, pinned=Shares(self.over, self.pinned).pinned)
 
     @property
-    def label(self) -> str:
-        return self.name if self.over == "layer" else self.eviction.label
-
-    @property
     def shares(self) -> Shares:
         return replace(self.eviction.shares, over=self.over, pinned=self.pinned)
 

@@ -1,4 +1,4 @@
-"""What always stays, as a person says it."""
+"""First and newest entries of each kv head that always stay."""
 
 from kvjax.errors import whole_number
 from kvjax.policies.eviction.wrapper import Wrapper
@@ -16,6 +16,7 @@ class Protected(Wrapper):
     """So many of the very first entries."""
     last: int | None = host(default=None)
     """So many of the newest."""
+    name = "protected"
 
     def __post_init__(self):
         super().__post_init__()

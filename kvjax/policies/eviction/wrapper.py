@@ -29,7 +29,9 @@ class Wrapper(Eviction):
 
     @property
     def label(self) -> str:
-        return self.name or self.eviction.label
+        """As in a policy string: `snapkv:adakv`."""
+        inner = self.eviction.label
+        return f"{inner}{',' if ':' in inner else ':'}{super().label}"
 
     def check(self, model: Any) -> None:
         self.eviction.check(model)

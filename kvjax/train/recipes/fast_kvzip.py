@@ -298,15 +298,15 @@ class KVzipGates(Recipe):
         draw_losses(folder / "losses.png", folder / "metrics.jsonl", LAYER)
 
     def use_options(self, folder: Path) -> Sequence[str]:
-        return *super().use_options(folder), "--set", f"ratio={self.ratio:g}"
+        return "--policy", f"{self.used_as}:ratio={self.ratio:g}", "--gates", str(folder)
 
     def _opening(self) -> list[int]:
         """Token ids of what contexts are read behind, which stays in the cache of every prompt that begins so."""
         return prefix(load_tokenizer(self.model), self.instruction).tolist()
 
     def deploy(self, params: SinkGate, model: Decoder) -> Policy:
-        told = {"gates": params, "inputs": self.inputs, "opening": self._opening()}
-        return make_policy("fast_kvzip", model=model, ratio=self.ratio, **told)
+        told = {"ratio": self.ratio, "inputs": self.inputs, "opening": self._opening()}
+        return make_policy({"fast_kvzip": told}, model=model, gates=params)
 
     def sweep(self, params: SinkGate, model: Decoder, held_out: Sequence[TokenRow]) -> Mapping[str, Policy]:
         ratios = dict.fromkeys((self.ratio, *RATIOS))
@@ -314,4 +314,4 @@ class KVzipGates(Recipe):
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy("fast_kvzip", gates=gates, model=model, force=force, **options)
+        return make_policy({"fast_kvzip": options}, model=model, gates=gates, force=force)

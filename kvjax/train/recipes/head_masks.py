@@ -82,7 +82,7 @@ class HeadMasks(LabelledRecipe):
         return jnp.where(((weights == 0) | (weights == 1)).all(), weights, chosen)
 
     def export(self, folder: Path, params: Any, model: Decoder, validation: Validation) -> None:
-        """A pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", pattern=folder)`."""
+        """A pattern folder in DuoAttention's format, for `kvjax.make_policy("head_pattern", gates=folder)`."""
         weights = np.asarray(gather(self.weights(params), *AXES))
         if jax.process_index() == 0:
             made = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
@@ -111,7 +111,7 @@ class HeadMasks(LabelledRecipe):
     def deploy(self, params: Any, model: Decoder) -> Policy:
         weights = np.asarray(gather(self.weights(params), *AXES))
         told = {"sparsity": self.told(weights), "sink": self.sink, "window": self.window}
-        return make_policy(self.used_as, model=model, pattern=weights, **told)
+        return make_policy({self.used_as: told}, model=model, gates=weights)
 
     def sweep(self, params: Any, model: Decoder, held_out: Sequence[Any]) -> Mapping[str, Policy]:
         if self.told(np.asarray(gather(self.weights(params), *AXES))) is None:

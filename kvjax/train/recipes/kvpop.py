@@ -301,7 +301,7 @@ class ConstantCache(Recipe):
         return optax.partition(groups, {name: name for name in groups})
 
     def export(self, folder: Path, params: Scorer | None, model: Decoder, validation: Validation) -> None:
-        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", scorers=folder)` reads, beside the
+        """`gates.safetensors` and `config.json`, which `kvjax.make_policy("kvpop", gates=folder)` reads, beside the
         `model` that the loop adds; of a run without scorers that alone."""
         if params is None:
             return
@@ -331,8 +331,8 @@ class ConstantCache(Recipe):
     def use_options(self, folder: Path) -> Sequence[str]:
         if self.has_scorers:
             return super().use_options(folder)
-        told = [word for name, size in self._fixed.items() for word in ("--set", f"{name}={size}")]
-        return "--policy", self.used_as, *told
+        told = ",".join(f"{name}={size}" for name, size in self._fixed.items())
+        return "--policy", f"{self.used_as}:{told}"
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         if self.has_scorers:
@@ -342,11 +342,11 @@ class ConstantCache(Recipe):
     def deploy(self, params: Scorer | None, model: Decoder) -> Policy:
         if params is not None:
             return Policy(self.admission(params)).for_model(model)
-        return make_policy(self.used_as, model=model, **self._fixed)
+        return make_policy({self.used_as: self._fixed}, model=model)
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy("kvpop", scorers=gates, model=model, force=force, **options)
+        return make_policy({"kvpop": options}, model=model, gates=gates, force=force)
 
 
 def _model_of(folder: str) -> str:

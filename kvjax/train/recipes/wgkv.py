@@ -192,7 +192,7 @@ class WriteGates(Recipe):
 
     def deploy(self, params: WriteGate, model: Decoder) -> Policy:
         # without rates the pool takes everything: the real size is not known yet
-        return make_policy("wgkv", gates=params, model=model, tau=self.tau, window=self.window)
+        return make_policy({"wgkv": {"tau": self.tau, "window": self.window}}, model=model, gates=params)
 
     def sweep(
         self, params: WriteGate, model: Decoder, held_out: Sequence[Int[np.ndarray, " _"]]
@@ -202,7 +202,7 @@ class WriteGates(Recipe):
 
     @classmethod
     def policy(cls, *, gates: Any, model: Any = None, force: bool = False, **options: Any) -> Policy:
-        return make_policy("wgkv", gates=gates, model=model, force=force, **options)
+        return make_policy({"wgkv": options}, model=model, gates=gates, force=force)
 
 
 def held_out_gates(

@@ -24,7 +24,7 @@ def whole(pattern, **arguments):
 
 def test_head_pattern_keeps_whole_heads_and_sinks(tmp_path, model):
     write_pattern(tmp_path, WEIGHTS, 2, 5)
-    policy = make_policy("head_pattern", model=model, pattern=tmp_path)
+    policy = make_policy({"head_pattern": {"pattern": tmp_path}}, model=model)
     assert policy.window == 5
     np.testing.assert_array_equal(
         kept(policy, step([[1, 2]]), 1)[0], [[True, False], [True, True], [True, False], [True, True]]
@@ -111,5 +111,5 @@ def test_the_published_pattern_of_llama_31_8b():
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):
     with pytest.raises(UserError, match=says) as caught:
-        make_policy("head_pattern", model=model, **{"sink": 1, "window": 3} | arguments)
+        make_policy({"head_pattern": {"sink": 1, "window": 3} | arguments}, model=model)
     assert "\n" not in str(caught.value)

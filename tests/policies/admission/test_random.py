@@ -13,13 +13,13 @@ from tests.policies.steps import shape_of, step, whole
 
 def test_random_admits_its_rate_by_head_seed_and_layer(model):
     rates = np.linspace(0.1, 0.9, 12).reshape(3, 4)
-    policy = make_policy("random", model=model, rates=rates, window=4, seed=5)
+    policy = make_policy({"random": {"rates": rates, "window": 4, "seed": 5}}, model=model)
     positions = np.arange(20000)[None]
     found = np.stack([kept(policy, step(positions, layer=i), i)[0].mean(-1) for i in range(3)])
     assert np.abs(found - rates).max() < 4 * np.sqrt(0.25 / 20000)
 
     def draws(seed, layer):
-        admission = make_policy("random", model=model, ratio=0.5, window=4, seed=seed)
+        admission = make_policy({"random": {"ratio": 0.5, "window": 4, "seed": seed}}, model=model)
         return kept(admission, step(positions, layer=layer), layer)[0]
 
     first = draws(0, 0)
@@ -29,13 +29,13 @@ def test_random_admits_its_rate_by_head_seed_and_layer(model):
 
 def test_random_of_rate_zero_and_one(model):
     for rate in (0.0, 1.0):
-        policy = make_policy("random", model=model, ratio=rate, window=4)
+        policy = make_policy({"random": {"ratio": rate, "window": 4}}, model=model)
         assert (kept(policy, step(np.arange(5000)[None])) == bool(rate)).all()
 
 
 def test_random_admission_has_its_rate_in_every_sequence(model):
     """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
-    policy = make_policy("random", model=model, ratio=0.3, window=4)
+    policy = make_policy("random:ratio=0.3,window=4", model=model)
     with use_mesh(model):
         method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
         at = step(np.broadcast_to(np.arange(30), (400, 30)))
@@ -56,5 +56,5 @@ def test_random_admission_has_its_rate_in_every_sequence(model):
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):
     with pytest.raises(UserError, match=says) as caught:
-        make_policy("random", model=model, **arguments)
+        make_policy({"random": arguments}, model=model)
     assert "\n" not in str(caught.value)

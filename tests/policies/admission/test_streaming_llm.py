@@ -10,9 +10,9 @@ from tests.policies.steps import step
 
 
 def test_streaming_llm_keeps_the_sinks_only(model):
-    policy = make_policy("streaming_llm", model=model, window=7, sink=3)
+    policy = make_policy("streaming_llm:window=7,sink=3", model=model)
     np.testing.assert_array_equal(kept(policy, step([[0, 2, 3, 9]]))[0, 0], [True, True, False, False])
-    assert not kept(make_policy("streaming_llm", model=model, window=7, sink=0), step([[0, 1]])).any()
+    assert not kept(make_policy("streaming_llm:window=7,sink=0", model=model), step([[0, 1]])).any()
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,5 @@ def test_streaming_llm_keeps_the_sinks_only(model):
 )  # fmt: skip
 def test_mistakes_are_named_in_one_line(model, arguments, says):
     with pytest.raises(UserError, match=says) as caught:
-        make_policy("streaming_llm", model=model, **arguments)
+        make_policy({"streaming_llm": arguments}, model=model)
     assert "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import Adaptive, KNorm, Pyramid, SnapKV, make_policy
+from kvjax.policies import Adaptive, KNorm, Policy, Pyramid, Ratio, SnapKV, make_policy
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
@@ -24,7 +24,7 @@ SHARES = {
 
 @pytest.mark.parametrize("name", SHARES)
 def test_heads_and_layers_share_the_budget(model, prompts, name):
-    policy = make_policy(eviction=SHARES[name], model=model, ratio=0.4)
+    policy = Policy(eviction=SHARES[name], budget=Ratio(0.4)).for_model(model)
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
@@ -60,12 +60,8 @@ class OfHeads(Eviction):
 def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(model, prompts):
     """Half of its share is each head's own."""
     for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
-        policy = make_policy(
-            eviction=Adaptive(OfHeads(np.tile(np.float32(levels), (3, 1)))),
-            model=model,
-            ratio=0.4,
-            pinned=0.5,
-        )
+        scores = OfHeads(np.tile(np.float32(levels), (3, 1)))
+        policy = Policy(eviction=Adaptive(scores, pinned=0.5), budget=Ratio(0.4)).for_model(model)
         cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
         np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], [expected] * 3)
 
@@ -75,8 +71,8 @@ def test_a_pyramid_needs_layers(prompts, when):
     """Which a policy knows as soon as it is made for a model, and else when it meets one."""
     says, model = "^a pyramid of budgets needs at least 2 layers, the model has 1$", tiny_model(num_layers=1)
     with pytest.raises(UserError, match=says):
-        make_policy("pyramidkv", eviction="snapkv:observed=6", model=model, ratio=0.5, **when)
-    policy = make_policy("pyramidkv", eviction="knorm", ratio=0.5, **when)
+        make_policy({"snapkv": {"ratio": 0.5, "observed": 6, "pyramidkv": {}} | when}, model=model)
+    policy = make_policy({"knorm": {"ratio": 0.5, "pyramidkv": {}} | when})
     with pytest.raises(UserError, match=says):
         sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.inference.sampling import prefill
-from kvjax.policies import FastKVzip, SnapKV, make_policy
+from kvjax.policies import CriticalKV, FastKVzip, Policy, Ratio, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries
 from tests.policies.eviction.fast_kvzip import masked
@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_sink_gates
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
-    policy = make_policy("critical_kv", eviction=SnapKV(OBSERVED), model=model, ratio=RATIO)
+    policy = make_policy(f"snapkv:observed={OBSERVED},ratio={RATIO},critical_kv", model=model)
 
     def score(c, kept):
         newest = np.arange(c.k.shape[1]) >= c.k.shape[1] - OBSERVED
@@ -29,8 +29,8 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     """Of a prompt's range, each head's first stage and then, of all layers and heads, what is above the last place; the
     window and the prefix stay beside them. Of a budget that the window alone exceeds no stage has a place."""
     gates, prompt, window, prefix = tiny_sink_gates(model), prompts[0], 8, 3
-    eviction = FastKVzip(gates, window=window, prefix=prefix, short=0)
-    policy = make_policy("critical_kv", eviction=eviction, model=model, ratio=ratio)
+    eviction = CriticalKV(FastKVzip(gates, window=window, prefix=prefix, short=0))
+    policy = Policy(eviction=eviction, budget=Ratio(ratio)).for_model(model)
     cache = prefill(model, [prompt], policy=policy, page_size=PAGE)
 
     tokens = len(prompt) - prefix

@@ -6,7 +6,7 @@ from tests.policies.eviction.kept_sets import RATIO, assert_published
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
-    policy = make_policy("expected_attention", model=model, ratio=RATIO)
+    policy = make_policy({"expected_attention": {"ratio": RATIO}}, model=model)
     assert_published(
         policy, lambda c, kept: published.expected_attention(c), model, prompts, captured, first=4
     )

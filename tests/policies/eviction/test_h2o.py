@@ -5,20 +5,20 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import sampling
-from kvjax.policies import Quest, make_policy
+from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import PAGE, captured_layers, entries
 from tests.policies.eviction.kept_sets import RATIO, assert_published
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
-    policy = make_policy("h2o", model=model, ratio=RATIO)
+    policy = make_policy({"h2o": {"ratio": RATIO}}, model=model)
     assert_published(policy, lambda c, kept: published.h2o(c), model, prompts, captured, recent=0.5)
 
 
 def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
     """Of the prompt's queries and the answer's, against the columns' sums in float64."""
-    policy = make_policy("h2o", model=model, entries=1000, when="every", every=4)
+    policy = make_policy("h2o:entries=1000,when=every,every=4", model=model)
     prompt = prompts[0]
     options = {"max_new_tokens": 9, "eos": (), "chunk": 30, "block": 4, "page_size": PAGE, "capacity": 100}
     blocks = list(sampling.stream(model, [prompt], policy=policy, **options))
@@ -33,7 +33,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
 
 @pytest.mark.thorough
 def test_what_was_counted_moves_with_its_entry(model, prompts):
-    policy = make_policy("h2o", model=model, entries=20, when="every", every=64)
+    policy = make_policy("h2o:entries=20,when=every,every=64", model=model)
     cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     c = captured_layers(model, prompts[0])[0]
     for head, score in enumerate(published.h2o(c)):
@@ -48,7 +48,7 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
 @pytest.mark.thorough
 def test_only_what_was_read_is_counted(model, prompts):
     """Beside Quest: every query's attention adds up to one."""
-    policy = make_policy("h2o", model=model, entries=1000, when="every", every=64, selection=Quest(tokens=16))
+    policy = make_policy("h2o:entries=1000,when=every,every=64+quest:tokens=16", model=model)
     *_, (_, cache) = sampling.stream(
         model, prompts, policy=policy, max_new_tokens=8, eos=(), block=1, page_size=PAGE, capacity=100
     )
@@ -65,4 +65,4 @@ def test_attention_is_not_counted_within_a_window(model):
     with pytest.raises(
         UserError, match="h2o counts the attention that an entry gets from its first query on"
     ):
-        make_policy("h2o", model=model, admission="streaming_llm", window=9, ratio=0.5)
+        make_policy("streaming_llm:window=9+h2o:ratio=0.5", model=model)

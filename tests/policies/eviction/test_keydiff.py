@@ -6,5 +6,5 @@ from tests.policies.eviction.kept_sets import RATIO, assert_published
 
 
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured):
-    policy = make_policy("keydiff", model=model, ratio=RATIO)
+    policy = make_policy({"keydiff": {"ratio": RATIO}}, model=model)
     assert_published(policy, lambda c, kept: published.keydiff(c), model, prompts, captured)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.inference import reread as rereading
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.reread import reread
@@ -29,7 +29,7 @@ LONGEST = 96
 
 
 def keep(model, ratio, **more):
-    return make_policy("kvzip", model=model, ratio=ratio, **(PARTS | more))
+    return make_policy({"kvzip": {"ratio": ratio, **PARTS | more}}, model=model)
 
 
 def plane(cache, lengths):
@@ -103,7 +103,7 @@ def best_of_all(scores, count, axes):
 )
 def test_the_best_of_all_stay_and_the_prefix(model, prompts, whole, over, axes, rows):
     """Of the whole model unless told otherwise, and as many as the ratio says to the entry."""
-    told = {} if over == "model" else {"over": over}
+    told = {} if over == "model" else {"adakv": {"over": over, "pinned": 0.0}}
     cache = prefill(model, prompts, policy=keep(model, 0.3, **told), page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
     for b, scores in enumerate(plane(whole, LENGTHS)):
@@ -129,7 +129,7 @@ def test_a_budget_is_the_contexts_and_the_prefix_stays_beside_it(model, prompts,
 
 def test_budgets_of_contexts_that_are_nearly_all_prefix():
     """(tokens, prefix) of 24 heads: the authors keep 224 = 120 + int(105.6) − 1 of the first, and run the second."""
-    plan = make_policy("kvzip", ratio=0.4, **PARTS).plan
+    plan = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).plan
     rows = [(16, 5), (6, 5), (5, 5), (3, 5)]
     tokens, prefix = zip(*rows, strict=True)
     kept = plan.of_prompts(tokens, prefix, 1)
@@ -150,8 +150,8 @@ def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
 
 
 def test_a_head_may_be_left_its_own_best(model, prompts, whole):
-    """AdaKV's safeguard, whoever competes: `pinned` alone does not change who does."""
-    policy = keep(model, 0.3, pinned=0.9)
+    """AdaKV's safeguard, where all heads of the model compete."""
+    policy = keep(model, 0.3, adakv={"over": "model", "pinned": 0.9})
     assert (policy.plan.shares.over, policy.plan.shares.pinned) == ("model", 0.9)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
@@ -192,7 +192,7 @@ def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
     reread(fitting, keep(fitting, 1.0), whole, prompts)
     said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
-    with pytest.warns(Doubt, match=said):
+    with pytest.warns(UserWarning, match=said):
         reread(short, keep(short, 1.0), whole, prompts)
     reread(short, keep(short, 1.0), whole, prompts)
     assert len(passed) == 3 * 4
@@ -299,7 +299,6 @@ def test_without_a_template_a_line_break_ends_what_asks():
     ("told", "says"),
     [
         ({}, "kvzip needs tokenizer=: it asks the model in text to repeat the context"),
-        ({"tokenizer": "builtin"}, "kvzip: tokenizer must come from kvjax.load_tokenizer, got 'builtin'"),
         (IDS | {"instruction": "Repeat"}, "kvzip: instruction must be a list of token ids, got 'Repeat'"),
         (IDS | {"tail": [-1]}, "a token id of tail must be a whole number of at least 0, got -1"),
         (PARTS | {"prefix": -1}, "kvzip: prefix must be a whole number of at least 0, got -1"),
@@ -313,15 +312,26 @@ def test_without_a_template_a_line_break_ends_what_asks():
         (PARTS | {"when": "chunk", "chunk": 8}, "when must be 'prompt', got 'chunk'"),
         (PARTS | {"ratio": None, "entries": 9, "when": "overflow"}, "when must be 'prompt', got 'overflow'"),
         (PARTS | {"observers": [1, 2]}, "observers=(1, 2) is for methods that look back at the last tokens"),
-        (PARTS | {"admission": "streaming_llm:sink=2", "window": 9}, "kvzip has the whole prompt read again, of which"),
-        (PARTS | {"window": 9, "admission": "full"}, "kvzip has the whole prompt read again, of which"),
     ],
 )  # fmt: skip
 def test_what_means_nothing_is_one_line(model, told, says):
     with pytest.raises(UserError) as error:
-        make_policy("kvzip", model=model, **({"ratio": 0.5} | told))
+        make_policy({"kvzip": {"ratio": 0.5} | told}, model=model)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("admission", ["streaming_llm", "full"])
+def test_an_admission_does_not_go_with_passes(model, admission):
+    with pytest.raises(UserError, match="kvzip has the whole prompt read again, of which"):
+        make_policy({admission: {"window": 9}, "kvzip": {"ratio": 0.5} | PARTS}, model=model)
+
+
+def test_what_is_no_tokenizer_is_refused(model):
+    with pytest.raises(
+        UserError, match="kvzip: tokenizer must come from kvjax.load_tokenizer, got 'builtin'"
+    ):
+        make_policy("kvzip:ratio=0.5", model=model, tokenizer="builtin")
 
 
 def test_observers_and_a_moment_as_objects_are_refused_too(model, prompts):

@@ -2,6 +2,7 @@
 and the texts."""
 
 import re
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +11,10 @@ import pytest
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference.sampling import prefill, sample
-from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, SnapKV, make_policy
+from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, make_policy
 from kvjax.policies.budget import whole
 from kvjax.policies.guidance import TEXTS, text, token_ids
-from kvjax.policies.registry import POLICIES, WRAPPERS
+from kvjax.policies.registry import EVICTIONS
 from kvjax.step import Stored
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
@@ -50,7 +51,7 @@ def held(cache):
 def test_what_stays_is_what_guidance_looks_at_and_no_more(model, prompts):
     """Sum over the guidance's rows, five neighbours, mean over the group; no window, no sink, nothing of the guidance,
     and keys as they are without it."""
-    policy = make_policy("oraclekv", model=model, ratio=RATIO, guidance=GUIDANCE)
+    policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
@@ -107,7 +108,7 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
     at the positions behind the context, whatever guidance was how long."""
     policies = [
         make_policy("full", model=model),
-        *(make_policy("oraclekv", model=model, ratio=1.0, guidance=GUIDANCE[:m]) for m in (1, 10)),
+        *(make_policy({"oraclekv": {"ratio": 1.0, "guidance": GUIDANCE[:m]}}, model=model) for m in (1, 10)),
     ]
     question = [[5, 6, 7], [8, 9]]
     stored, answers = [], []
@@ -126,10 +127,10 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
 
 def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
     """Whose window is the question, which it keeps; here it comes afterwards."""
-    policy = make_policy("oraclekv", model=model, entries=20, guidance=GUIDANCE)
+    policy = make_policy({"oraclekv": {"entries": 20, "guidance": GUIDANCE}}, model=model)
     blind = prefill(model, prompts, policy=policy, page_size=PAGE)
     m = len(GUIDANCE)
-    aware = make_policy("snapkv", model=model, entries=20 + m, observed=m)
+    aware = make_policy({"snapkv": {"entries": 20 + m, "observed": m}}, model=model)
     both = [np.concatenate([prompt, GUIDANCE]) for prompt in prompts]
     knows = prefill(model, both, policy=aware, page_size=PAGE)
     for row in np.ndindex(3, 2, 4):
@@ -137,7 +138,7 @@ def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
 
 
 def test_questions_leave_the_cache_as_it_is(model, prompts):
-    policy = make_policy("oraclekv", model=model, ratio=RATIO, guidance=GUIDANCE)
+    policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
     before = [entries(cache, *row).copy() for row in np.ndindex(3, 2, 4)]
     first = sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=6).tokens
@@ -155,7 +156,7 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
     for name, m in (("uniform", 1), ("ada", 1), ("pyramid", 1), ("a pyramid of too few", 2)):
         allocation = "pyramid" if "pyramid" in name else name
         told = {"ratio": 0.5, "guidance": GUIDANCE[:m], "allocation": allocation}
-        policy = make_policy("oraclekv", model=model, **told)
+        policy = make_policy({"oraclekv": told}, model=model)
         cache = prefill(model, prompts, policy=policy, page_size=PAGE)
         lengths[name] = np.asarray(cache.layers.length)
     share = lengths["uniform"]
@@ -170,27 +171,34 @@ def test_heads_of_a_layer_compete_and_layers_lie_on_a_line(model, prompts):
 
 def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     """However small a budget, a chunk or a window beside the guidance: no place is the guidance's or the newest's."""
-    few = make_policy("oraclekv", model=model, ratio=0.1, guidance=GUIDANCE)
+    few = make_policy({"oraclekv": {"ratio": 0.1, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, [GUIDANCE[:6], prompts[0]], policy=few, page_size=PAGE)
     assert np.asarray(cache.layers.length)[0, :, 0].tolist() == [1, 6]
     # a tenth of 20 and of 1: less than the guidance has tokens, as the last chunk is
-    by_chunk = make_policy("snapkv", model=model, ratio=0.1, guidance=GUIDANCE, when="chunk", chunk=20)
+    by_chunk = make_policy(
+        {"snapkv": {"ratio": 0.1, "guidance": GUIDANCE, "when": "chunk", "chunk": 20}}, model=model
+    )
     cache = prefill(model, [prompts[1]], policy=by_chunk, page_size=PAGE)
     assert np.asarray(cache.layers.length)[0, 0].tolist() == [5] * 4
-    assert make_policy("snapkv", ratio=0.4, guidance=GUIDANCE, when="chunk", chunk=8).plan.looking == 0
-    over = {"admission": "streaming_llm:sink=20", "window": 6, "entries": 15, "guidance": GUIDANCE}
-    cache = prefill(model, prompts, policy=make_policy("snapkv", model=model, **over), page_size=PAGE)
+    assert (
+        make_policy(
+            {"snapkv": {"ratio": 0.4, "guidance": GUIDANCE, "when": "chunk", "chunk": 8}}
+        ).plan.looking
+        == 0
+    )
+    over = {"streaming_llm": {"sink": 20, "window": 6}, "snapkv": {"entries": 15, "guidance": GUIDANCE}}
+    cache = prefill(model, prompts, policy=make_policy(over, model=model), page_size=PAGE)
     np.testing.assert_array_equal(cache.layers.length, 10)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "snapkv:group=max", "r_kv"])
-def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored(model, prompts, name):
+@pytest.mark.parametrize(("name", "own"), [("snapkv", {}), ("snapkv", {"group": "max"}), ("r_kv", {})])
+def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored(model, prompts, name, own):
     """Nothing of it is stored, so it is behind every entry: in the first layer as with a ring of one token."""
-    over = {"admission": "streaming_llm:sink=20", "eviction": name, "guidance": GUIDANCE}
-    kept = [
-        prefill(model, prompts, policy=make_policy(window=window, entries=9 + window, **over), page_size=PAGE)
-        for window in (1, 2)
-    ]
+    kept = []
+    for window in (1, 2):
+        evicting = {"entries": 9 + window, "guidance": GUIDANCE, **own}
+        policy = make_policy({"streaming_llm": {"sink": 20, "window": window}, name: evicting})
+        kept.append(prefill(model, prompts, policy=policy, page_size=PAGE))
     for b, head in np.ndindex(2, 4):
         none, ring = (entries(cache, 0, b, head) for cache in kept)
         assert len(none) == 10
@@ -200,51 +208,53 @@ def test_over_an_admission_that_has_no_ring_guidance_looks_at_all_that_is_stored
 @pytest.mark.parametrize(
     "name",
     [
-        "adakv",
+        "snapkv:adakv",
         *(
             pytest.param(x, marks=pytest.mark.thorough)
-            for x in ("tova", "snapkv", "pyramidkv", "critical_kv", "r_kv")
+            for x in ("tova", "snapkv", "snapkv:pyramidkv", "snapkv:critical_kv", "r_kv")
         ),
     ],
 )
 def test_whatever_looks_back_takes_guidance(model, prompts, name):
     """At the prompt's end and by chunk, and over an admission; as its own observers, all of them."""
-    own = {"observed": len(GUIDANCE)} if name in ("snapkv", "r_kv") else {}
-    own |= {"eviction": SnapKV(len(GUIDANCE))} if name in ("pyramidkv", "adakv", "critical_kv") else {}
+    base, *wrapper = name.split(":")
+    own: dict[str, Any] = {x: {} for x in wrapper}
+    every = {"observed": len(GUIDANCE)} if base != "tova" else {}
     for more in ({"ratio": 0.4}, {"ratio": 0.5, "when": "chunk", "chunk": 24}):
-        guided = make_policy(name, model=model, guidance=GUIDANCE, **more)
-        told = make_policy(name, model=model, observers=GUIDANCE, **more, **own)
+        guided = make_policy({base: {"guidance": GUIDANCE} | more | own}, model=model)
+        told = make_policy({base: {"observers": GUIDANCE} | more | own | every}, model=model)
         caches_of = [prefill(model, prompts, policy=policy, page_size=PAGE) for policy in (guided, told)]
         assert caches.stats(caches_of[0]).kv_ratio < 0.6
         for row in np.ndindex(3, 2, 4):
             np.testing.assert_array_equal(*(entries(cache, *row) for cache in caches_of))
-    over = {"admission": "streaming_llm:sink=20", "window": 12, "entries": 25}
-    cache = prefill(model, prompts, policy=make_policy(name, model=model, guidance=GUIDANCE, **over))
+    evicting = {"entries": 25, "guidance": GUIDANCE} | own
+    over = make_policy({"streaming_llm": {"sink": 20, "window": 12}, base: evicting}, model=model)
+    cache = prefill(model, prompts, policy=over)
     np.testing.assert_array_equal(cache.seen, LENGTHS)
 
 
 def test_who_says_how_many_look_is_heard():
-    for policy in (
-        make_policy("snapkv:observed=4", ratio=0.5, guidance=GUIDANCE),
-        make_policy("adakv", eviction=SnapKV(4), ratio=0.5, guidance=GUIDANCE),
-        make_policy("adakv:eviction=(snapkv:observed=4)", ratio=0.5, guidance=GUIDANCE),
-    ):
+    told = {"observed": 4, "ratio": 0.5, "guidance": GUIDANCE}
+    for policy in (make_policy({"snapkv": told}), make_policy({"snapkv": told | {"adakv": {}}})):
         assert policy.plan.observed == 4
-    assert make_policy("adakv", ratio=0.5, guidance=np.array(GUIDANCE)).plan.observed == len(GUIDANCE)
-    told = make_policy("oraclekv:observed=3", ratio=0.5, observers=np.array(GUIDANCE))
+    assert make_policy(
+        {"snapkv": {"ratio": 0.5, "guidance": np.array(GUIDANCE), "adakv": {}}}
+    ).plan.observed == len(GUIDANCE)
+    told = make_policy({"oraclekv": {"observed": 3, "ratio": 0.5, "observers": np.array(GUIDANCE)}})
     assert (told.when.guidance, told.plan.observed) == (GUIDANCE, 3)
 
 
 def test_texts_are_read_by_the_tokenizer():
     """By itself and behind an empty line, G1 where nothing is said."""
     tokenizer = byte_tokenizer()
-    usual = make_policy("oraclekv", ratio=0.2, tokenizer=tokenizer)
+    usual = make_policy("oraclekv:ratio=0.2", tokenizer=tokenizer)
     ids = tuple(tokenizer("\n\n" + text("G1"), add_special_tokens=False)["input_ids"])
     assert usual.when == AtPrompt(observers=ids)
     assert usual.plan.observed == len(ids)
-    assert make_policy("oraclekv", ratio=0.2, guidance="G1", tokenizer=tokenizer).when == usual.when
+    assert make_policy("oraclekv:ratio=0.2,guidance=G1", tokenizer=tokenizer).when == usual.when
     own = make_policy(
-        "snapkv", ratio=0.2, guidance="What is it?", when="chunk", chunk=512, tokenizer=tokenizer
+        {"snapkv": {"ratio": 0.2, "guidance": "What is it?", "when": "chunk", "chunk": 512}},
+        tokenizer=tokenizer,
     )
     assert own.when == EveryChunk(512, observers=token_ids("What is it?", tokenizer))
     assert own.plan.observed == len("\n\nWhat is it?")
@@ -273,14 +283,8 @@ def test_the_published_texts_are_here():
     [
         (
             {"name": "knorm", "guidance": GUIDANCE},
-            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv, and "
-            "adakv, pyramidkv, critical_kv around one of them)",
+            "knorm: guidance is for methods that look back at the last tokens (snapkv, oraclekv, tova, r_kv)",
         ),
-        (
-            {"name": "adakv", "eviction": "knorm", "guidance": GUIDANCE},
-            "guidance is for methods that look back",
-        ),
-        ({"guidance": None}, "guidance is a text or token ids, at least one, got None"),
         ({"guidance": 5}, "guidance is a text or token ids, at least one, got 5"),
         ({"guidance": ["a"]}, "guidance is a text or token ids, at least one, got ['a']"),
         ({"guidance": {"a": 1}}, "guidance is a text or token ids, at least one, got {'a': 1}"),
@@ -300,7 +304,7 @@ def test_the_published_texts_are_here():
         ({"guidance": [61]}, "oraclekv: observers have token id 61, the model's vocabulary is 0 … 60"),
         (
             {"guidance": [1], "observers": np.array([2, 3])},
-            "oraclekv: guidance is who observes, got observers, too",
+            "oraclekv: got observers and guidance, expected one of them",
         ),
         ({"guidance": [1], "allocation": "fair"}, "allocation is one of uniform, ada, pyramid, got 'fair'"),
         ({"guidance": [1], "when": "every", "every": 4}, "observers=(1,) needs when='prompt' or 'chunk'"),
@@ -308,16 +312,16 @@ def test_the_published_texts_are_here():
 )
 def test_what_guidance_cannot_be_is_one_line(model, told, says):
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        make_policy(**({"name": "oraclekv", "ratio": 0.5, "model": model} | told))
+        told = {"ratio": 0.5} | told
+        name, tokenizer = told.pop("name", "oraclekv"), told.pop("tokenizer", None)
+        make_policy({name: told}, model=model, tokenizer=tokenizer)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "name", [x for x in POLICIES if x not in ("snapkv", "oraclekv", "tova", "r_kv", *WRAPPERS)]
-)
+@pytest.mark.parametrize("name", [x for x in EVICTIONS if x not in ("snapkv", "oraclekv", "tova", "r_kv")])
 def test_what_does_not_look_back_names_what_does(model, name):
     with pytest.raises(UserError, match="guidance is for methods that look back at the last tokens"):
-        make_policy(name, model=model, ratio=0.5, guidance=GUIDANCE)
+        make_policy({name: {"ratio": 0.5, "guidance": GUIDANCE}}, model=model)
 
 
 def test_composed_of_objects_it_needs_guidance():

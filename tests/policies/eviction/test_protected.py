@@ -13,7 +13,10 @@ from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
 @pytest.mark.parametrize(("first", "last"), [(3, 2), (0, 0)])
 def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured, first, last):
     """In place of what the method protects: here fewer of its last tokens than it looks back at, or none."""
-    policy = make_policy("snapkv", model=model, entries=20, observed=OBSERVED, first=first, last=last)
+    policy = make_policy(
+        {"snapkv": {"entries": 20, "observed": OBSERVED, "protected": {"first": first, "last": last}}},
+        model=model,
+    )
     cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         place = np.arange(LENGTHS[b])

@@ -16,7 +16,7 @@ from tests.policies.eviction.kept_sets import RATIO, assert_published
     ids=["r_kv", "r_kv_of_fast_kvzip"],
 )
 def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, how, balance, first):
-    policy = make_policy("r_kv", model=model, ratio=RATIO, **how)
+    policy = make_policy({"r_kv": {"ratio": RATIO, **how}}, model=model)
 
     def score(c, kept):
         return published.r_kv(c, balance=balance)
@@ -28,6 +28,9 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, captured, h
 def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
     """R-KV has nothing to look at where all entries are its own queries'."""
     options = {"every": 1} if when == "every" else {}
-    policy = make_policy("r_kv", model=model, observed=8, entries=8, first=0, when=when, **options)
+    policy = make_policy(
+        {"r_kv": {"observed": 8, "entries": 8, "when": when, "protected": {"first": 0}, **options}},
+        model=model,
+    )
     cache = sampling.prefill(model, [np.arange(9)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 8).all()

@@ -149,12 +149,12 @@ def row_entries(cache, layer, b, head):
 
 def evicting(model, **given):
     """Heads of one layer share what an eviction left, so that rows are ragged."""
-    return make_policy("keydiff", model=model, entries=20, over="layer", selection=Quest(**given))
+    shared = {"entries": 20, "adakv": {"pinned": 0.0}}
+    return make_policy({"keydiff": shared, "quest": given}, model=model)
 
 
 def admitting(model):
-    gates = tiny_gates(model)
-    return make_policy("wgkv", model=model, gates=gates, tau=0.5, window=6, selection=Quest(ratio=0.25))
+    return make_policy("wgkv:tau=0.5,window=6+quest:ratio=0.25", model=model, gates=tiny_gates(model))
 
 
 @pytest.fixture(scope="module")
@@ -220,40 +220,39 @@ def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, m
         return cache, jnp.zeros((len(prompts), 61))
 
     monkeypatch.setattr(forward, "last_logits", last_logits)
-    prefill(model, prompts, policy=make_policy("quest", model=model, tokens=1), chunk=59)
+    prefill(model, prompts, policy=make_policy("quest:tokens=1", model=model), chunk=59)
     assert used == [(59, None), (16, None)], "one token is padded like any other few"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("policy", "says"),
     [
-        ({"name": "quest"}, "quest: what a query reads is one of tokens and ratio, got none"),
+        ("quest", "quest: what a query reads is one of tokens and ratio, got none"),
         (
-            {"name": "quest", "tokens": 8, "ratio": 0.5},
+            "quest:tokens=8,ratio=0.5",
             "quest: what a query reads is one of tokens and ratio, got tokens=8 and ratio=0.5",
         ),
-        ({"name": "quest", "tokens": 0}, "quest: tokens must be a whole number of at least 1, got 0"),
-        ({"name": "quest", "ratio": 1.5}, "quest: ratio must be a finite number, above 0 and at most 1, got 1.5"),
+        ("quest:tokens=0", "quest: tokens must be a whole number of at least 1, got 0"),
+        ("quest:ratio=1.5", "quest: ratio must be a finite number, above 0 and at most 1, got 1.5"),
         (
-            {"name": "quest", "tokens": 8, "skip": 4},
+            "quest:tokens=8,skip=4",
             "quest on 3 layers: skip must be a whole number of at most 3, got 4",
         ),
-        ({"name": "qest", "tokens": 8}, "unknown policy 'qest'; the nearest known: quest"),
-        ({"name": "full", "selection": "qust:tokens=8"}, "unknown selection 'qust'; the nearest known: quest"),
+        ("qest:tokens=8", "unknown method 'qest'; the nearest known: quest"),
         (
-            {"name": "snapkv", "selection": "quest", "ratio": 0.5},
+            "snapkv:ratio=0.5+quest",
             "quest: what a query reads is one of tokens and ratio, got none",
         ),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(model, arguments, says):
+def test_mistakes_are_one_line(model, policy, says):
     with pytest.raises(UserError) as error:
-        make_policy(model=model, **arguments)
+        make_policy(policy, model=model)
     assert str(error.value) == says
 
 
 def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
-    policy, (cache, _) = make_policy("full", selection="quest:tokens=8", model=model), evicted[0]
+    policy, (cache, _) = make_policy("full+quest:tokens=8", model=model), evicted[0]
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, bounds=None))
     with pytest.raises(UserError) as error:
         sampling.sample(model, [[1], [2]], cache=cache, policy=policy)

@@ -100,7 +100,7 @@ def test_a_run_leaves_a_pattern(tmp_path):
     ]
     run = train(parse(told))
     model = load_model(MODEL)
-    policy = make_policy("head_pattern", pattern=tmp_path / "run/pattern", model=model)
+    policy = make_policy({"head_pattern": {"pattern": tmp_path / "run/pattern"}}, model=model)
     assert policy.window == 8
     alpha = np.asarray(run.params["alpha"])
     assert 0 <= alpha.min() < alpha.max() <= 1

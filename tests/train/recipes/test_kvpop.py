@@ -15,7 +15,7 @@ import pytest
 import transformers
 
 from kvjax.builtin import builtin_model
-from kvjax.errors import Doubt, UserError
+from kvjax.errors import UserError
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
@@ -89,7 +89,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     policy = make_policy("kvpop", gates=exported, model=model)
     assert (policy.window, policy.admission.budget) == (6, 20)
     assert policy.admission.made_for is not None
-    with pytest.warns(Doubt, match="made for the model .*, of which .* is a fine-tuned"):
+    with pytest.warns(UserWarning, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
 
 

@@ -267,12 +267,12 @@ def test_a_run_leaves_a_pattern_for_any_sparsity(run):
     weights = np.loadtxt(folder / "full_attention_heads.tsv", delimiter="\t", ndmin=2)
     np.testing.assert_allclose(np.log(weights / (1 - weights)), run.params["log_alpha"], rtol=1e-6)
     assert ((weights > 0) & (weights < 1)).all(), "what clips it to 0 … 1 reads the same order"
-    policy = make_policy("head_pattern", pattern=folder, model=model)
+    policy = make_policy({"head_pattern": {"pattern": folder}}, model=model)
     assert policy.window == 8
     heads = model.config.num_layers * model.config.num_kv_heads
     for share, made in (
         (0.5, policy),
-        (0.25, make_policy("head_pattern", pattern=folder, sparsity=0.25, model=model)),
+        (0.25, make_policy({"head_pattern": {"pattern": folder, "sparsity": 0.25}}, model=model)),
     ):
         whole = np.asarray(made.admission.pattern)
         assert whole.sum() == whole_count(heads, share)
@@ -350,7 +350,7 @@ def test_the_model_can_be_trained_too(tmp_path):
     ]
     assert 0 < max(moved) < 1e-2
     made = load_model(tmp_path / "run/pattern/model")
-    make_policy("head_pattern", pattern=tmp_path / "run/pattern", model=made)
+    make_policy({"head_pattern": {"pattern": tmp_path / "run/pattern"}}, model=made)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
     tokens = np.random.default_rng(0).integers(4, 60, 40)
     with jax.set_mesh(whole.mesh):
         model = load_model(used, dtype="float32")
-        policy = make_policy(used_as, gates=exported, model=model, **USED.get(method, {}))
+        policy = make_policy({used_as: USED.get(method, {})}, gates=exported, model=model)
         own = recipe.deploy(whole.params, whole.model)
         read, kept = (
             sample(whose, [tokens, tokens], policy=rule, max_new_tokens=8)

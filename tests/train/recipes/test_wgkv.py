@@ -190,7 +190,7 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
     _, mesh, model, gates, found = alone
     errors, rates = [], []
     with jax.set_mesh(mesh):
-        policy = adopt(make_policy("wgkv", model=model, gates=gates, tau=TAU, window=WINDOW))
+        policy = adopt(make_policy({"wgkv": {"tau": TAU, "window": WINDOW}}, model=model, gates=gates))
         run = jax.jit(forward)
         for tokens in held_out():
             cache = empty_cache(

@@ -72,4 +72,4 @@ class WholeModel(Recipe):
         return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(self.lr))
 
     def deploy(self, params, model):
-        return make_policy("streaming_llm", model=model, sink=2, window=self.window)
+        return make_policy({"streaming_llm": {"sink": 2, "window": self.window}}, model=model)

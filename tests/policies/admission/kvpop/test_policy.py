@@ -33,7 +33,7 @@ def model():
 
 
 def made(model, **told) -> Policy:
-    return make_policy("kvpop", scorers=tiny_scorers(model), model=model, **SIZES | told)
+    return make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES | told}}, model=model)
 
 
 def priorities(policy, score):
@@ -101,7 +101,7 @@ def seen(policy, at, **changes):
 
 
 def streaming(model, sink, window):
-    return make_policy("streaming_llm", model=model, sink=sink, window=window)
+    return make_policy({"streaming_llm": {"sink": sink, "window": window}}, model=model)
 
 
 AT = step(np.arange(LENGTH)[None])
@@ -225,7 +225,7 @@ def test_a_cache_has_one_size_whatever_comes():
     """Of its arrays, after a prompt and after 4,096 more tokens; a conversation goes on from it, as it does from what
     was put away and brought back."""
     model = tiny_model(max_position=8192)
-    policy = make_policy("kvpop", scorers=tiny_scorers(model), model=model, **SIZES)
+    policy = make_policy({"kvpop": {"scorers": tiny_scorers(model), **SIZES}}, model=model)
 
     def said(prompt, count, **told):
         """Greedily drawn tokens, and the cache of all but the last of them."""
@@ -259,11 +259,11 @@ def test_files_hold_what_was_trained(model, tmp_path):
     found, said = load_scorers(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, found, scorers)
     assert found.sizes == scorers.sizes
-    policy = make_policy("kvpop", scorers=tmp_path)
+    policy = make_policy({"kvpop": {"scorers": tmp_path}})
     assert (policy.window, int(policy.admission.capacity), policy.admission.decay) == (5, 15, False)
     assert policy.admission.delayed
     assert said["method"] == "kvpop"
-    other = make_policy("kvpop", scorers=tmp_path, window=9, budget=12)
+    other = make_policy({"kvpop": {"scorers": tmp_path, "window": 9, "budget": 12}})
     assert (other.window, int(other.admission.capacity)) == (9, 3)
 
 
@@ -274,13 +274,13 @@ def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):
     with pytest.raises(UserError, match="scorers must be a folder of scorers or a Scorer, got 3"):
         KVPOP(3)
     with pytest.raises(UserError, match=r"scorers are for .* = \(3, 4, 8\), the model has \(2, 4, 8\)"):
-        make_policy("kvpop", scorers=scorers, model=tiny_model(num_layers=2))
+        make_policy({"kvpop": {"scorers": scorers}}, model=tiny_model(num_layers=2))
     with pytest.raises(UserError, match="depends on its window of 6, .* make KVPOP with window=8"):
         Policy(KVPOP(scorers, **SIZES), window=8)
     with pytest.raises(UserError, match="delayed must be True or False, got 1"):
         KVPOP(scorers, delayed=1)
     with pytest.raises(UserError, match="and an eviction needs them in order"):
-        make_policy("kvpop", scorers=scorers, eviction="knorm", ratio=0.5, **SIZES)
+        make_policy({"kvpop": {"scorers": scorers, **SIZES}, "knorm": {"ratio": 0.5}})
     save_scorers(tmp_path, scorers, {})
     (tmp_path / "config.json").write_text('{"method": "wgkv", "layers": 3, "kv_heads": 4, "head_dim": 8}')
     with pytest.raises(UserError, match="these are no KVPOP scorers"):

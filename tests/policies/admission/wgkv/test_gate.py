@@ -28,7 +28,7 @@ def test_write_gate_is_the_papers_formula(model, gates):
             want[0, head, token] = 1 / (1 + exp(-(hidden @ w["w2"][head] + w["b2"][head])))
     got = np.asarray(layer(gates, 1)(at.k_pre, at.k))
     np.testing.assert_allclose(got, want, atol=1e-5)
-    policy = make_policy("wgkv", model=model, gates=gates, tau=float(np.median(want)), window=9)
+    policy = make_policy({"wgkv": {"tau": float(np.median(want)), "window": 9}}, model=model, gates=gates)
     np.testing.assert_array_equal(kept(policy, at, 1), want >= np.median(want).astype(np.float32))
 
 

@@ -12,5 +12,5 @@ def test_rates_are_not_taken_for_a_lower_tau(tmp_path):
     rates = {"rate": np.full((3, 4), 0.25).tolist(), "peak_rate": np.full((3, 4), 0.5).tolist()}
     save_gates(tmp_path, tiny_gates(model), {"tau": 0.2, "window": 6} | rates)
     for tau, rate in ((0.1, 1.0), (0.2, 0.5), (0.3, 0.5)):
-        policy = make_policy("wgkv", model=model, gates=tmp_path, tau=tau)
+        policy = make_policy({"wgkv": {"tau": tau}}, model=model, gates=tmp_path)
         np.testing.assert_allclose(policy.admission.rate, rate)

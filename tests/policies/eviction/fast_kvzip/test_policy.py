@@ -65,7 +65,7 @@ READ = [
 @pytest.mark.parametrize("told", READ)
 def test_a_prompt_keeps_what_the_authors_keep(model, gates, told):
     """Kept sets, and the logits of a dense computation under the same masks; of a batch of prompts."""
-    policy = make_policy("fast_kvzip", model=model, gates=gates, short=0, **told)
+    policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
     cache, logits = read(model, policy, ROWS)
     first = {name: told[name] for name in told if name != "opening"}
     for row, tokens in enumerate(ROWS):
@@ -110,7 +110,7 @@ def test_a_mesh_keeps_the_same(gates):
     told = READ[1]
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        policy = make_policy("fast_kvzip", model=split, gates=tiny_sink_gates(split), short=0, **told)
+        policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=split, gates=tiny_sink_gates(split))
         cache, _ = read(split, policy, ROWS)
         found = np.asarray(cache.layers.length)
     model = tiny_model()
@@ -121,9 +121,7 @@ def test_a_mesh_keeps_the_same(gates):
 
 def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates):
     """r·n = 4.1 < 8: exactly the last int(r·n) tokens, and the prefix."""
-    policy = make_policy(
-        "fast_kvzip", model=model, gates=gates, ratio=0.1, chunk=10, window=8, short=0, prefix=0
-    )
+    policy = make_policy("fast_kvzip:ratio=0.1,chunk=10,window=8,short=0,prefix=0", model=model, gates=gates)
     cache, _ = read(model, policy, ROWS[:1])
     np.testing.assert_array_equal(np.asarray(cache.layers.length), 4)
     kept = np.zeros((3, 4, 41), bool)
@@ -132,7 +130,7 @@ def test_a_budget_that_its_window_exceeds_leaves_the_newest_tokens(model, gates)
 
 
 def test_a_ratio_of_one_is_the_full_cache(model, gates):
-    policy = make_policy("fast_kvzip", model=model, gates=gates, ratio=1.0, chunk=10, window=4, short=0)
+    policy = make_policy("fast_kvzip:ratio=1.0,chunk=10,window=4,short=0", model=model, gates=gates)
     cache, logits = read(model, policy, ROWS)
     whole, wanted = read(model, make_policy("full", model=model), ROWS, chunk=10)
     np.testing.assert_array_equal(np.asarray(cache.layers.length), np.asarray(whole.layers.length))
@@ -143,13 +141,13 @@ def test_a_ratio_of_one_is_the_full_cache(model, gates):
 def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     """Elsewhere no cache has room for them, and a token that is read alone has its score at once."""
     policies = [
-        make_policy(name, model=model, eviction=FastKVzip(gates), entries=200, when=when)
+        make_policy(f"fast_kvzip:entries=200,when={when},{name}", model=model, gates=gates)
         for name in ("adakv", "critical_kv")
         for when in ("chunk", "prompt", "position")
     ]
     waiting = [policy.traced.eviction.pending for policy in policies]
     assert waiting == [0, 0, 128] * 2
-    policy, (row,) = make_policy("fast_kvzip", model=model, gates=gates, ratio=1.0), ROWS[2:]
+    policy, (row,) = make_policy("fast_kvzip:ratio=1.0", model=model, gates=gates), ROWS[2:]
     whole = read(model, policy, [row])[0]
     with use_mesh(model):
         policy, cache = begin(model, policy, [row], 0, PAGE, None, None)
@@ -171,7 +169,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
 def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates):
     """Nothing is compacted once the first prompt was read, so no later token needs a score."""
     told, new = READ[4], 6
-    policy = make_policy("fast_kvzip", model=model, gates=gates, short=0, **told)
+    policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
     held = sampling.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
     tokens, said = ROWS[0], {}
     for question in ([3, 1, 4], [1, 5]):
@@ -198,8 +196,10 @@ LONG = {"max_new_tokens": 30, "page_size": PAGE, "eos": ()}
 )
 def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     """Sequences of a batch reach multiples of 8 tokens at different times; scores come late or at once."""
-    told = {"entries": 14, "every": 8, "first": 2, "last": last}
-    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", buffer=buffer, **told)
+    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": last}}
+    policy = make_policy(
+        {"fast_kvzip": {"when": "position", "buffer": buffer, **told}}, model=model, gates=gates
+    )
     rows, answers = ROWS[:2], [[], []]
     for new, cache in sampling.stream(model, rows, policy=policy, **LONG, block=4):
         pages_are_whole(cache)
@@ -219,13 +219,14 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
 @pytest.mark.thorough
 @pytest.mark.parametrize("inputs", ["hidden", "k"])
 def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
-    told = {"entries": 14, "every": 8, "first": 2, "last": 8, "when": "position", "inputs": inputs}
+    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "when": "position"}
+    told |= {"inputs": inputs}
 
     def answered(buffer):
         model = tiny_model()
         own = told | {"gates": tiny_sink_gates(model, inputs=inputs), "buffer": buffer}
         found = sampling.sample(
-            model, ROWS[:2], policy=make_policy("fast_kvzip", model=model, **own), **LONG, block=30
+            model, ROWS[:2], policy=make_policy({"fast_kvzip": own}, model=model), **LONG, block=30
         )
         return [tokens.tolist() for tokens in found.tokens], found.stats.entries.tolist()
 
@@ -237,8 +238,8 @@ def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
 @pytest.mark.thorough
 def test_the_decoding_loop_waits_for_no_host(model, gates):
     """A block that passes a multiple of 8 compacts by itself: in one program, at its own token."""
-    told = {"entries": 14, "every": 8, "first": 2, "last": 8, "buffer": 8}
-    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", **told)
+    told = {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8}
+    policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     sizes = []
     for block in (4, 30):
         found = sampling.sample(model, ROWS[:2], policy=policy, **LONG, block=block)
@@ -255,7 +256,10 @@ def position_total(total, seen, read, decoded):
 
 
 SCHEDULES = {
-    "position": ("fast_kvzip", {"entries": 14, "every": 8, "first": 2, "last": 8, "buffer": 8}),
+    "position": (
+        "fast_kvzip",
+        {"entries": 14, "every": 8, "protected": {"first": 2, "last": 8}, "buffer": 8},
+    ),
     "chunk": ("fast_kvzip", READ[0] | {"short": 0}),
     "overflow": ("snapkv", {"entries": 24, "observed": 6}),
 }
@@ -270,7 +274,7 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
     every page is free or of one row, and rows hold as much as their rule says."""
     name, told = SCHEDULES[when]
     own = {"gates": gates} if name == "fast_kvzip" else {}
-    policy = make_policy(name, model=model, when=when, **told, **own)
+    policy = make_policy({name: {"when": when} | told | own}, model=model)
     random = np.random.default_rng(0)
     for _ in range(3):
         cache, seen, total = None, np.zeros(2, int), np.zeros(2)
@@ -302,20 +306,21 @@ REFUSED = [
     ({"ratio": 0.5, "window": -1}, "fast_kvzip: window must be a whole number of at least 0, got -1"),
     ({"ratio": 0.5, "share": 2}, "fast_kvzip: share must be"),
     ({"ratio": 0.5, "opening": "x"}, "fast_kvzip: opening must be a list of token ids, got 'x'"),
-    ({"ratio": 0.5, "tokenizer": "x"}, "fast_kvzip: tokenizer must come from kvjax.load_tokenizer, got 'x'"),
     ({"ratio": 0.5, "buffer": 0}, "fast_kvzip: buffer must be a whole number of at least 1, got 0"),
     ({"ratio": 0.5, "inputs": "value"}, "fast_kvzip: inputs is one of hidden, k, k_pre, got 'value'"),
     ({"ratio": 0.5, "when": "position"}, "when='position' needs a budget in entries or size"),
-    ({"entries": 99, "when": "position", "last": 64}, "must stay: last must be at least 128, got 64"),
+    (
+        {"entries": 99, "when": "position", "protected": {"last": 64}},
+        "must stay: last must be at least 128, got 64",
+    ),
     ({"entries": 999, "when": "position", "every": 200}, "after every 128 or fewer"),
     ({"entries": 999, "when": "overflow"}, "takes a share of every head's own entries"),
-    ({"ratio": 0.5, "admission": "streaming_llm"}, "fast_kvzip shares out a budget of ranges of a prompt"),
     (
-        {"ratio": 0.5, "first": 0},
-        "fast_kvzip takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
+        {"ratio": 0.5, "protected": {"first": 0}},
+        "fast_kvzip:protected takes first where it compacts while decoding, got when='chunk': of a prompt prefix",
     ),
     (
-        {"ratio": 0.5, "last": 9, "when": "prompt"},
+        {"ratio": 0.5, "protected": {"last": 9}, "when": "prompt"},
         "takes last where .* got when='prompt': of a prompt window says",
     ),
     (
@@ -338,15 +343,15 @@ REFUSED = [
 @pytest.mark.parametrize(("told", "said"), REFUSED)
 def test_what_cannot_be_is_one_line(model, gates, told, said):
     with pytest.raises(UserError, match=said) as caught:
-        make_policy("fast_kvzip", **{"model": model, "gates": gates} | told)
+        make_policy({"fast_kvzip": {"gates": gates} | told}, model=model)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.thorough
 def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gates):
     """No compaction of the decoding loop may hide it."""
-    told = {"entries": 40, "buffer": 16, "every": 16, "last": 16, "first": 4}
-    policy = make_policy("fast_kvzip", model=model, gates=gates, when="position", **told)
+    told = {"entries": 40, "buffer": 16, "every": 16, "protected": {"last": 16, "first": 4}}
+    policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     with pytest.raises(CapacityError):
         sampling.sample(
             model, [ROWS[0][:20]], policy=policy, max_new_tokens=100, page_size=PAGE, capacity=54, eos=()
@@ -355,17 +360,23 @@ def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gate
 
 def test_what_is_pinned_stays_where_it_fills_all_places(model, gates):
     told = {"ratio": 0.5, "chunk": 64, "window": 4, "short": 0, "prefix": 0}
-    policy = make_policy("fast_kvzip", model=model, gates=gates, pinned=1.0, **told)
+    told |= {"adakv": {"over": "model", "pinned": 1.0}}
+    policy = make_policy({"fast_kvzip": told}, model=model, gates=gates)
     cache, _ = read(model, policy, ROWS[:1])
     assert np.asarray(cache.layers.length).mean() == pytest.approx(20.5, abs=1.5)
 
 
 def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model, gates):
-    policy = make_policy("fast_kvzip", model=model, gates=gates, entries=100, when="position")
+    policy = make_policy("fast_kvzip:entries=100,when=position", model=model, gates=gates)
     with pytest.raises(UserError, match="the budget of 100 entries per kv head is below the 132 that always"):
         sampling.sample(model, ROWS[:1], policy=policy)
 
 
 def test_pyramids_are_of_whole_prompts(model, gates):
     with pytest.raises(UserError, match="a pyramid of budgets is of whole prompts"):
-        make_policy("pyramidkv", eviction=FastKVzip(gates), ratio=0.5)
+        make_policy("fast_kvzip:ratio=0.5,pyramidkv", gates=gates)
+
+
+def test_an_admission_does_not_go_with_ranges_of_a_prompt(model, gates):
+    with pytest.raises(UserError, match="fast_kvzip shares out a budget of ranges of a prompt"):
+        make_policy("streaming_llm+fast_kvzip:ratio=0.5", model=model, gates=gates)
