@@ -9,7 +9,7 @@ from kvjax.errors import UserError
 from kvjax.generate import main
 
 MODEL = ["--model", str(builtin_model("test_model"))]
-POLICY = ["--policy", "streaming_llm", "--window", "16", "--set", "sink=4"]
+POLICY = ["--policy", "streaming_llm:window=16,sink=4"]
 CONTEXT, QUESTION = "import os\n" * 20, "def main("
 
 

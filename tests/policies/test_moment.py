@@ -55,6 +55,7 @@ def test_bad_schedules_are_one_line(model, options, says):
     ],
 )
 def test_guidance_is_checked(model, given, says):
+    given = {"ratio": 0.5} | given
+    name = given.pop("name", "snapkv")
     with pytest.raises(UserError, match=says):
-        given = {"ratio": 0.5} | given
-        make_policy({given.pop("name", "snapkv"): given}, model=model)
+        make_policy({name: given}, model=model)

@@ -75,7 +75,7 @@ def test_it_trains_and_generates(probe, tmp_path, call):
     gates = str(tmp_path / "run" / "parameters")
     own = tmp_path / "run" / "parameters" / "model"  # if the run trained it
     used = {"folder": tmp_path, "model": own if own.is_dir() else MODEL}
-    kept, seen = entries_kept(run("generate", "--method", method, "--gates", gates, *PROMPT, **used))
+    kept, seen = entries_kept(run("generate", "--policy", method, "--gates", gates, *PROMPT, **used))
     if "gate" in probe:
         assert 24 <= kept < 24 + 4
     else:
@@ -84,9 +84,9 @@ def test_it_trains_and_generates(probe, tmp_path, call):
 
 @pytest.mark.thorough
 def test_guidance_generates_by_name(tmp_path, call):
-    probe = ["--policy", "tests.probes.guidance:guided", "--set", "ratio=0.5"]
-    whole = entries_kept(call("generate", *probe, *PROMPT, folder=tmp_path))
-    parts = entries_kept(call("generate", *probe, "chunk=32", *PROMPT, folder=tmp_path))
+    probe = "tests.probes.guidance:guided:ratio=0.5"
+    whole = entries_kept(call("generate", "--policy", probe, *PROMPT, folder=tmp_path))
+    parts = entries_kept(call("generate", "--policy", f"{probe},chunk=32", *PROMPT, folder=tmp_path))
     (kept, seen), (in_parts, _) = whole, parts
     assert kept == (seen - 11) // 2 + 11
     assert abs(in_parts - kept) <= 4

@@ -311,9 +311,9 @@ def test_the_published_texts_are_here():
     ],
 )
 def test_what_guidance_cannot_be_is_one_line(model, told, says):
+    told = {"ratio": 0.5} | told
+    name, tokenizer = told.pop("name", "oraclekv"), told.pop("tokenizer", None)
     with pytest.raises(UserError, match=re.escape(says)) as error:
-        told = {"ratio": 0.5} | told
-        name, tokenizer = told.pop("name", "oraclekv"), told.pop("tokenizer", None)
         make_policy({name: told}, model=model, tokenizer=tokenizer)
     assert "\n" not in str(error.value)
 

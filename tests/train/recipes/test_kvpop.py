@@ -136,7 +136,7 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
     dense, fixed = said
     assert "--policy full --prompt-file FILE" in dense
     assert "--phase sparsify --uptrained FOLDER goes on" in dense
-    assert "--policy streaming_llm --set sink=2 --set window=18 --prompt-file FILE" in fixed
+    assert "--policy streaming_llm:sink=2,window=18 --prompt-file FILE" in fixed
     assert "--policies full keydiff h2o expected_attention streaming_llm --out FOLDER" in fixed
     assert "goes on" not in fixed
 
