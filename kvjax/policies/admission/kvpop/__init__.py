@@ -1,5 +1,5 @@
-"""KVPOP: a cache of constant size whose entries are chosen by how much attention they will get (arXiv: see
-docs/policies.md).
+"""KVPOP: a cache of constant size whose entries are chosen by how much attention they will get (workshop paper
+on token eviction guided by an xLSTM).
 
 An mLSTM per kv head reads keys and values as they come and scores each token once, as late as can be, before it leaves
 the window; the best scores so far stay. The whole model is trained to live with that.
