@@ -100,11 +100,11 @@ def test_gates_for_a_gguf_are_trained_used_and_compared(model, tmp_path, capsys,
         "--tasks",
         "niah_single_1",
     ]
-    evaluate.main([*compare, *fewest, "--policies", "wgkv_fixed_tau"])
+    evaluate.main([*compare, *fewest, "--policies", "wgkv"])
     (cell,) = map(json.loads, (tmp_path / "compared" / "results.jsonl").read_text().splitlines())
     assert (cell["task"], cell["policy"], cell["gates"]) == (
         "niah_single_1",
-        "wgkv_fixed_tau",
+        "wgkv",
         str(run / "gates"),
     )
 

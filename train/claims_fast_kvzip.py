@@ -20,7 +20,15 @@ from kvjax.files import write_text
 
 TASKS = "recall", "needle", "copy", "text"
 BUDGETS = 0.2, 0.3, 0.4, 0.5
-POLICIES = "full", "kvzip", "fast_kvzip", "snapkv", "expected_attention", "head_pattern", "random_eviction"
+POLICIES = (
+    "full",
+    "kvzip",
+    "fast_kvzip",
+    "snapkv",
+    "expected_attention",
+    "head_pattern:calibrated",
+    "random_eviction",
+)
 TAUGHT = "fast_kvzip, KVzip's targets"
 """Of the main table: gates by the published target, beside those of the built-in model's own."""
 OWN = "as trained here"

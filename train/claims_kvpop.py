@@ -8,6 +8,7 @@ already is kept, so that the same command goes on where it was stopped.
 """
 
 import dataclasses
+import itertools
 import json
 import statistics
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ BUDGETS = 0.25, 0.0625
 """Of the context: entries of each kv head."""
 WINDOW = 1 / 8
 """Of a budget, as the paper's 64 of 512."""
-OTHERS = "h2o_constant", "r_kv_constant", "tova_constant", "fast_kvzip"
+OTHERS = "h2o", "r_kv", "tova"
 """Of the dense model, cut to the same size whenever `CHUNK` more tokens were read; Fast KVzip, which decides of each
 token once, to the same share of what was read."""
 CHUNK = 64
@@ -125,12 +126,14 @@ def main_table(config: ClaimsConfig) -> str:
             own = sparsified(config, seed, budget)
             fixed = sparsified(config, seed, budget, "--mask", "streaming")
             gather(scores, "KVPOP", asked(config, seed, own, ["kvpop"], [budget]))
-            gather(scores, "StreamLLM+", asked(config, seed, fixed, ["streaming_llm"], [budget]))
-        gather(scores, None, asked(config, seed, up, ["streaming_llm", *OTHERS], BUDGETS))
-    names = {"streaming_llm": "StreamingLLM, untrained"}
-    scores = {
-        names.get(name, f"{name}, untrained" if name in OTHERS else name): x for name, x in scores.items()
-    }
+            gather(scores, "StreamLLM+", asked(config, seed, fixed, ["streaming_llm:calibrated"], [budget]))
+        untrained = asked(config, seed, up, ["streaming_llm:calibrated", "fast_kvzip"], BUDGETS)
+        gather(scores, "StreamingLLM, untrained", [x for x in untrained if x["policy"] != "fast_kvzip"])
+        gather(scores, "fast_kvzip, untrained", [x for x in untrained if x["policy"] == "fast_kvzip"])
+        for budget, name in itertools.product(BUDGETS, OTHERS):
+            policy = f"{name}:when=chunk,entries={round(budget * CONTEXT)}"
+            cells = [x | {"budget": budget} for x in asked(config, seed, up, [policy], [budget])]
+            gather(scores, f"{name}, untrained", cells)
     rows = [row for at in BUDGETS for row in recovered(scores, dense, at)]
     own = [dense["full"][task, 1.0] for task in TASKS]
     everything = ["1", "dense, of 100", *map(spread, own), spread(seed_means(own))]

@@ -21,14 +21,15 @@ from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 from kvjax.exported.folder import describe
 from kvjax.files import write_text
+from kvjax.policies.make import format_policy
 
 BUDGETS = 0.1, 0.2, 0.4
 """Of the context's entries."""
-PLAIN = {"SnapKV": "snapkv", "PyramidKV": "pyramidkv", "AdaKV": "adakv"}
+PLAIN = {"SnapKV": "snapkv", "PyramidKV": "snapkv:pyramidkv", "AdaKV": "snapkv:adakv"}
 """By the context's own last tokens."""
 ALLOCATIONS = {"uniform": "SnapKV", "pyramid": "PyramidKV", "ada": "AdaKV"}
 """Of OracleKV, and what each is without guidance."""
-RIVALS = {"Fast KVzip": "fast_kvzip", "KVzip": "kvzip", "WG-KV": "wgkv"}
+RIVALS = {"Fast KVzip": "fast_kvzip", "KVzip": "kvzip", "WG-KV": "wgkv:calibrated"}
 """Trained, reading twice, and admitting: for whom a question is not needed."""
 
 
@@ -197,17 +198,18 @@ def methods(config: ClaimsConfig) -> str:
     text = next(iter(config.guidance.values()))
     names = {"all of it": "full"} | PLAIN
     names |= {
-        f"{of} with guidance": f"oraclekv:guidance={text},allocation={name}"
+        f"{of} with guidance": format_policy({"oraclekv": {"guidance": text, "allocation": name}})
         for name, of in ALLOCATIONS.items()
     }
     trained = {"wgkv", "fast_kvzip"} if config.own else {describe(x).get("method") for x in config.gates}
-    names |= {name: policy for name, policy in RIVALS.items() if policy == "kvzip" or policy in trained}
+    trained |= {"kvzip"}
+    names |= {name: policy for name, policy in RIVALS.items() if policy.partition(":")[0] in trained}
     return rows_of(config, asked(config, "methods", names, config.tasks))
 
 
 def texts(config: ClaimsConfig) -> str:
     """Texts of guidance, the budget each kv head's own; and the first as a part of the context."""
-    names = {name: f"oraclekv:guidance={text}" for name, text in config.guidance.items()}
+    names = {name: format_policy({"oraclekv": {"guidance": text}}) for name, text in config.guidance.items()}
     tasks = config.tasks if config.own else config.questions
     scores = asked(config, "texts", names, tasks) | kept(config, next(iter(config.guidance.values())))
     return rows_of(config, scores)

@@ -31,7 +31,7 @@ CONTEXT, CHUNK = 1024, 256
 SPARSITIES = 0.3, 0.5, 0.7, 0.9
 BUDGETS = 0.1, 0.2, 0.3, 0.5, 0.7
 """Of the cache, for what is no head pattern."""
-RIVALS = "snapkv", "pyramidkv_patched", "wgkv", "fast_kvzip"
+RIVALS = "snapkv", "snapkv:when=chunk,observers=prompt,pyramidkv", "wgkv:calibrated", "fast_kvzip"
 SINK, WINDOW = 4, 16
 """Of streaming heads, as trained here."""
 AT = 0.7
@@ -87,10 +87,10 @@ def asked(
     sparsities: Sequence[float] = SPARSITIES,
 ) -> dict[float, dict[str, tuple[float, float]]]:
     """Of each sparsity and task the footprint and the score of a pattern as it is."""
-    policies = [f"head_pattern:sparsity={x:g}" for x in sparsities]
+    policies = [f"head_pattern:sparsity={x:g},gates={pattern}" for x in sparsities]
     own = pattern / "model"  # if the run trained it
     model = ["--model", str(own)] if own.is_dir() else []
-    told = *model, "--pattern", str(pattern), *common(config, seed)
+    told = *model, *common(config, seed)
     of = "-".join((pattern.parent.name, pattern.name, *map(str, sparsities)))
     found = evaluated(config.out / f"seed-{seed}" / "asked" / of, policies, [1.0], TASKS, *told)
     by_policy = dict(zip(policies, sparsities, strict=True))
@@ -127,7 +127,7 @@ def ablated(config: ClaimsConfig, seed: int) -> dict[str, Path]:
     """The rankings by each head's own loss, alone streaming or alone whole, on records and copies: those that an
     evaluation measures where it is given no pattern."""
     folder, tasks = config.out / f"seed-{seed}" / "ablated", ("recall", "copy")
-    evaluated(folder, ["head_pattern"], [0.3], tasks, *common(config, seed))
+    evaluated(folder, ["head_pattern:calibrated"], [0.3], tasks, *common(config, seed))
     names = {"one_streaming": "each head streaming alone", "one_whole": "each head whole alone"}
     found = {}
     for name, words in names.items():

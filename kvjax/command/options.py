@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import difflib
 import itertools
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,8 @@ def write_values(file: Path, config: Any, *, omit: Sequence[str] = (), new: bool
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """Return a YAML mapping's values by option, with `_` for `-`: each a string, number or boolean, or a list of these.
+    """Return a YAML mapping's values by option, with `_` for `-`: each a string, number or boolean, a list of these, or
+    a mapping (of policies).
 
     Nothing else is taken, so that no file costs more than its size. Raises UserError.
     """
@@ -107,18 +109,15 @@ def read_values(file: Path) -> dict[str, Any]:
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
             raise UserError(f"{file}: expected `key: value` lines")
+        known: set[int] = set()
         for key, node in root.value:
             option = str(key.value).replace("-", "_") if isinstance(key, yaml.ScalarNode) else "a key"
             if option in values:
                 raise UserError(f"{file}: gives {shown(option)} twice")
-            listed = node.tag == "tag:yaml.org,2002:seq" and isinstance(node, yaml.SequenceNode)
-            nodes = node.value if listed else [node]
-            found = [loader.construct_object(x) if isinstance(x, yaml.ScalarNode) else None for x in nodes]
-            if not all(isinstance(x, str | int | float | datetime.date) for x in found):
-                raise UserError(f"{file}: {shown(option)} must be a value or a list of values")
-            if any(isinstance(x, int) and x.bit_length() > 64 for x in found):
-                raise UserError(f"{file}: {shown(option)} is too large a number")
-            values[option] = found if listed else found[0]
+            try:
+                values[option] = _plain(loader, node, known)
+            except UserError as error:
+                raise UserError(f"{file}: {shown(option)} {error}") from None
     except UserError:
         raise
     except Exception as error:  # RecursionError, and what a tag's constructor trips over
@@ -126,11 +125,40 @@ def read_values(file: Path) -> dict[str, Any]:
     return values
 
 
+def _plain(loader: Any, node: Any, known: set[int], inside: bool = False) -> Any:
+    """Return the value of a node. `known`: the lists and mappings that were read, none of which stands twice."""
+    import yaml
+
+    if isinstance(node, yaml.ScalarNode):
+        found = loader.construct_object(node)
+        if not (isinstance(found, str | int | float | datetime.date) or (inside and found is None)):
+            raise UserError("must be a value or a list of values")
+        if isinstance(found, int) and found.bit_length() > 64:
+            raise UserError("is too large a number")
+        return found
+    if id(node) in known or node.tag not in ("tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"):
+        raise UserError("must be a value or a list of values")
+    known.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(loader, x, known, inside=inside) for x in node.value]
+    pairs = [(_plain(loader, x, known), _plain(loader, y, known, inside=True)) for x, y in node.value]
+    found = {str(x): y for x, y in pairs}
+    if len(found) < len(pairs):
+        raise UserError("gives a name twice")
+    return found
+
+
 def _as_arguments(option: str, value: Any, file: Path) -> list[str]:
     """Return the command line of an option. Raises UserError for a value that would be read as another option."""
     name = option.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]
+    if isinstance(value, dict) and option == "policies":  # by their labels
+        value = [json.dumps({label: x}, default=str) for label, x in value.items()]
+    if isinstance(value, dict) or any(
+        isinstance(x, list | dict) for x in (value if isinstance(value, list) else ())
+    ):
+        raise UserError(f"{file}: {option} must be a value or a list of values")
     texts = list(map(str, value if isinstance(value, list) else [value]))
     if not texts:
         return [f"--{name}"]

@@ -45,16 +45,17 @@ def main(args: list[str] | None = None) -> None:
         # what no context can hold is refused before there are any, and what these cannot before there are weights
         shapes = model_shapes(read_config(find_model(config.model), max(config.context)))
         check_lengths(config, shapes)
-        compared = workloads(config)
-        results.check_contexts(compared)
-        check_contexts(config, shapes, compared)
-        check_dense(config, compared)
+        loads = workloads(config)
+        results.check_contexts(loads)
+        check_contexts(config, shapes, loads)
+        check_dense(config, loads)
         model = load_model(config.model, dtype=config.dtype, max_length=max(config.context))
         results.check_model(model)
-        evaluation = Evaluation(config, model, compared)
+        evaluation = Evaluation(config, model, loads)
         results.begin()
         lock.take()
-        wanted = [(*pair, workload.task, workload.length) for workload in compared for pair in pairs(config)]
+        own = pairs(config)
+        wanted = [(one.label, budget, load.task, load.length) for load in loads for one, budget in own]
         with Progress("cells", len(wanted), sum(key in results.cells for key in wanted)) as progress:
             evaluation.run(results, progress)
         given = sys.argv[1:] if args is None else args

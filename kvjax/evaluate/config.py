@@ -11,18 +11,28 @@ from kvjax.command.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
 from kvjax.tasks.scbench import TURNS
 
-FIXED_TAU = "wgkv_fixed_tau"
-"""Gates at their own τ."""
 POLICIES = (
-    *("full", "streaming_llm", "head_pattern", "snapkv", "snapkv_chunked", "snapkv_patched"),
-    *("pyramidkv_chunked", "pyramidkv_patched", "adakv_chunked", "expected_attention"),
-    *("expected_attention_chunked", "keydiff", "keydiff_chunked", "h2o_chunked", "r_kv"),
-    *("oraclekv", "kvzip", "fast_kvzip", "kvpop", "prulong", "duo_attention", "quest"),
-    *("wgkv", FIXED_TAU, "wgkv+snapkv", "wgkv+quest"),
+    *("full", "streaming_llm:calibrated", "head_pattern:calibrated"),
+    *("snapkv", "snapkv:when=chunk", "snapkv:when=chunk,observers=prompt"),
+    *(
+        "snapkv:when=chunk,pyramidkv",
+        "snapkv:when=chunk,observers=prompt,pyramidkv",
+        "snapkv:when=chunk,adakv",
+    ),
+    *(
+        "expected_attention",
+        "expected_attention:when=chunk",
+        "keydiff",
+        "keydiff:when=chunk",
+        "h2o:when=chunk",
+    ),
+    *("r_kv", "oraclekv", "kvzip", "fast_kvzip", "kvpop", "quest", "wgkv:calibrated", "wgkv"),
+    *("wgkv+snapkv:group=max,pooling=max,adakv.over=model,adakv.pinned=0.0", "wgkv+quest"),
 )
-"""Compared where no others are named."""
+"""Compared where no others are named, and head_pattern:gates=… for each pattern among --gates."""
 ANSWERING = (
-    *("full", "streaming_llm", "h2o_decoding", "r_kv_decoding", "fast_kvzip_decoding", "kvpop", FIXED_TAU),
+    *("full", "streaming_llm", "h2o:when=position", "r_kv:when=position", "fast_kvzip:when=position"),
+    *("kvpop", "wgkv"),
 )
 """The same for contests, where the cache grows with the answer."""
 DTYPES = "float32", "bfloat16", "float16"
@@ -43,8 +53,10 @@ class EvaluateConfig:
     model: str = BUILTIN
     """A model folder, a GGUF file, a hub id, or `builtin`."""
     policies: tuple[str, ...] = POLICIES
-    """What to compare; see CONTENDERS in kvjax/evaluate/contenders.py. A name may be followed by arguments of the
-    policy: snapkv:pool=7,group=max. By default those that there are gates for."""
+    """What to compare, as in kvjax.generate --policy: snapkv, wgkv+quest, snapkv:when=chunk,adakv. One that names no
+    ratio, entries, … gets each of --budgets, one that does is measured once. streaming_llm:calibrated,
+    head_pattern:calibrated and wgkv:calibrated are fitted on other contexts for each budget. In a --config file also a
+    mapping of labels to policies. By default those that there are gates for."""
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
@@ -61,18 +73,15 @@ class EvaluateConfig:
     """Tokens of a call while a context is read, and of a chunk where a method evicts after each; by default a quarter
     of the shortest context, at most 32768."""
     observed: int | None = None
-    """Last tokens that SnapKV and what builds on it look back at; by default 64, at most a sixteenth of a chunk."""
+    """Last tokens that SnapKV looks back at; by default 64, at most a sixteenth of a chunk."""
     question_aware: bool = False
     """Read each question with its context and compress both; by default contexts are compressed before any question."""
     gates: tuple[str, ...] = ()
     """Folders with trained gates, .pt files of the methods' authors, or `builtin`, those that come with the built-in
-    model, its default. wgkv_fixed_tau compares all of WG-KV's at their own τ, its budget being λ; wgkv searches the τ
-    for each budget, with the two whose own size is nearest to it, and takes those that answer more of calibration
-    contexts; wgkv+NAME takes at their own τ the most selective that let in as much as the budget; head_pattern tries
-    the rates of the first. fast_kvzip, prulong and duo_attention take the first of their own."""
-    pattern: tuple[Path, ...] = ()
-    """head_pattern: DuoAttention pattern folders, for their orders of the heads; by default every head's own loss is
-    measured for each task, and kept in --out as such folders."""
+    model, its default. wgkv is compared with all of WG-KV's at their own τ, its budget being λ; wgkv:calibrated
+    searches the τ for each budget, with the two whose own size is nearest to it, and takes those that answer more of
+    calibration contexts; wgkv+NAME takes at their own τ the most selective that let in as much as the budget;
+    head_pattern:calibrated tries the rates of the first. Other methods take the first of their own."""
     order_contexts: int | None = None
     """Contexts that heads are ordered on; by default 2 to 10, the fewer the more heads there are to measure. Which
     order, how many sinks and which windows are then chosen on 10."""
@@ -123,7 +132,7 @@ class EvaluateConfig:
     page_size: int | None = None
     """Tokens per page; by default 64 on a TPU and 16 elsewhere and with a selection."""
     force: bool = False
-    """Take gates and patterns that were made for another model of the same shape."""
+    """Take gates that were made for another model of the same shape."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default that of the weights."""
     mesh: MeshShape = MeshShape()
@@ -135,7 +144,7 @@ class EvaluateConfig:
             values = getattr(self, name)
             if not values:
                 raise UserError(f"--{name} needs at least one value")
-        for name in ("policies", "budgets", "tasks", "context", "gates", "pattern"):
+        for name in ("policies", "budgets", "tasks", "context", "gates"):
             values = getattr(self, name)
             twice = [value for index, value in enumerate(values) if value in values[:index]]
             if twice:
@@ -163,10 +172,6 @@ class EvaluateConfig:
             raise UserError(
                 f"--page-size must be at most the shortest --context, {min(self.context)}, got {self.page_size}"
             )
-        named = () if self.policies == POLICIES else self.policies
-        gated = [name for name in named if name.startswith("wgkv")]
-        if gated and not self.gates and self.model != BUILTIN:
-            raise UserError(f"--policies {gated[0]} needs --gates, a folder that training exported")
         if self.turns not in TURNS:
             raise UserError(f"--turns must be one of {', '.join(TURNS)}, got {self.turns}")
         if self.turns == "own" and self.question_aware:

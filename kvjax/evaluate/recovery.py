@@ -11,9 +11,6 @@ from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.results import Cell, metric_of, read_cells
 from kvjax.evaluate.workloads import Workload
 
-FULL = "full"
-"""The policy that others are held against."""
-
 
 @dataclass(frozen=True)
 class Recovery:
@@ -54,7 +51,7 @@ def _error(cell: Cell) -> float | None:
 def dense_cells(config: EvaluateConfig, cells: Sequence[Cell]) -> Mapping[tuple[str, int], Cell]:
     """The full cache's cells by task and length, those of --dense if it is given, else those among `cells`."""
     known = cells if config.dense is None else _read(config.dense)
-    return {(cell.task, cell.context): cell for cell in known if cell.policy == FULL}
+    return {(cell.task, cell.context): cell for cell in known if cell.is_full}
 
 
 def _read(folder: Path) -> list[Cell]:

@@ -1,6 +1,5 @@
 """report.md, pareto.png, mean.png and the maps of kept entries, from the cells of results.jsonl."""
 
-import json
 import math
 import platform
 import shlex
@@ -12,11 +11,12 @@ import numpy as np
 
 from kvjax.builtin import BUILTIN
 from kvjax.evaluate import pictures
-from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
-from kvjax.evaluate.contenders import EVERY, contender, with_arguments
+from kvjax.evaluate.compared import CALIBRATED
+from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.footprint import critical_footprint
-from kvjax.evaluate.recovery import FULL, Recovery, dense_cells, recovery
-from kvjax.evaluate.results import Cell
+from kvjax.evaluate.recovery import Recovery, dense_cells, recovery
+from kvjax.evaluate.results import BUDGET, LAMBDA, Cell
+from kvjax.policies.make import format_policy, parse_policy
 from kvjax.tasks import scbench
 from kvjax.tasks.ruler import RULER_TASKS
 
@@ -79,11 +79,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         "straight lines between budgets; < and >: below the smallest and above the largest that was measured; –: the "
         "full cache answered nothing, or was not measured.",
     ]
-    if any("quest" in cell.policy for cell in cells):
+    if any("quest" in cell.described for cell in cells):
         lines.append(
             "Quest frees nothing: its budget is what a query reads, its footprint that of the cache it reads from."
         )
-    if any(cell.policy.partition(":")[0] == "kvzip" for cell in cells):
+    if any(cell.described.partition(":")[0] == "kvzip" for cell in cells):
         lines.append(
             "KVzip has every context repeated before it compresses it, a part at a time behind all of it. Its "
             "footprint leaves that out; what it cost is under Sizes and speeds: all that was held, the peak, and "
@@ -91,11 +91,11 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
         )
     if any(cell.tau is not None for cell in cells):
         lines.append(
-            "Two protocols for gates. wgkv: τ is searched so that contexts of their own meet the budget; of several "
-            "gates with the two whose own size is nearest to it, and those that answer more of further contexts are "
-            f"compared. {FIXED_TAU}: the τ that the gates were exported with, a "
-            "cell for each λ, as in WG-KV's paper; their size is what it comes to. wgkv+NAME: at their own τ the "
-            "most selective gates that let in as much as the budget. The second table of a task says which τ each had."
+            "Two protocols for gates. wgkv:calibrated: τ is searched so that contexts of their own meet the budget; "
+            "of several gates with the two whose own size is nearest to it, and those that answer more of further "
+            "contexts are compared. wgkv: the τ that the gates were exported with, a cell for each λ, as in WG-KV's "
+            "paper; their size is what it comes to. wgkv+NAME: at their own τ the most selective gates that let in as "
+            "much as the budget. The second table of a task says which τ each had."
         )
     published = dict.fromkeys(cell.task for cell in cells if cell.published)
     if ruler := [task for task in published if task in RULER_TASKS]:
@@ -114,7 +114,7 @@ def _about_contests(config: EvaluateConfig) -> str:
         "mean over problems and draws, ± its standard error over the draws of these problems. Relative recovery is "
         f"pass@1 over that of {dense}, ± its standard error, taking the draws of both as independent. A budget is a "
         "share of the tokens that a prompt with its answer may have, so many entries of a kv head at any time; "
-        f"evictions hold up to {EVERY} more, or as many as `every` says, between two compactions. The KV footprint is "
+        "evictions hold up to `every` (128) more between two compactions. The KV footprint is "
         "what was really held, summed "
         "over the query steps of prompt and answer, over full attention's at the same lengths."
     )
@@ -132,12 +132,11 @@ def _pass_at_1(cells: list[Cell], dense: Mapping[tuple[str, int], Cell]) -> str:
         "peak |",
         "|---" * 9 + "|",
     ]
-    for cell in sorted(cells, key=lambda cell: (cell.policy != FULL, cell.policy == FIXED_TAU, cell.budget)):
+    for cell in sorted(cells, key=lambda cell: (not cell.is_full, cell.sized_by == LAMBDA, cell.budget)):
         drawn = cell.drawn
         assert drawn is not None
         error = "" if drawn.error is None else f" ± {100 * drawn.error:.1f}"
-        fixed = cell.policy != FIXED_TAU and not contender(cell.policy).one_size
-        entries = f"{cell.budget * cell.context:.0f}" if fixed else ""
+        entries = f"{cell.budget * cell.context:.0f}" if cell.sized_by == BUDGET else ""
         lines.append(
             f"| {cell.policy} | {cell.at} | {entries} | {100 * cell.score:.1f}{error} | "
             f"{_shown(recovery([cell], dense))} | {100 * drawn.cut:.0f}% | "
@@ -164,6 +163,12 @@ def _across(cells: Sequence[Cell]) -> Iterator[tuple[int, list[str], CellRows]]:
             yield context, tasks, {row: [found.get((*row, task)) for task in tasks] for row in rows}
 
 
+def _order(cells: Sequence[Cell | None]) -> tuple[bool, bool, float]:
+    """Where a policy at a budget stands in a table."""
+    first = next(cell for cell in cells if cell is not None)
+    return not first.is_full, first.sized_by == LAMBDA, first.budget
+
+
 def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> list[str]:
     """A table for each length that has several tasks: all of them side by side, the policies of one budget together."""
     tables = []
@@ -179,7 +184,7 @@ def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> 
             f"| policy | budget | {' | '.join(tasks)} | mean |{ahead} footprint | MiB |",
             "|---" * (len(tasks) + 5 + contests) + "|",
         ]
-        for row in sorted(rows, key=lambda row: (row[0] != FULL, row[0] == FIXED_TAU, row[1])):
+        for row in sorted(rows, key=lambda row: _order(rows[row])):
             own = rows[row]
             known = [cell for cell in own if cell is not None]
             size = np.mean([cell.bytes for cell in known]) / 2**20
@@ -197,8 +202,8 @@ def _overviews(cells: Sequence[Cell], dense: Mapping[tuple[str, int], Cell]) -> 
 
 def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
     first = cells[0]
-    budgets = sorted({cell.budget for cell in cells if cell.policy not in (FULL, FIXED_TAU)} or {1.0})
-    full = next((cell.score for cell in cells if cell.policy == FULL), None)
+    budgets = sorted({cell.budget for cell in cells if cell.sized_by == BUDGET} or {1.0})
+    full = next((cell.score for cell in cells if cell.is_full), None)
     most = max(cell.samples for cell in cells)
     lines = [
         f"## {first.task}, {first.context} tokens",
@@ -211,9 +216,9 @@ def _scores(config: EvaluateConfig, cells: list[Cell]) -> str:
         "|---" * (len(budgets) + 2) + "|",
     ]
     for name, own in _by_policy(cells).items():
-        if name == FIXED_TAU:
+        if own[0].sized_by == LAMBDA:
             continue
-        if name == FULL:
+        if own[0].sized_by != BUDGET:
             shown = [_score_and_footprint(own[0])] + [""] * (len(budgets) - 1)
             lines.append(f"| {name} | {' | '.join(shown)} | |")
             continue
@@ -238,20 +243,20 @@ def _thresholds(cells: Sequence[Cell], full: float | None) -> list[str]:
         return []
     lines = ["", "| with gates | budget or λ | gates | τ | entries | score |", "|---" * 6 + "|"]
     for cell in gated:
-        tau = f"{cell.tau:.9g}, {'searched' if contender(cell.policy).calibrated else 'their own'}"
+        tau = f"{cell.tau:.9g}, {'searched' if CALIBRATED in cell.described else 'their own'}"
         lines.append(
             f"| {cell.policy} | {cell.at} | {cell.gates} | {tau} | {cell.kv_ratio:.3f} | {_score_and_footprint(cell)} |"
         )
-    swept = [(cell.footprint, cell.score) for cell in gated if cell.policy == FIXED_TAU]
+    swept = [(cell.footprint, cell.score) for cell in gated if cell.sized_by == LAMBDA]
     if swept and full:
         found = critical_footprint(swept, full, CRITICAL_SHARE)
-        lines += ["", f"{FIXED_TAU}: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
+        lines += ["", f"wgkv: {100 * CRITICAL_SHARE:.0f}% of the full cache's score at {found}."]
     return lines
 
 
 def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
     """What generates with each τ that was searched for."""
-    searched = [cell for cell in cells if cell.tau is not None and contender(cell.policy).calibrated]
+    searched = [cell for cell in cells if cell.tau is not None and CALIBRATED in cell.described]
     if not searched:
         return []
     return ["", "With these τ:", "", "```sh", *(_command(config, cell) for cell in searched), "```"]
@@ -259,12 +264,13 @@ def _commands(config: EvaluateConfig, cells: Sequence[Cell]) -> list[str]:
 
 def _command(config: EvaluateConfig, cell: Cell) -> str:
     """The command, and as a comment what its cell kept."""
-    name, arguments = with_arguments(cell.policy)
-    told = ",".join(f"{key}={json.dumps(x)}" for key, x in {"tau": cell.tau, **(arguments or {})}.items())
+    told = {"tau": cell.tau} | {
+        x: y for x, y in parse_policy(cell.described)["wgkv"].items() if x != CALIBRATED
+    }
     model = [] if config.model == BUILTIN else ["--model", config.model]
     dtype = [] if config.dtype is None else ["--dtype", config.dtype]
     force = ["--force"] if config.force else []
-    words = [*model, *dtype, *force, "--policy", f"{name}:{told}", "--gates", cell.gates or ""]
+    words = [*model, *dtype, *force, "--policy", format_policy({"wgkv": told}), "--gates", cell.gates or ""]
     size = f"budget {cell.at}: {cell.kv_ratio:.3f} of the entries"
     return f"python -m kvjax.generate {shlex.join(words)} --prompt-file FILE  # {size}"
 

@@ -11,13 +11,15 @@ from typing import Any
 
 from kvjax.cache import default_page_size
 from kvjax.errors import UserError
-from kvjax.evaluate.config import FIXED_TAU, EvaluateConfig
+from kvjax.evaluate.compared import Compared, compared_of, described
+from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.measuring import Drawn, Measurement
 from kvjax.evaluate.workloads import Workload
 from kvjax.exported.fingerprint import contents
 from kvjax.exported.folder import digest
 from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
+from kvjax.policies import HeadPattern
 from kvjax.policies.admission.pattern_folder import pattern_digest
 from kvjax.tasks.contests import CONTESTS
 
@@ -39,14 +41,25 @@ HEADS_FOLDER = "heads"
 """The folder of what heads were found to be worth."""
 
 
+LAMBDA, BUDGET, NOTHING = "λ", "budget", "nothing"
+"""What a policy's size comes of."""
+FULL = "full"
+"""The policy that others are held against."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What one policy at one budget did on one task at one length. A line of results.jsonl."""
 
     policy: str
-    """A contender's name, with its arguments."""
+    """Its label."""
+    described: str
+    """The policy string."""
+    sized_by: str
+    """What the budget is: `budget`, a share of the full cache's entries; `λ` of gates at their own τ; or `nothing`, of
+    a policy with a size of its own."""
     budget: float
-    """A share of the full cache's entries."""
+    """The budget, or λ."""
     task: str
     """Its name."""
     context: int
@@ -101,7 +114,12 @@ class Cell:
     @property
     def at(self) -> str:
         """The budget, or the λ of gates at their own τ."""
-        return f"λ {self.budget:g}" if self.policy == FIXED_TAU else f"{self.budget:g}"
+        return f"λ {self.budget:g}" if self.sized_by == LAMBDA else f"{self.budget:g}"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is of the full cache."""
+        return self.described == FULL
 
     def __str__(self) -> str:
         tau = "" if self.tau is None else f", τ {self.tau:.9g}"
@@ -112,7 +130,7 @@ class Cell:
 
 
 def cell(
-    policy: str,
+    compared: Compared,
     budget: float,
     workload: Workload,
     found: Measurement,
@@ -123,11 +141,17 @@ def cell(
 ) -> Cell:
     """What was found, as it is written: figures to 6 places, speeds to whole tokens."""
 
+    sized_by = BUDGET if compared.takes_budget else NOTHING
+    if compared.own_tau and gates is not None and "lambda" in described(gates):
+        sized_by = LAMBDA
+
     def speed(x: float | None) -> int | None:
         return None if x is None else round(x)
 
     return Cell(
-        policy=policy,
+        policy=compared.label,
+        described=compared.text,
+        sized_by=sized_by,
         budget=budget,
         task=workload.task,
         context=workload.length,
@@ -178,7 +202,11 @@ class Results:
         self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
         self._settings |= {name: _read_from(getattr(config, name)) for name in READ} | {
             "gates": [[folder, digest(folder)] for folder in config.gates],
-            "pattern": [[str(folder), pattern_digest(folder)] for folder in config.pattern],
+        }
+        # gates that stand in policy strings
+        named = [pair for text in config.policies for pair in compared_of(text).own_gates.items()]
+        self._named = {
+            path: (pattern_digest if method == HeadPattern.name else digest)(path) for path, method in named
         }
         self._check_settings()
         self._settings["model"] = [config.model, None]
@@ -194,7 +222,9 @@ class Results:
         folder = self._file.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            write_text(self._settings_file, json.dumps(self._settings, indent=1) + "\n")
+            write_text(
+                self._settings_file, json.dumps(self._settings | {"named": self._named}, indent=1) + "\n"
+            )
         except OSError as error:
             raise UserError(f"--out {folder} cannot be written: {error.strerror or error}") from None
 
@@ -229,6 +259,13 @@ class Results:
                     f"--out {file.parent} holds results with --{option} {had}, got {value}{digests}: name "
                     "another folder"
                 )
+
+        named = before.get("named", {})
+        if others := [path for path, own in self._named.items() if named.get(path, own) != own]:
+            raise UserError(
+                f"--out {file.parent} holds results with other gates than {others[0]} has now: name another folder"
+            )
+        self._named = named | self._named
 
     def _read(self) -> dict[tuple[str, float, str, int], Cell]:
         """The cells; a last line that a killed run did not finish is dropped."""

@@ -3,29 +3,46 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvjax import cache as caches
 from kvjax.command.progress import Progress
 from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
-from kvjax.evaluate.config import ANSWERING, FIXED_TAU, POLICIES, EvaluateConfig
-from kvjax.evaluate.contenders import CONTENDERS, GATED, Sizing, budget_policy, contender, known_orders
-from kvjax.evaluate.gates import (
-    TauSearch,
-    by_lambda,
-    described,
-    most_selective,
-    nearest,
-    of_method,
+from kvjax.evaluate.calibrated import (
+    Calibrated,
+    Candidate,
+    Rivals,
+    default_contexts,
+    narrowest,
+    orders,
     own_tau,
 )
+from kvjax.evaluate.compared import (
+    LEARNED,
+    Compared,
+    Sizing,
+    budget_policy,
+    by_lambda,
+    compared_of,
+    described,
+    known_orders,
+    most_selective,
+    of_method,
+)
+from kvjax.evaluate.config import ANSWERING, POLICIES, EvaluateConfig
 from kvjax.evaluate.long_answers import Drawing, measure_drawn, write_answers
-from kvjax.evaluate.measuring import Manner, Measurement, groups, measure, measure_together, read
+from kvjax.evaluate.measuring import (
+    Manner,
+    Measurement,
+    groups,
+    measure,
+    measure_together,
+    measured_alone,
+    read,
+)
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
-from kvjax.evaluate.static_heads import Rivals, default_contexts, narrowest, orders
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
 from kvjax.exported.fingerprint import MadeFor
@@ -33,8 +50,8 @@ from kvjax.inference.sampling import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
-from kvjax.policies.admission.pattern_folder import read_pattern
-from kvjax.policies.admission.wgkv import load_gates
+from kvjax.policies.admission.wgkv import WGKV, load_gates
+from kvjax.policies.registry import is_method
 from kvjax.tasks.contests import CONTESTS
 from kvjax.tasks.sample import Sample, score_agreements
 from kvjax.tasks.scbench import TASKS as SCBENCH_TASKS
@@ -44,18 +61,6 @@ ANSWERS_FOLDER = "answers"
 """The folder of what was answered to contests."""
 CHOICES = 10
 """Samples that static policies are chosen on."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A policy of a budget."""
-
-    policy: Policy
-    """Made for the budget."""
-    gates: str | None
-    """The folder of its gates."""
-    choice: str
-    """What was chosen on calibration contexts, in words."""
 
 
 @dataclass(frozen=True)
@@ -102,39 +107,32 @@ class Evaluation:
             self.choice_samples[workload.task, workload.length] = self._choice_samples(workload)
 
     def _check_files(self) -> None:
-        """Refuse gates and patterns of another model."""
-        said = {f"--gates {gates}": MadeFor.described(described(gates)) for gates in self.config.gates}
-        said |= {f"--pattern {folder}": read_pattern(folder).made_for for folder in self.config.pattern}
-        for what, made_for in said.items():
-            if made_for is not None:
-                made_for.check(what, self.model)
+        """Refuse gates of another model."""
+        for gates in self.config.gates:
+            if (made_for := MadeFor.described(described(gates))) is not None:
+                made_for.check(f"--gates {gates}", self.model)
 
     def _choice_samples(self, workload: Workload) -> ChoiceSamples:
         config, shape = self.config, self.model.config
-        chosen = [name for name in config.policies if self._chooses(name, workload)]
+        every = compared(config)
+        chosen = [one for one in every if self._chooses(one, workload)]
         length = workload.length if workload.published else min(workload.length, config.order_length)
         count = config.order_contexts or default_contexts(shape.num_layers * shape.num_kv_heads, length)
-        several = any(
-            contender(name).calibrated and len(gates_for(config, name)) > 1 for name in config.policies
-        )
+        several = any(one.searched and len(gates_for(config, one)) > 1 for one in every)
         return ChoiceSamples(
             length,
-            for_rivals(workload, config, count, length) if any(map(self._orders, chosen)) else [],
+            for_rivals(workload, config, count, length) if any(one.orders_heads for one in chosen) else [],
             for_rivals(workload, config, CHOICES, workload.length) if chosen else [],
             # as many as a batch has, for which the programs are there
             for_rivals(workload, config, workload.batch, workload.length) if several else [],
         )
 
-    def _chooses(self, name: str, workload: Workload) -> bool:
-        """Whether a policy is the best of its kind on calibration contexts: where there are any."""
-        return contender(name).choose is not None and not workload.drawn
+    def _chooses(self, one: Compared, workload: Workload) -> bool:
+        """Whether a policy's heads are chosen on calibration contexts: where there are any."""
+        return one.chooses_heads and not workload.drawn
 
-    def _orders(self, name: str) -> bool:
-        """Whether a policy's heads are measured: where they count and no pattern was given."""
-        return contender(name).choose is Rivals.head_pattern and not self.config.pattern
-
-    def _sizing(self, workload: Workload, policy: str, budget: float) -> Sizing:
-        return sizing_of(self.config, self.model, workload.tokens, workload.shortest, policy, budget)
+    def _sizing(self, workload: Workload, one: Compared, budget: float) -> Sizing:
+        return sizing_of(self.config, self.model, workload.tokens, workload.shortest, one, budget)
 
     def _manner(self, workload: Workload) -> Manner:
         config = self.config
@@ -151,10 +149,11 @@ class Evaluation:
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""
         for workload in self.workloads:
-            todo: dict[str, list[float]] = {}
-            for name, budget in pairs(self.config):
-                if (name, budget, workload.task, workload.length) not in results.cells:
-                    todo.setdefault(name, []).append(budget)
+            todo = [
+                (one, budget)
+                for one, budget in pairs(self.config)
+                if (one.label, budget, workload.task, workload.length) not in results.cells
+            ]
             if todo:
                 workload = self._against_full(workload)
             for group in self._reading_groups(todo, workload):
@@ -162,17 +161,16 @@ class Evaluation:
                     results.add(one)
                     progress.done(str(one))
 
-    def _reading_groups(
-        self, todo: Mapping[str, Sequence[float]], workload: Workload
-    ) -> list[dict[str, list[float]]]:
+    def _reading_groups(self, todo: Sequence[tuple[Compared, float]], workload: Workload) -> list["Group"]:
         """The cells of a workload by policy, those together whose contexts are read once for all."""
-        groups: dict[tuple[str, str | Path | None], dict[str, list[float]]] = {}
-        for name, budgets in todo.items():
-            for budget in budgets:
-                word = contender(name).reads
-                gates = self._sizing(workload, name, budget).gates if word == GATED else None
-                groups.setdefault((word or name, gates), {}).setdefault(name, []).append(budget)
-        return list(groups.values())
+        found: dict[object, Group] = {}
+        for one, budget in todo:
+            sizing = self._sizing(workload, one, budget)
+            fitted = one.calibrated or workload.drawn
+            reading = None if fitted else reading_of(one, budget_policy(one, sizing), sizing.gates)
+            group = found.setdefault(reading or one.label, Group(reading is not None, {}))
+            group.budgets.setdefault(one.label, (one, []))[1].append(budget)
+        return list(found.values())
 
     def _against_full(self, workload: Workload) -> Workload:
         """The workload, its texts scored by what the full cache says."""
@@ -182,94 +180,83 @@ class Evaluation:
         reference = measure(self.model, full, workload.samples, self._manner(workload)).outputs
         return dataclasses.replace(workload, samples=score_agreements(workload.samples, reference))
 
-    def _cells(self, todo: Mapping[str, Sequence[float]], workload: Workload) -> Iterator[Cell]:
+    def _cells(self, group: "Group", workload: Workload) -> Iterator[Cell]:
         """The cells of a workload of a policy at some budgets, or of several that read alike."""
         manner = self._manner(workload)
-        candidates = {
-            name: self._candidates(name, budgets, workload, manner) for name, budgets in todo.items()
-        }
+        known = [
+            (one, budgets, self._candidates(one, budgets, workload, manner))
+            for one, budgets in group.budgets.values()
+        ]
         try:
-            if workload.drawn:
-                drawing = drawing_of(self.config, workload)
-                for name, own in candidates.items():
-                    for budget, one in zip(todo[name], own, strict=True):
-                        found = measure_drawn(self.model, one.policy, workload.samples, drawing, manner)
-                        cell = self._cell(name, budget, one, workload, found)
-                        self._keep_answers(cell, workload, found)
-                        yield cell
-            elif contender(next(iter(todo))).reads:
-                known = {name: list(own) for name, own in candidates.items()}
-                policies = [[one.policy for one in own] for own in known.values()]
+            if group.together:
+                known = [(one, budgets, list(own)) for one, budgets, own in known]
+                policies = [[candidate.policy for candidate in own] for _, _, own in known]
                 found = iter(measure_together(self.model, policies, workload.samples, manner))
-                for name, own in known.items():
-                    for budget, one in zip(todo[name], own, strict=True):
-                        yield self._cell(name, budget, one, workload, next(found))
-            else:
-                for name, own in candidates.items():
-                    for budget, one in zip(todo[name], own, strict=True):
-                        found = measure(self.model, one.policy, workload.samples, manner)
-                        yield self._cell(name, budget, one, workload, found)
+                for one, budgets, own in known:
+                    for budget, candidate in zip(budgets, own, strict=True):
+                        yield self._cell(one, budget, candidate, workload, next(found))
+                return
+            for one, budgets, own in known:
+                for budget, candidate in zip(budgets, own, strict=True):
+                    if workload.drawn:
+                        drawing = drawing_of(self.config, workload)
+                        measured = measure_drawn(
+                            self.model, candidate.policy, workload.samples, drawing, manner
+                        )
+                    else:
+                        measured = measure(self.model, candidate.policy, workload.samples, manner)
+                    cell = self._cell(one, budget, candidate, workload, measured)
+                    if workload.drawn:
+                        self._keep_answers(cell, workload, measured)
+                    yield cell
         except UserError as error:
-            raise UserError(f"{', '.join(todo)} on {workload.task}: {error}") from None
+            raise UserError(f"{', '.join(group.budgets)} on {workload.task}: {error}") from None
 
     def _keep_answers(self, cell: Cell, workload: Workload, found: Measurement) -> None:
         name = f"{cell.task}-{cell.context}-{cell.policy}-{cell.budget:g}.jsonl".replace("/", "_")
         tokenizer = _tokenizer(self.config.model)
         write_answers(self.config.out / ANSWERS_FOLDER / name, workload.samples, found.outputs, tokenizer)
 
-    def _cell(self, name: str, budget: float, own: Candidate, workload: Workload, found: Measurement) -> Cell:
-        return cell(name, budget, workload, found, self.config, own.gates, own_tau(own.policy), own.choice)
+    def _cell(
+        self, one: Compared, budget: float, own: Candidate, workload: Workload, found: Measurement
+    ) -> Cell:
+        return cell(one, budget, workload, found, self.config, own.gates, own_tau(own.policy), own.choice)
 
     def _candidates(
-        self, name: str, budgets: Sequence[float], workload: Workload, manner: Manner
+        self, one: Compared, budgets: Sequence[float], workload: Workload, manner: Manner
     ) -> Iterator[Candidate]:
         """One policy at each budget, fitted on calibration contexts where it has something to fit."""
-        entry = contender(name)
-        searches: dict[str, TauSearch] = {}
-        rivals = functools.cache(lambda: self._rivals(workload, name))
         samples = functools.cache(lambda: self._for_gates(workload))
 
-        def size(policy: Policy) -> float:
-            return self._size(policy, workload, manner)
+        @functools.cache
+        def calibrated() -> Calibrated:
+            return Calibrated(
+                self.model,
+                self._rivals(workload, one) if self._chooses(one, workload) else None,
+                one.orders_heads,
+                size=lambda policy: self._size(policy, workload, manner),
+                score=lambda policy: measure(self.model, policy, samples(), manner).score,
+            )
 
         for budget in budgets:
-            possible = possible_policies(self.config, name, sizing := self._sizing(workload, name, budget))
-            (gates, policy), choice = next(iter(possible.items())), ""
-            if entry.choose is not None and self._chooses(name, workload):
-                chosen = entry.choose(rivals(), sizing.entries)
-                policy, choice = chosen.pattern.policy(self.model, **entry.arguments), chosen.words
-            if entry.calibrated:
-                for folder, own in possible.items():
-                    searches.setdefault(folder, TauSearch(own, size))
-                found = nearest({folder: searches[folder] for folder in possible}, budget)
-                gates, choice = self._best_gates(found, samples, manner)
-                policy = found[gates]
-            yield Candidate(policy, None if own_tau(policy) is None else gates, choice)
+            sizing = self._sizing(workload, one, budget)
+            possible = possible_policies(self.config, one, sizing)
+            if one.searched or self._chooses(one, workload):
+                yield calibrated().fit(budget, sizing.entries, possible)
+                continue
+            gates, policy = next(iter(possible.items()))
+            yield Candidate(policy, None if own_tau(policy) is None else gates)
 
     def _for_gates(self, workload: Workload) -> Sequence[Sample]:
         """What one of several gates is chosen on, texts scored by what the full cache says."""
         own = self.choice_samples[workload.task, workload.length].for_gates
         return self._against_full(dataclasses.replace(workload, samples=own)).samples
 
-    def _best_gates(
-        self, policies: Mapping[str, Policy], samples: Callable[[], Sequence[Sample]], manner: Manner
-    ) -> tuple[str, str]:
-        """The name of the policy that answers best on the samples, the first of equals, and what was chosen in words;
-        of one policy none."""
-        if len(policies) == 1:
-            return next(iter(policies)), ""
-        scores = {
-            name: measure(self.model, policy, samples(), manner).score for name, policy in policies.items()
-        }
-        best = max(scores, key=scores.__getitem__)
-        tried = ", ".join(f"{name} {100 * score:.0f}%" for name, score in scores.items())
-        return best, f"gates {best} (of {tried})"
-
-    def _rivals(self, workload: Workload, name: str) -> Rivals:
+    def _rivals(self, workload: Workload, one: Compared) -> Rivals:
         """What the static policies of a workload are chosen by."""
-        sizing, own = self._sizing(workload, name, 1.0), self.choice_samples[workload.task, workload.length]
+        sizing, own = self._sizing(workload, one, 1.0), self.choice_samples[workload.task, workload.length]
         known, window = known_orders(sizing)
-        if self._orders(name):
+        if one.orders_heads:
             narrow = min(window, narrowest(own.length))
             folder = self.config.out / HEADS_FOLDER / f"{workload.task}-{own.length}-window-{narrow}"
             run = TeacherForcing(self.model, own.for_order, workload.batch)
@@ -287,15 +274,52 @@ class Evaluation:
         return entries / whole
 
 
-def gates_for(config: EvaluateConfig, policy: str) -> tuple[str, ...]:
-    """The folders of gates that are a policy's to take. Raises UserError if it needs some and there are none."""
-    entry = contender(policy)
-    found = of_method(config.gates, entry.gates or entry.method)
-    if not found and entry.needs_gates:
-        raise UserError(
-            f"--policies {policy} needs --gates of {entry.gates}, a folder that training exported or the authors' file"
-        )
-    return found if entry.gates is not None else found or config.gates
+@dataclass(frozen=True)
+class Group:
+    """Cells of a workload that are measured one after the other."""
+
+    together: bool
+    """Whether contexts are read once for all."""
+    budgets: dict[str, tuple[Compared, list[float]]]
+    """Policies and their budgets, by label."""
+
+
+def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
+    """Return what is alike of all policies for which one reading of contexts serves, until the prompt's end; None for
+    one that is read alone."""
+    late = policy.when is not None and policy.when.when != "prompt"
+    passes = policy.eviction is not None and policy.eviction.rereads
+    if late or passes or measured_alone(policy):
+        return None
+    if policy.stores_all:
+        return True
+    if one.over_gates and one.takes_gates == WGKV.name:
+        return gates, policy.window, own_tau(policy)
+    return None
+
+
+def compared(config: EvaluateConfig) -> list[Compared]:
+    """Return the policies that are compared. Raises UserError for one that is none, and for a label twice."""
+    found = [compared_of(text) for text in config.policies]
+    labels = [one.label for one in found]
+    if twice := [label for at, label in enumerate(labels) if label in labels[:at]]:
+        raise UserError(f"--policies names {twice[0]} twice")
+    return found
+
+
+def gates_for(config: EvaluateConfig, one: Compared) -> tuple[str, ...]:
+    """Return the folders of gates that are a policy's to take. Raises UserError if it needs some and there are none."""
+    if one.orders_heads:
+        return of_method(config.gates, "wgkv")
+    name = one.takes_gates
+    if name is None:
+        return ()
+    found = of_method(config.gates, name)
+    if found or not is_method(one.kinds[name]):
+        return found or config.gates
+    raise UserError(
+        f"--policies {one.label} needs --gates of {name}, a folder that training exported or the authors' file"
+    )
 
 
 def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text: None) -> EvaluateConfig:
@@ -304,10 +328,12 @@ def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text:
         return config
 
     def runs(policy: str) -> bool:
-        entry = contender(policy)
-        return not entry.needs_gates or bool(of_method(config.gates, entry.gates or entry.method))
+        name = compared_of(policy).takes_gates
+        return name is None or bool(of_method(config.gates, name))
 
-    policies = ANSWERING if answers_contests(config) else POLICIES
+    learned = [folder for method in LEARNED for folder in of_method(config.gates, method)]
+    contests = answers_contests(config)
+    policies = ANSWERING if contests else (*POLICIES, *(f"head_pattern:gates={folder}" for folder in learned))
     if without := [policy for policy in policies if not runs(policy)]:
         say(f"not compared, since --gates names nothing that was trained for them: {', '.join(without)}")
     return dataclasses.replace(config, policies=tuple(filter(runs, policies)))
@@ -345,19 +371,17 @@ def check_policies(config: EvaluateConfig) -> None:
         raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
     if config.turns != TURNS[0] and not any(task in SCBENCH_TASKS for task in config.tasks):
         raise UserError(f"--turns is for SCBench's tasks, which {config.tasks[0]} is none of")
-    for name in config.policies:
-        entry = contender(name)
-        if entry.on not in ("both", "contests" if drawn else "contexts"):
-            fits = [other for other, one in CONTENDERS.items() if one.on in ("both", "contests")]
+    for one in compared(config):
+        if not (one.on_contests if drawn else one.on_contexts):
             raise UserError(
-                f"--policies {name}: its cache grows with an answer, whatever the budget; for {config.tasks[0]}: "
-                f"{', '.join(fits)}"
+                f"--policies {one.label}: its cache grows with an answer, whatever the budget; {config.tasks[0]} is "
+                "for those that evict while they answer (when=position), and for full, streaming_llm, wgkv and kvpop"
                 if drawn
-                else f"--policies {name} evicts while it answers at length, which is measured on contests: "
+                else f"--policies {one.label} evicts while it answers at length, which is measured on contests: "
                 f"{', '.join(CONTESTS)}"
             )
-    if FIXED_TAU in config.policies:
-        by_lambda(gates_for(config, FIXED_TAU))
+        if one.own_tau and len(found := gates_for(config, one)) > 1:
+            by_lambda(found)
 
 
 def drawing_of(config: EvaluateConfig, workload: Workload) -> Drawing:
@@ -366,40 +390,46 @@ def drawing_of(config: EvaluateConfig, workload: Workload) -> Drawing:
 
 
 def sizing_of(
-    config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, policy: str, budget: float
+    config: EvaluateConfig, model: Decoder, tokens: int, shortest: int, one: Compared, budget: float
 ) -> Sizing:
     """What a policy is made for at a budget, of contexts of about `tokens` tokens, `shortest` at least."""
     assert config.chunk is not None
     assert config.observed is not None
-    own = gates_for(config, policy)
+    own = gates_for(config, one)
     gates = own[0] if own else None
-    if contender(policy).own_tau:
-        gates, budget = by_lambda(own)[budget], 1.0
-    elif contender(policy).over_gates:
+    if one.own_tau:
+        gates, budget = _by_lambda(own)[budget], 1.0
+    elif one.over_gates and own:
         gates = most_selective(own, budget, tokens)
     return Sizing(
-        model, budget, tokens, shortest, config.chunk, config.observed, gates, config.pattern, config.seed,
-        config.force, tokenizer=functools.partial(_tokenizer, config.model),
+        model, budget, tokens, shortest, config.chunk, config.observed, gates, config.seed, config.force,
+        tokenizer=functools.partial(_tokenizer, config.model),
     )  # fmt: skip
 
 
 _tokenizer = functools.cache(load_tokenizer)
 
 
+def _by_lambda(folders: Sequence[str]) -> dict[float, str]:
+    """Gates at their own τ by their λ, which one alone need not say."""
+    alone = len(folders) == 1 and not isinstance(described(folders[0]).get("lambda"), int | float)
+    return {1.0: folders[0]} if alone else by_lambda(folders)
+
+
 def possible_policies(
-    config: EvaluateConfig, name: str, sizing: Sizing, *, any_gates: bool = False
+    config: EvaluateConfig, one: Compared, sizing: Sizing, *, any_gates: bool = False
 ) -> dict[str, Policy]:
     """The policy of a size, by the folder of its gates: where τ is searched for, or with `any_gates`, each that can
     meet the size.
 
     Raises UserError if there is none.
     """
-    if not (contender(name).calibrated or (any_gates and contender(name).over_gates)):
-        return {str(sizing.gates or ""): budget_policy(name, sizing)}
+    if not (one.searched or (any_gates and one.over_gates and sizing.gates is not None)):
+        return {str(sizing.gates or ""): budget_policy(one, sizing)}
     found, errors = {}, []
-    for gates in gates_for(config, name):
+    for gates in gates_for(config, one) or (sizing.gates,):
         try:
-            found[gates] = budget_policy(name, dataclasses.replace(sizing, gates=gates))
+            found[gates or ""] = budget_policy(one, dataclasses.replace(sizing, gates=gates))
         except UserError as error:
             errors.append(error)
     if not found:
@@ -425,12 +455,12 @@ def check_contexts(config: EvaluateConfig, model: Decoder, workloads: Sequence[W
             raise UserError(f"{own.task} at --context {own.length}: {error}") from None
 
 
-def pairs(config: EvaluateConfig) -> list[tuple[str, float]]:
-    """Policies with their budgets: 1 for one that has but one size, λ for gates at their own τ."""
-    return [(policy, budget) for policy in config.policies for budget in _budgets(policy, config)]
+def pairs(config: EvaluateConfig) -> list[tuple[Compared, float]]:
+    """Policies with their budgets: 1 for one with a size of its own, λ for gates at their own τ."""
+    return [(one, budget) for one in compared(config) for budget in _budgets(one, config)]
 
 
-def _budgets(policy: str, config: EvaluateConfig) -> tuple[float, ...]:
-    if contender(policy).own_tau:
-        return tuple(by_lambda(gates_for(config, policy)))
-    return (1.0,) if contender(policy).one_size else config.budgets
+def _budgets(one: Compared, config: EvaluateConfig) -> tuple[float, ...]:
+    if one.own_tau:
+        return tuple(_by_lambda(gates_for(config, one)))
+    return config.budgets if one.takes_budget else (1.0,)

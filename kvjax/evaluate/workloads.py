@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
+from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.evaluate.contenders import contender
 from kvjax.tasks.ruler import Files
 from kvjax.tasks.sample import Sample, one_question, question_aware
 from kvjax.tasks.sources import Material, Source, check_separable, source
@@ -100,7 +100,7 @@ def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Wo
     if samples[0].drawn:
         draws = -(-config.samples // len(samples))
         return Workload(task, length, own, samples, [], _batch(len(samples) * draws, config), draws)
-    searched = any(contender(name).calibrated for name in config.policies)
+    searched = any(compared_of(text).searched for text in config.policies)
     others = Split(config.seed, count, calibration=True)
     calibration = own.samples(others, CALIBRATION_SAMPLES, length) if searched else []
     if config.question_aware:

@@ -124,6 +124,29 @@ def parse_policy(text: str) -> Described:
     return found
 
 
+def format_policy(described: Described) -> str:
+    """Return the string of a mapping."""
+    parts = []
+    for name, own in described.items():
+        arguments = []
+        for argument, value in own.items():
+            if not isinstance(value, Mapping):
+                arguments.append(f"{argument}={_written(value)}")
+            else:
+                arguments += [f"{argument}.{x}={_written(y)}" for x, y in value.items()] or [argument]
+        parts.append(f"{name}:{','.join(arguments)}" if arguments else name)
+    return "+".join(parts)
+
+
+def _written(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    bare = len(_split(value, ",")) == len(_split(value, "+")) == 1 and '"' not in value
+    return (
+        value if bare and value and value == value.strip() and _value(value) == value else json.dumps(value)
+    )
+
+
 def _split(text: str, separator: str) -> list[str]:
     """Split a text at separators outside lists and quoted strings; at a plus only before a letter."""
     parts, depth, quoted = [""], 0, False

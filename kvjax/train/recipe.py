@@ -33,6 +33,10 @@ Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
 
 
+UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
+"""The evictions that do best on the built-in model without training, as training's report calls them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Validation:
     """A recipe's figures (`Recipe.measure`) of the held-out sequences."""
@@ -357,8 +361,6 @@ class Recipe(abc.ABC):
     def rivals(self) -> Mapping[str, str]:
         """The evictions that the report compares it with at its size, beside the full cache, static heads and chance,
         by the words that the report has for them."""
-        from kvjax.evaluate.contenders import UNTRAINED
-
         return UNTRAINED
 
     @abc.abstractmethod

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.evaluate import pictures
+from kvjax.evaluate.calibrated import Rivals, orders
 from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import Manner, Measurement, measure
-from kvjax.evaluate.static_heads import Rivals, orders
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy

@@ -15,7 +15,7 @@ from kvjax.evaluate.results import read_cells
 from tests.evaluate.whole_run import lines, without_speeds
 
 LENGTH = 160
-POLICIES = ["full", "streaming_llm", "r_kv_decoding:every=16,observed=4"]
+POLICIES = ["full", "streaming_llm", "r_kv:when=position,every=16,observed=4"]
 SAID = "temperature 0.7, top-p 0.8, top-k 20"
 
 
@@ -99,7 +99,7 @@ def test_a_finished_cell_is_kept(data, evaluated, tmp_path):
 
 
 def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_path):
-    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv=0.4)
     main(command(data, out))
     report = (out / "report.md").read_text()
     for said in (
@@ -108,15 +108,15 @@ def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_pat
         "| full | 1 |  | 50.0 ± 5.0 | 1.00 | ",
         # √(0.05² + (0.4 · 0.05)²) / 0.5
         "| streaming_llm | 0.25 | 40 | 20.0 ± 5.0 | 0.40 ± 0.11 | ",
-        "| r_kv_decoding:every=16,observed=4 | 0.25 | 40 | 40.0 ± 5.0 | 0.80 ± 0.13 | ",
+        "| r_kv:when=position,every=16,observed=4 | 0.25 | 40 | 40.0 ± 5.0 | 0.80 ± 0.13 | ",
     ):
         assert said in report, said
 
 
 def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
     """KVPOP's is the model before it had a small cache."""
-    dense = rewritten(evaluated, tmp_path / "dense", full=0.8, streaming_llm=0.1, r_kv_decoding=0.1)
-    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    dense = rewritten(evaluated, tmp_path / "dense", full=0.8, streaming_llm=0.1, r_kv=0.1)
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv=0.4)
     main(command(data, out, "--dense", str(dense)))
     report = (out / "report.md").read_text()
     assert f"pass@1 over that of the full cache of {dense}" in report
@@ -166,7 +166,7 @@ def test_recovery_over_several_contests_is_that_of_the_mean(evaluated):
 @pytest.mark.thorough
 def test_several_contests_stand_side_by_side(data, evaluated, tmp_path):
     """With the recovery of their mean; the cells of the second are those of the first here."""
-    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv_decoding=0.4)
+    out = rewritten(evaluated, tmp_path / "run", full=0.5, streaming_llm=0.2, r_kv=0.4)
     known = lines(out)
     both = known + [cell | {"task": "aime_2025", "score": cell["score"] / 2} for cell in known]
     (out / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in both))
@@ -199,13 +199,17 @@ def test_other_draws_are_another_folder_s(data, evaluated):
         (
             {"policies": ["snapkv"]},
             [],
-            "--policies snapkv: its cache grows with an answer, .* for aime_2024: full, streaming_llm, kvpop",
+            "--policies snapkv: its cache grows with an answer, .* aime_2024 is for those that evict while",
         ),
-        ({"policies": ["wgkv"]}, ["--gates", "builtin"], "--policies wgkv: its cache grows with an answer"),
         (
-            {"tasks": ["needle"], "policies": ["r_kv_decoding"]},
+            {"policies": ["wgkv:calibrated"]},
+            ["--gates", "builtin"],
+            "--policies wgkv:calibrated: its cache grows with an answer",
+        ),
+        (
+            {"tasks": ["needle"], "policies": ["r_kv:when=position"]},
             [],
-            "r_kv_decoding evicts while it answers at length, which is measured on contests: aime_2024, aime",
+            "r_kv:when=position evicts while it answers at length, which is measured on contests: aime_2024, aime",
         ),
         ({}, ["--context", "64"], "--context 64: the longest prompt of aime_2024 takes"),
         (

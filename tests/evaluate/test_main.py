@@ -36,19 +36,19 @@ def ruler_data(tmp_path_factory):
     [
         (
             ["--policies", "full", "snap_kv"],
-            r"--policies: unknown policy 'snap_kv'; the nearest known: snapkv",
+            r"--policies snap_kv: unknown method 'snap_kv'; the nearest known: snapkv",
         ),
         (["--policies", "full", "full"], "--policies names full twice"),
-        (["--policies", "wgkv"], "--policies wgkv needs --gates, a folder that training exported"),
+        (["--policies", "wgkv"], "--policies wgkv needs --gates of wgkv, a folder that training exported"),
         (["--policies", "wgkv", "--gates", "nowhere"], "nowhere holds no gates: it has no gates.safetensors"),
         (["--policies", "wgkv", "--gates", "builtin"], "these gates are for .* the model has"),
         (
-            ["--policies", "head_pattern", "--pattern", "nowhere"],
+            ["--policies", "head_pattern:gates=nowhere"],
             "nowhere is no head pattern: it has no full_attention_heads.tsv",
         ),
         (
-            ["--policies", "head_pattern", "--pattern", "{pattern}"],
-            "--pattern: its table made for 3 layers × 4 kv heads, the model has 2 × 4",
+            ["--policies", "head_pattern:gates={pattern}"],
+            "head_pattern: pattern made for 3 layers × 4 kv heads, the model has 2 × 4",
         ),
         (
             ["--policies", "streaming_llm", "--budgets", "0.02"],
@@ -59,11 +59,11 @@ def ruler_data(tmp_path_factory):
             r"needle at --context 126: streaming_llm at 0.033 of \d+ tokens: a budget of 3\.\d entries",
         ),
         (
-            ["--policies", "pyramidkv_chunked", "--observed", "32"],
-            "pyramidkv_chunked at 0.1 of .* more than 32 tokens, got 32",
+            ["--policies", "snapkv:when=chunk,pyramidkv", "--observed", "32"],
+            "snapkv:when=chunk,pyramidkv at 0.1 of .* more than 32 tokens, got 32",
         ),
         (
-            ["--policies", "snapkv_chunked"],
+            ["--policies", "snapkv:when=chunk"],
             "the budget of 3 of a chunk's 32 entries per kv head is below the 4 that always stay",
         ),
         (["--budgets", "0.5", "1.5"], "--budgets are shares above 0 and at most 1, got 1.5"),
@@ -115,9 +115,13 @@ def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_pat
     ("policies", "samples", "message"),
     [
         (["full"], "9", "there are 8 samples of qa_1, needed 9 to compare; give fewer --samples"),
-        (["head_pattern"], "7", "needed 7 to compare and 2 more to calibrate on; give fewer --samples"),
-        (["full", "streaming_llm"], "7", "needed 7 to compare and 10 more to calibrate on"),
-        (["wgkv"], "5", "needed 5 to compare and 4 more to calibrate on"),
+        (
+            ["head_pattern:calibrated"],
+            "7",
+            "needed 7 to compare and 2 more to calibrate on; give fewer --samples",
+        ),
+        (["full", "streaming_llm:calibrated"], "7", "needed 7 to compare and 10 more to calibrate on"),
+        (["wgkv:calibrated"], "5", "needed 5 to compare and 4 more to calibrate on"),
     ],
 )
 def test_too_few_published_samples_are_refused(policies, samples, message, tmp_path):

@@ -13,8 +13,8 @@ from kvjax.builtin import builtin_model
 from kvjax.command.launch import parse_command
 from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.calibrated import own_tau
 from kvjax.evaluate.config import EvaluateConfig, parse
-from kvjax.evaluate.gates import own_tau
 from kvjax.evaluate.report import _command, report
 from kvjax.evaluate.results import Results
 from kvjax.generate import GenerateConfig
@@ -53,7 +53,7 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
     """The report has a command for each, whose policy has that τ to the last bit."""
     folder = evaluated[0]
     commands = [line for line in (folder / "report.md").read_text().splitlines() if "kvjax.generate" in line]
-    cells = [cell for cell in lines(folder) if cell["policy"] == "wgkv"]
+    cells = [cell for cell in lines(folder) if cell["policy"] == "wgkv:calibrated"]
     assert len(commands) == len(cells) == 4
     assert len({cell["tau"] for cell in cells}) > 1
     for command, cell in zip(commands, cells, strict=True):
@@ -63,16 +63,18 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
         assert program == "kvjax.generate"
         told = parse_command(GenerateConfig, words)
         assert (told.model, told.dtype) == (str(builtin_model("test_model")), "float32")
-        policy = make_policy({told.policy: told.policy_arguments()}, model=load_model(told.model))
+        policy = make_policy(told.policy, model=load_model(told.model), gates=told.gates)
         assert own_tau(policy) == cell["tau"]
 
 
 def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     config = EvaluateConfig(Path("out"), model="a model", force=True)
     known = Results(parse([*arguments, *TASKS, "--out", str(evaluated[0])])).cells
-    cell = dataclasses.replace(known["wgkv", 0.5, "text", 126], policy="wgkv:window=9", gates="g", tau=0.25)
+    cell = dataclasses.replace(
+        known["wgkv:calibrated", 0.5, "text", 126], described="wgkv:window=9,calibrated", gates="g", tau=0.25
+    )
     assert _command(config, cell).startswith(
-        "python -m kvjax.generate --model 'a model' --force --policy wgkv --gates g --set tau=0.25 window=9 --prompt-f"
+        "python -m kvjax.generate --model 'a model' --force --policy wgkv:tau=0.25,window=9 --gates g --prompt-f"
     )
 
 
@@ -81,9 +83,10 @@ def test_what_reads_contexts_again_is_said_to(arguments, evaluated, tmp_path):
     """Of KVzip, with its own arguments too, and not of what has its name within another."""
     folder = shutil.copytree(evaluated[0], tmp_path / "run")
     said = "KVzip has every context repeated before it compresses it"
-    for name, there in {"kvzip:over=layer": True, "fast_kvzip": False}.items():
+    for name, there in {"kvzip:adakv.over=layer": True, "fast_kvzip": False}.items():
         cells = [
-            cell | {"policy": name} if cell["policy"] == "snapkv" else cell for cell in lines(evaluated[0])
+            cell | {"policy": name, "described": name} if cell["policy"] == "snapkv" else cell
+            for cell in lines(evaluated[0])
         ]
         (folder / "results.jsonl").write_text("".join(json.dumps(cell) + "\n" for cell in cells))
         config = parse([*arguments, *TASKS, "--out", str(folder)])
@@ -137,7 +140,7 @@ def test_a_mean_is_of_all_tasks_or_not_shown(arguments, evaluated, tmp_path, mon
     (row,) = (line for line in tables.split("\n## ")[0].splitlines() if line.startswith("| snapkv | 0.25 |"))
     assert "|  |  |" in row
     points = drawn["mean.png"]["mean of 2 tasks, 126 tokens"]
-    assert (len(points["snapkv"]), len(points["wgkv"])) == (1, 2)
+    assert (len(points["snapkv"]), len(points["wgkv:calibrated"])) == (1, 2)
 
 
 def test_nothing_right_has_no_critical_footprint(arguments, evaluated, tmp_path):

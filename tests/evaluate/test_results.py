@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -13,7 +12,6 @@ from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.results import Results
 from kvjax.models import load_model
-from kvjax.policies.admission.pattern_folder import write_pattern
 from kvjax.policies.admission.wgkv import save_gates
 from tests.evaluate.whole_run import SMALL, TASKS, lines
 from tests.tiny_models import tiny_gates
@@ -21,13 +19,12 @@ from tests.tiny_models import tiny_gates
 
 @pytest.mark.thorough
 def test_results_on_other_contexts_are_refused(tmp_path):
-    """The same command, but the file that its contexts are cut from has changed; and another pattern of that name. The
-    same contents elsewhere are the same."""
-    documents, pattern = tmp_path / "text.txt", tmp_path / "pattern"
+    """The same command, but the file that its contexts are cut from has changed. The same contents elsewhere are the
+    same."""
+    documents = tmp_path / "text.txt"
     paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
     documents.write_text("\n\n".join(paragraphs))
-    write_pattern(pattern, np.eye(2, 4), 4, 16)
-    files = ["--documents", str(documents), "--pattern", str(pattern), "--out", str(tmp_path / "run")]
+    files = ["--documents", str(documents), "--out", str(tmp_path / "run")]
     command = [*SMALL, "--samples", "12", "--policies", "full", "--tasks", "text", *files]
     main(command)
     main(command)
@@ -40,12 +37,6 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
     with pytest.raises(
         UserError, match=r"holds results with --documents \['.*', '\w{16}'\], got \['.*', '\w{16}'\]"
-    ):
-        main(command)
-    documents.write_text("\n\n".join(paragraphs))
-    write_pattern(pattern, 1 - np.eye(2, 4), 4, 16)
-    with pytest.raises(
-        UserError, match=r"holds results with --pattern \[\['.*pattern', '\w{16}'\]\], got \[\['"
     ):
         main(command)
 
@@ -111,7 +102,7 @@ def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
     shutil.copytree(evaluated[0], folder)
     whole = (folder / "results.jsonl").read_text()
     for line, message in (
-        ('{"policy": "full"}\n', "results.jsonl: line 11 has no field `budget`"),
+        ('{"policy": "full"}\n', "results.jsonl: line 11 has no field `described`"),
         ("policy\n", "results.jsonl: line 11 is no JSON object, it starts policy"),
     ):
         (folder / "results.jsonl").write_text(whole + line)
@@ -120,3 +111,17 @@ def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
     (folder / "settings.json").unlink()
     with pytest.raises(UserError, match=r"there are results but no settings.json beside them"):
         main([*arguments, *TASKS, "--out", str(folder)])
+
+
+def test_gates_that_a_policy_names_are_not_others_later(tmp_path):
+    """Other policies may be added meanwhile."""
+    model, gates, out = load_model(builtin_model("test_model")), tmp_path / "gates", str(tmp_path / "run")
+    save_gates(gates, tiny_gates(model), {"tau": 0.5, "window": 4})
+    gated = f"wgkv:gates={gates}"
+    Results(parse(["--out", out, *SMALL, "--policies", gated])).begin()
+    (tmp_path / "run" / "heads").mkdir()
+    Results(parse(["--out", out, *SMALL, "--policies", "full"])).begin()
+    save_gates(gates, tiny_gates(model, seed=2), {"tau": 0.5, "window": 4})
+    Results(parse(["--out", out, *SMALL, "--policies", "full"])).begin()
+    with pytest.raises(UserError, match=f"holds results with other gates than {gates} has now: name another"):
+        Results(parse(["--out", out, *SMALL, "--policies", "full", gated]))

@@ -7,6 +7,7 @@ import pytest
 
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import parse
 from kvjax.evaluate.results import Results
 from kvjax.evaluate.run import Evaluation
@@ -19,7 +20,13 @@ from tests.evaluate.whole_run import SMALL, TASKS, lines, without_speeds
 
 def test_every_cell_is_a_line(evaluated):
     cells = lines(evaluated[0])
-    wanted = [("full", 1.0), ("snapkv", 0.25), ("snapkv", 0.5), ("wgkv", 0.25), ("wgkv", 0.5)]
+    wanted = [
+        ("full", 1.0),
+        ("snapkv", 0.25),
+        ("snapkv", 0.5),
+        ("wgkv:calibrated", 0.25),
+        ("wgkv:calibrated", 0.5),
+    ]
     assert [(c["task"], c["policy"], c["budget"]) for c in cells] == [
         (task, *pair) for task in ("needle", "text") for pair in wanted
     ]
@@ -33,20 +40,22 @@ def test_every_cell_is_a_line(evaluated):
             full_bytes, full_perplexity = cell["bytes"], cell["perplexity"]
         if cell["task"] == "text":
             # held against the full cache; this model says much the same without it
-            low, high = {"full": (1, 1), "snapkv": (0.8, 1), "wgkv": (0.5, 0.99)}[cell["policy"]]
+            low, high = {"full": (1, 1), "snapkv": (0.8, 1)}.get(cell["policy"], (0.5, 0.99))
             assert low <= cell["score"] <= high
             assert cell["perplexity"] == pytest.approx(full_perplexity, rel=0.5)
         if cell["policy"] == "snapkv":
             assert cell["kv_ratio"] == pytest.approx(int(cell["budget"] * tokens) / tokens, abs=1e-5)
-        if cell["policy"] == "wgkv":
+        if cell["policy"] == "wgkv:calibrated":
             assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
             assert cell["peak_kv"] < 0.9
         assert cell["bytes"] <= full_bytes
         assert 0 < cell["footprint"] <= 1
         assert cell["decode_tok_s"] > 0
         # what is read together has no speed of its own
-        assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv")
+        assert (cell["prefill_tok_s"] is None) == (cell["policy"] != "wgkv:calibrated")
         assert (cell["question_aware"], cell["published"], cell["seed"]) == (False, False, 0)
+        assert cell["described"] == cell["policy"]
+        assert cell["sized_by"] == ("nothing" if cell["policy"] == "full" else "budget")
 
 
 def test_another_budget_compiles_nothing(evaluated):
@@ -54,7 +63,7 @@ def test_another_budget_compiles_nothing(evaluated):
     at_cell = evaluated[1]
     assert at_cell[3] > at_cell[2]
     for first in (3, 8):
-        assert lines(evaluated[0])[first]["policy"] == "wgkv"
+        assert lines(evaluated[0])[first]["policy"] == "wgkv:calibrated"
         assert at_cell[first + 1] == at_cell[first]
 
 
@@ -122,7 +131,8 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
 def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_on(tmp_path, monkeypatch):
     """With that of much longer ones every head would see everything, and all be worth the same."""
     config = parse([
-        *TEST_MODEL, "--policies", "head_pattern", "--tasks", "needle", "--context", "2048", "--order-length", "512",
+        *TEST_MODEL, "--policies", "head_pattern:calibrated", "--tasks", "needle", "--context", "2048",
+        "--order-length", "512",
         "--order-contexts", "2", "--samples", "3", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
     evaluation, found = Evaluation(config, load_model(config.model), workloads(config)), []
@@ -130,6 +140,6 @@ def test_heads_are_ordered_with_a_window_for_the_contexts_that_they_are_ordered_
     monkeypatch.setattr(
         run, "orders", lambda loss, shape, window, folder, _: found.append((window, folder)) or {}
     )
-    rivals = evaluation._rivals(evaluation.workloads[0], "head_pattern")
+    rivals = evaluation._rivals(evaluation.workloads[0], compared_of("head_pattern:calibrated"))
     assert found == [(16, tmp_path / "run" / "heads" / "needle-512-window-16")]
     assert rivals.window == 64

@@ -23,7 +23,8 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     """Also where heads are ordered on shorter contexts."""
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
     config = parse([
-        *SMALL, "--policies", "head_pattern", "wgkv", "--tasks", "qa_1", "--ruler-data", str(tmp_path),
+        *SMALL, "--policies", "head_pattern:calibrated", "wgkv:calibrated", "--tasks", "qa_1",
+        "--ruler-data", str(tmp_path),
         "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
         "--gates", "builtin", "--out", str(tmp_path / "run"),
     ])  # fmt: skip
@@ -31,7 +32,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     (workload,) = workloads(config)
     model = load_model(config.model, dtype="float32")
     evaluation = Evaluation(
-        dataclasses.replace(config, policies=("head_pattern",), gates=()), model, [workload]
+        dataclasses.replace(config, policies=("head_pattern:calibrated",), gates=()), model, [workload]
     )
 
     def houses(samples):
@@ -46,7 +47,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
 
 
 def test_made_contexts_follow_from_seeds_and_none_is_calibrated_on(tmp_path):
-    args = ["--policies", "wgkv", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
+    args = ["--policies", "wgkv:calibrated", "--gates", "builtin", "--tasks", "recall", "--seed", "2"]
     args += ["--out", str(tmp_path / "run")]
     config = parse([*SMALL, *args])
     (workload,) = workloads(config)

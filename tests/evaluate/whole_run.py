@@ -4,7 +4,7 @@ import json
 
 from kvjax.builtin import builtin_model
 
-POLICIES = ["full", "snapkv", "wgkv"]
+POLICIES = ["full", "snapkv", "wgkv:calibrated"]
 SMALL = [
     *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
     *("--context", "126", "--chunk", "32", "--observed", "4", "--samples", "48", "--batch", "4"),

@@ -169,14 +169,15 @@ def test_commands_refuse_and_force(tmp_path, capsys):
     their = MadeFor("their/model", fingerprint(jax.tree.map(lambda x: jnp.flip(x, 0), model)))
     save_gates(tmp_path / "gates", tiny_gates(model), {"tau": 0.5, "window": 4})
     sign(tmp_path / "gates", their)
-    write_pattern(tmp_path / "pattern", np.eye(2, 4), 4, 16, their)
+    write_pattern(tmp_path / "pattern", np.linspace(0, 1, 8).reshape(2, 4), 4, 16, their)
     gates = ["--gates", str(tmp_path / "gates")]
     say = ["--model", str(builtin_model("test_model")), "--prompt", "x", "--max-new-tokens", "1"]
     with pytest.raises(UserError, match="wgkv: made for the model their/model, not for .*test_model, "):
         generate.main([*say, "--policy", "wgkv", *gates])
     generate.main([*say, "--policy", "wgkv", *gates, "--force"])
-    compare = [*SMALL, "--policies", "full", "--tasks", "needle", "--out", str(tmp_path / "out")]
-    for option in (gates, ["--pattern", str(tmp_path / "pattern")]):
-        with pytest.raises(UserError, match=f"{option[0]} .*: made for the model their/model, not for .*"):
-            evaluate_main([*compare, *option])
-    evaluate_main([*compare, *gates, "--force"])
+    compare = [*SMALL, "--tasks", "needle", "--out", str(tmp_path / "out"), "--policies"]
+    with pytest.raises(UserError, match="--gates .*: made for the model their/model, not for .*"):
+        evaluate_main([*compare, "full", *gates])
+    with pytest.raises(UserError, match="head_pattern: made for the model their/model, not for .*"):
+        evaluate_main([*compare, f"head_pattern:sparsity=0.5,gates={tmp_path / 'pattern'}"])
+    evaluate_main([*compare, "full", *gates, "--force"])

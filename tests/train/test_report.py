@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from kvjax.cache import stats
-from kvjax.evaluate.contenders import UNTRAINED
-from kvjax.evaluate.static_heads import Rivals
+from kvjax.evaluate.calibrated import Rivals
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference.sampling import prefill
 from kvjax.train import report as report_module
+from kvjax.train.recipe import UNTRAINED
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.report import Row, same_size, table, write
 from tests.tiny_models import tiny_gates, tiny_model

@@ -18,6 +18,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.head_pattern import whole_count
 from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
+from kvjax.policies.make import format_policy
 from kvjax.train.blend import Blend
 from kvjax.train.labelled import LabelledRecipe
 from kvjax.train.mask_pictures import draw_course, draw_weights
@@ -107,6 +108,14 @@ class HeadMasks(LabelledRecipe):
     @property
     def used_as(self) -> str:
         return "head_pattern"
+
+    def evaluate_options(self, folder: Path) -> Sequence[str]:
+        return (
+            "--policies",
+            "full",
+            *self.rivals.values(),
+            format_policy({self.used_as: {"gates": str(folder)}}),
+        )
 
     def deploy(self, params: Any, model: Decoder) -> Policy:
         weights = np.asarray(gather(self.weights(params), *AXES))

@@ -337,7 +337,8 @@ class ConstantCache(Recipe):
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         if self.has_scorers:
             return super().evaluate_options(folder)
-        return "--policies", *dict.fromkeys(("full", *self.rivals.values(), self.used_as))
+        own = [] if self.used_as == "full" else [f"{self.used_as}:calibrated"]
+        return "--policies", "full", *self.rivals.values(), *own
 
     def deploy(self, params: Scorer | None, model: Decoder) -> Policy:
         if params is not None:

@@ -137,7 +137,7 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
     assert "--policy full --prompt-file FILE" in dense
     assert "--phase sparsify --uptrained FOLDER goes on" in dense
     assert "--policy streaming_llm:sink=2,window=18 --prompt-file FILE" in fixed
-    assert "--policies full keydiff h2o expected_attention streaming_llm --out FOLDER" in fixed
+    assert "--policies full keydiff h2o expected_attention streaming_llm:calibrated --out FOLDER" in fixed
     assert "goes on" not in fixed
 
 

@@ -11,9 +11,9 @@ from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate import run
 from kvjax.evaluate.__main__ import main
+from kvjax.evaluate.calibrated import CLOSE, TauSearch, nearest
+from kvjax.evaluate.compared import Sizing, by_lambda, known_orders, most_selective
 from kvjax.evaluate.config import parse
-from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.gates import CLOSE, TauSearch, by_lambda, most_selective, nearest
 from kvjax.evaluate.measuring import measure
 from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
@@ -51,7 +51,7 @@ def arguments(folders):
 @pytest.fixture(scope="module")
 def evaluated(arguments, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated") / "run"
-    main([*arguments, "--policies", "full", "wgkv", "wgkv_fixed_tau", "--out", str(folder)])
+    main([*arguments, "--policies", "full", "wgkv:calibrated", "wgkv", "--out", str(folder)])
     return folder
 
 
@@ -64,21 +64,21 @@ def cells(folder):
 def test_each_gates_have_a_cell_at_their_own_tau(evaluated, folders):
     found = cells(evaluated)
     assert list(found) == [
-        *(("full", 1.0), ("wgkv", 0.3), ("wgkv", 0.8)),
-        *(("wgkv_fixed_tau", 0.02), ("wgkv_fixed_tau", 0.16)),
+        *(("full", 1.0), ("wgkv:calibrated", 0.3), ("wgkv:calibrated", 0.8)),
+        *(("wgkv", 0.02), ("wgkv", 0.16)),
     ]
     for name, (weight, tau) in OWN.items():
-        cell = found["wgkv_fixed_tau", weight]
+        cell = found["wgkv", weight]
         assert cell["gates"] == str(folders / name)
         assert cell["tau"] == tau
-    sizes = [found["wgkv_fixed_tau", weight]["kv_ratio"] for weight, _ in OWN.values()]
+    sizes = [found["wgkv", weight]["kv_ratio"] for weight, _ in OWN.values()]
     assert sizes[0] > 0.7 > 0.5 > sizes[1]
     assert (found["full", 1.0]["gates"], found["full", 1.0]["tau"]) == (None, None)
 
 
 def test_tau_is_searched_with_the_gates_of_the_nearest_size_and_written_down(evaluated, folders):
     found = cells(evaluated)
-    small, large = found["wgkv", 0.3], found["wgkv", 0.8]
+    small, large = found["wgkv:calibrated", 0.3], found["wgkv:calibrated", 0.8]
     assert (small["gates"], large["gates"]) == (str(folders / "small"), str(folders / "large"))
     for cell in (small, large):
         assert cell["kv_ratio"] == pytest.approx(cell["budget"], rel=0.1)
@@ -92,7 +92,7 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
 ):
     """On contexts that are neither compared nor what τ is searched on; of equals the nearer."""
     small, large = (str(folders / name) for name in ("small", "large"))
-    asked = [*arguments, "--policies", "wgkv", "--budgets", "0.3", "--out", str(tmp_path / "run")]
+    asked = [*arguments, "--policies", "wgkv:calibrated", "--budgets", "0.3", "--out", str(tmp_path / "run")]
     (workload,) = workloads(parse(asked))
     others = {sample.context.tobytes() for sample in (*workload.samples, *workload.calibration)}
     given = iter(scores)
@@ -117,18 +117,18 @@ def test_of_two_gates_of_a_size_those_that_answer_more_are_compared(
 
 def test_the_report_says_which_protocol_each_row_has(evaluated, folders):
     report, found = (evaluated / "report.md").read_text(), cells(evaluated)
-    assert "Two protocols for gates. wgkv: τ is searched" in report
+    assert "Two protocols for gates. wgkv:calibrated: τ is searched" in report
     assert "| policy | 0.3 | 0.8 | 90% at |" in report
-    assert "\n| wgkv_fixed_tau | λ 0.02 | " + f"{folders / 'large'} | 0.3" in report
-    own, searched = found["wgkv_fixed_tau", 0.16], found["wgkv", 0.3]
+    assert "\n| wgkv | λ 0.02 | " + f"{folders / 'large'} | 0.3" in report
+    own, searched = found["wgkv", 0.16], found["wgkv:calibrated", 0.3]
     for cell, at, how in ((own, "λ 0.16", "their own"), (searched, "0.3", "searched")):
         shown = f"| {cell['policy']} | {at} | {cell['gates']} | {cell['tau']:.9g}, {how} | {cell['kv_ratio']:.3f} |"
         assert shown in report, shown
-    assert "wgkv_fixed_tau: 90% of the full cache's score at " in report
+    assert "wgkv: 90% of the full cache's score at " in report
 
 
 def test_other_gates_in_the_same_folder_are_not_answered_for_by_old_cells(evaluated, arguments, folders):
-    again = [*arguments, "--policies", "full", "wgkv_fixed_tau", "--out", str(evaluated)]
+    again = [*arguments, "--policies", "full", "wgkv", "--out", str(evaluated)]
     main(again)
     shutil.copytree(folders / "small", folders / "before")
     model = load_model(builtin_model("test_model"))
@@ -154,8 +154,6 @@ def test_gates_are_told_apart_by_lambda(folders, tmp_path):
     (tmp_path / "copy" / "config.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match="nothing there says with which lambda"):
         by_lambda([str(tmp_path / "copy")])
-    with pytest.raises(UserError, match="wgkv_fixed_tau needs --gates"):
-        by_lambda([])
 
 
 @pytest.mark.thorough
@@ -181,7 +179,7 @@ def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_pat
     wide = tmp_path / "wide"
     described = {"tau": 0.3, "window": 60, "rate": np.full((2, 4), 0.5).tolist(), "lambda": 0.01}
     save_gates(wide, tiny_gates(load_model(builtin_model("test_model"))), described)
-    asked = [*SMALL[:-4], "--tasks", "needle", "--policies", "wgkv", "--budgets", "0.3"]
+    asked = [*SMALL[:-4], "--tasks", "needle", "--policies", "wgkv:calibrated", "--budgets", "0.3"]
     main([*asked, "--gates", str(wide), str(folders / "small"), "--out", str(tmp_path / "both")])
     (cell,) = cells(tmp_path / "both").values()
     assert cell["gates"] == str(folders / "small")
@@ -193,9 +191,9 @@ def test_gates_that_cannot_meet_a_budget_leave_it_to_the_others(folders, tmp_pat
 def test_gates_that_do_not_say_their_rates_give_no_order_of_heads(folders, tmp_path):
     model = load_model(builtin_model("test_model"))
     save_gates(tmp_path, tiny_gates(model), {"tau": 0.3, "window": 4})
-    sizing = Sizing(model, 0.3, 126, 126, 32, 4, tmp_path)
+    sizing = Sizing(model, 0.3, 126, 126, 32, 4, str(tmp_path))
     assert known_orders(sizing) == ({}, 4)
-    orders, window = known_orders(dataclasses.replace(sizing, gates=folders / "small"))
+    orders, window = known_orders(dataclasses.replace(sizing, gates=str(folders / "small")))
     assert (list(orders), window) == (["the gates' rates"], 4)
 
 
@@ -206,10 +204,10 @@ def test_gates_that_let_in_just_enough(folders):
 
 @pytest.mark.thorough
 def test_each_budget_is_read_with_its_own_gates(arguments, folders, tmp_path):
-    main([*arguments, "--policies", "wgkv_fixed_tau", "wgkv+quest", "--out", str(tmp_path / "run")])
+    main([*arguments, "--policies", "wgkv", "wgkv+quest", "--out", str(tmp_path / "run")])
     found = cells(tmp_path / "run")
     for budget, name in ((0.3, "small"), (0.8, "large")):
-        assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv_fixed_tau", OWN[name][0]]["kv_ratio"]
+        assert found["wgkv+quest", budget]["kv_ratio"] == found["wgkv", OWN[name][0]]["kv_ratio"]
 
 
 @pytest.mark.thorough
@@ -226,9 +224,7 @@ def test_files_of_the_authors_are_gates_too(tmp_path):
     with pytest.raises(
         UserError, match="a budget of .* entries of each kv head does not hold its window of 256"
     ):
-        main([*asked, "--policies", "wgkv", "--budgets", "0.3"])
-    with pytest.raises(UserError, match="write.pt: nothing there says with which lambda they were trained"):
-        main([*asked, "--policies", "wgkv_fixed_tau"])
+        main([*asked, "--policies", "wgkv:calibrated", "--budgets", "0.3"])
     write_torch(theirs, {"another": [1]})
     with pytest.raises(UserError, match="holds results with --gates .* name another folder"):
         main([*asked, "--policies", "fast_kvzip"])

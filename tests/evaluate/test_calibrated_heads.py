@@ -7,8 +7,7 @@ import pytest
 
 from kvjax.builtin import builtin_model
 from kvjax.evaluate.__main__ import main
-from kvjax.evaluate.contenders import Sizing, known_orders
-from kvjax.evaluate.static_heads import (
+from kvjax.evaluate.calibrated import (
     SINK,
     SINKS,
     Rivals,
@@ -157,7 +156,7 @@ def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back
     """Without gates: sinks, windows and the order come from calibration alone."""
     model, folder = builtin_model("test_model"), tmp_path / "run"
     sizes = ["--context", "126", "--chunk", "32", "--samples", "12", "--batch", "4", "--order-contexts", "2"]
-    asked = ["--policies", "head_pattern", "--budgets", "0.5", "--tasks", "needle"]
+    asked = ["--policies", "head_pattern:calibrated", "--budgets", "0.5", "--tasks", "needle"]
     main(["--model", str(model), "--dtype", "float32", *sizes, *asked, "--out", str(folder)])
     (cell,) = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
     assert cell["kv_ratio"] == pytest.approx(0.5, abs=0.01)
@@ -165,8 +164,6 @@ def test_an_evaluation_says_which_order_it_took_and_the_pattern_may_be_read_back
     assert "the gates" not in cell["choice"]
     assert cell["choice"] in (folder / "report.md").read_text()
     own = folder / "heads" / "needle-126-window-16" / "one_whole"
-    sizing = Sizing(load_model(model), 0.5, tokens=126, shortest=126, chunk=32, observed=4, patterns=(own,))
-    ((name, weights),) = known_orders(sizing)[0].items()
-    assert name == str(own)
+    weights = read_pattern(own).weights
     assert sorted(weights.flat)[0] == 0
     assert (weights.shape, weights.max()) == ((2, 4), 1)

@@ -1,0 +1,324 @@
+"""The policies that are compared: each can be made for a budget, and budgets share programs."""
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.evaluate.compared import Sizing, budget_policy, compared_of, policy_of
+from kvjax.evaluate.config import ANSWERING, POLICIES, parse
+from kvjax.evaluate.run import compared, reading_of, with_gates
+from kvjax.models.chat import encode
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.admission.kvpop import save_scorers
+from kvjax.policies.admission.pattern_folder import write_pattern
+from kvjax.policies.admission.wgkv import save_gates
+from kvjax.policies.eviction import fast_kvzip
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
+
+
+class Tokenizer:
+    """Every text in three tokens."""
+
+    def __call__(self, text, **options):
+        return {"input_ids": [1, 2, 3]}
+
+    def decode(self, tokens):
+        return ""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def gates(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gates")
+    described = {"tau": 0.5, "window": 9, "rate": np.linspace(0, 1, 12).reshape(3, 4).tolist()}
+    save_gates(folder, tiny_gates(model), described)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gates_of(model, gates, tmp_path_factory):
+    """The folder of gates that a policy takes."""
+    folder = tmp_path_factory.mktemp("fast_kvzip")
+    fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
+    scorers = tmp_path_factory.mktemp("kvpop")
+    save_scorers(scorers, tiny_scorers(model), {"budget": 99, "sink": 2, "window": 9})
+    own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
+    return lambda one: own.get(one.takes_gates, gates)
+
+
+GATED = POLICIES[-2]
+EVERY = (
+    *dict.fromkeys((*POLICIES, *ANSWERING)),
+    *(
+        "snapkv:adakv",
+        "snapkv:critical_kv",
+        "tova",
+        "h2o",
+        "knorm",
+        "random_eviction",
+        "snapkv:when=position",
+    ),
+)
+
+
+def sizing_of(one, model, ratio, gates_of):
+    """Of a context, or of a contest's longer answers."""
+    tokens, shortest = (1024, 1024) if one.decodes else (128, 120)
+    return Sizing(model, ratio, tokens, shortest, 32, 4, gates_of(one), tokenizer=Tokenizer)
+
+
+@pytest.mark.parametrize("text", EVERY)
+def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
+    one = compared_of(text)
+    policies: list[Any] = [
+        budget_policy(one, sizing_of(one, model, ratio, gates_of)) for ratio in (0.25, 0.5)
+    ]
+    small, large = policies
+    if text.startswith(("streaming_llm", "head_pattern")):
+        # the budget is a window's width
+        means = [p.expected_entries(128, 1).mean() for p in policies]
+        assert means == pytest.approx([32, 64], abs=1)
+        return
+    shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(policy.traced)) for policy in policies]
+    assert shapes[0] == shapes[1]
+    assert jax.tree.structure(small.traced) == jax.tree.structure(large.traced)
+    if small.plan is not None and one.decodes:
+        assert [policy.plan.budget.entries for policy in policies] == [256, 512]
+        assert (small.plan.moment.when, small.plan.moment.every) == ("position", 128)
+    elif small.plan is not None:
+        assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
+        schedule = small.plan.moment
+        assert schedule.when == ("chunk" if "when=chunk" in text or text == "fast_kvzip" else "prompt")
+        assert schedule.patched == ("observers=prompt" in text)
+        assert schedule.chunk == (32 if schedule.in_chunks else 0)
+    elif small.most_stored is not None:
+        assert [policy.admission.budget for policy in policies] == [32, 64]
+    elif small.selection is not None:
+        assert [float(policy.selection.ratio[0]) for policy in policies] == [0.25, 0.5]
+    else:
+        assert not one.takes_budget or one.searched
+
+
+@pytest.mark.parametrize("text", [x for x in EVERY if not x.endswith(":calibrated")])
+def test_what_a_string_does_not_say_the_evaluation_does(text, model, gates_of):
+    one = compared_of(text)
+    policy = budget_policy(one, dataclasses.replace(sizing_of(one, model, 0.25, gates_of), seed=7))
+    assert policy.name.partition("+")[0].partition(":")[0] == re.split("[+:]", text)[0]
+    if "snapkv" in text:
+        assert policy.plan.observed == 4
+    if text == "random_eviction":
+        assert set(np.asarray(policy.eviction.seed).tolist()) == {7}
+    if text == GATED:
+        assert policy.plan.shares.over == "model"
+        assert (policy.eviction.eviction.group, policy.eviction.eviction.pooling) == ("max", "max")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "snapkv:ratio=0.3",
+        "h2o:when=chunk,entries=40",
+        "quest:tokens=9",
+        "streaming_llm:window=30",
+        "full:window=9",
+    ],
+)
+def test_a_policy_with_a_budget_of_its_own_is_measured_once(text, model):
+    one = compared_of(text)
+    assert not one.takes_budget
+    policies = [budget_policy(one, Sizing(model, ratio, 128, 120, 32, 4)) for ratio in (0.5, 1.0)]
+    assert repr(policies[0]) == repr(policies[1])
+
+
+def test_labels_and_mappings_are_policies_too(tmp_path, model):
+    file = tmp_path / "compared.yaml"
+    file.write_text(
+        "policies:\n"
+        "  SnapKV in AdaKV: {snapkv: {observed: 9, adakv: {pinned: 0.3}}}\n"
+        "  Quest: quest:ratio=0.5\n"
+        "  full: {full: null}\n"
+        "  τ searched: {wgkv: {calibrated: true}}\n"
+    )
+    found = compared(parse(["--config", str(file), "--out", str(tmp_path)]))
+    assert {one.label: one.text for one in found} == {
+        "SnapKV in AdaKV": "snapkv:observed=9,adakv.pinned=0.3",
+        "Quest": "quest:ratio=0.5",
+        "full": "full",
+        "τ searched": "wgkv:calibrated",
+    }
+    policy = budget_policy(found[0], Sizing(model, 0.25, 128, 120, 32, 4))
+    assert (policy.plan.observed, policy.plan.shares.pinned) == (9, 0.3)
+    file.write_text("budgets: {a: 0.3}\n")
+    with pytest.raises(UserError, match="budgets must be a value or a list of values"):
+        parse(["--config", str(file), "--out", str(tmp_path)])
+
+
+def test_the_prefix_is_the_chat_templates_or_what_gates_were_trained_behind_unless_one_is_named(
+    model, gates_of
+):
+    sizing = Sizing(
+        model, 0.5, 128, 120, 32, 4, gates_of(compared_of("fast_kvzip")), tokenizer=byte_tokenizer
+    )
+    opening = encode(byte_tokenizer(), "", "beginning")
+    for text, prefix in {"fast_kvzip": len(opening), "fast_kvzip:prefix=3": 3}.items():
+        eviction = budget_policy(compared_of(text), sizing).eviction
+        assert eviction.prefix_of(np.array([*opening, 7])) == prefix
+    without = dataclasses.replace(sizing, tokenizer=lambda: None)
+    assert budget_policy(compared_of("fast_kvzip"), without).eviction.prefix_of(np.arange(1, 9)) == 5
+
+
+def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
+    for observed, expected in ((4, 4), (9, 9), (32, 9)):
+        sizing = Sizing(model, 0.25, tokens=128, shortest=120, chunk=64, observed=observed, gates=gates)
+        plan = budget_policy(compared_of("wgkv+snapkv"), sizing).plan
+        assert plan is not None
+        assert plan.observed == expected
+
+
+def test_what_is_read_together_reads_alike(model, gates_of):
+    """But for what looks at tokens or counts: the same window and admission, at every budget."""
+    alike: dict[object, list[Any]] = {}
+    names: dict[object, set[str]] = {}
+    for text, ratio in itertools.product(EVERY, (0.25, 0.5)):
+        one = compared_of(text)
+        sizing = sizing_of(one, model, ratio, gates_of)
+        policy = budget_policy(one, sizing)
+        if not one.calibrated and (reading := reading_of(one, policy, sizing.gates)):
+            alike.setdefault(reading, []).append(policy.reading)
+            names.setdefault(reading, set()).add(text)
+    apart = {"streaming_llm", "kvzip", "oraclekv", "kvpop", "wgkv"}
+    assert [*names.values()] == [
+        {x for x in EVERY if not x.endswith("calibrated") and "when=" not in x and "wgkv" not in x}
+        - {*apart, "fast_kvzip"},
+        {GATED, "wgkv+quest"},
+    ]
+    for first, *others in alike.values():
+        for other in others:
+            assert other.window == first.window
+            assert jax.tree.structure(other.admission) == jax.tree.structure(first.admission)
+            same = [jax.tree.leaves(policy.admission) for policy in (first, other)]
+            assert all(np.array_equal(one, two) for one, two in zip(*same, strict=True))
+
+
+def test_contests_are_compared_with_what_keeps_a_budget_while_it_answers():
+    assert all(compared_of(text).on_contests for text in ANSWERING)
+    assert all(compared_of(text).on_contexts for text in POLICIES)
+    told = "--out", "out", "--tasks", "aime_2024", "hmmt_feb_2025"
+    assert with_gates(parse(told)).policies == tuple(text for text in ANSWERING if text != "kvpop")
+    own = with_gates(parse([*told, "--policies", "full", "wgkv"])).policies
+    assert own == ("full", "wgkv"), "said to be wrong only later"
+
+
+def test_what_always_stays_is_no_more_than_the_budget_of_an_answer(model, gates_of):
+    one = compared_of("fast_kvzip:when=position")
+    sizing = Sizing(model, 0.25, 528, 528, 32, 4, gates_of(one))
+    assert budget_policy(one, sizing).plan.budget.entries == 132
+    message = (
+        "fast_kvzip:when=position at 0.25 of 524 tokens: .* of 131 entries per kv head is below the 132 that"
+    )
+    with pytest.raises(UserError, match=message):
+        budget_policy(one, dataclasses.replace(sizing, tokens=524, shortest=524))
+
+
+def test_of_those_compared_by_default_only_those_with_gates_are(model, tmp_path):
+    def left_out(*args):
+        config = parse(["--out", "out", *args])
+        return set(config.policies) - set(with_gates(config).policies)
+
+    gated = {"wgkv:calibrated", "wgkv", GATED, "wgkv+quest"}
+    assert left_out() == {"kvpop"}, "its models are trained for it"
+    said = []
+    own = with_gates(parse(["--out", "out"]), said.append).policies
+    assert said == ["not compared, since --gates names nothing that was trained for them: kvpop"]
+    assert len([text for text in own if text.startswith("head_pattern:gates=")]) == 2
+    assert left_out("--model", "a/model") == {*gated, "fast_kvzip", "kvpop"}
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip", "--policies", "wgkv") == set()
+    assert left_out("--model", "a/model", "--gates", "builtin:fast_kvzip") == {*gated, "kvpop"}
+
+
+def test_a_budget_is_checked_against_the_shortest_context(model, gates):
+    # 0.25 · 40 hold a window's 8, 0.25 · 20 do not
+    one = compared_of("wgkv+snapkv")
+    budget_policy(one, Sizing(model, 0.25, 128, 40, 32, 4, gates))
+    with pytest.raises(UserError, match="does not hold its window of 9"):
+        budget_policy(one, Sizing(model, 0.25, 128, 20, 32, 4, gates))
+
+
+def test_learned_heads_are_whole_in_their_order_as_far_as_the_budget_goes(model, tmp_path):
+    """Of those that stream the sinks are the folder's, the window at least the folder's."""
+    weights = np.random.default_rng(0).permutation(12).reshape(3, 4) - 6.0
+    write_pattern(tmp_path, weights, 3, 9, sparsity=0.7)
+    one, counts = compared_of(f"head_pattern:gates={tmp_path}"), []
+    assert one.takes_budget
+    for ratio in (0.25, 0.5, 0.75):
+        policy = budget_policy(one, Sizing(model, ratio, 128, 120, 32, 4))
+        whole = np.asarray(policy.admission.pattern)
+        counts.append(int(whole.sum()))
+        assert weights[whole].min() > weights[~whole].max()
+        assert (np.asarray(policy.admission.sink) == 3).all()
+        assert policy.window >= 9
+    assert 0 < counts[0] < counts[1] < counts[2] < 12
+
+
+def test_a_pattern_with_a_sparsity_is_taken_as_it_is(model, tmp_path):
+    """Its order, sinks and window, whatever the budget."""
+    shape = model.config.num_layers, model.config.num_kv_heads
+    weights = np.arange(float(np.prod(shape))).reshape(shape)
+    write_pattern(tmp_path, weights, 3, 9, sparsity=0.5)
+    own = compared_of(f"head_pattern:sparsity=.75,gates={tmp_path}")
+    assert not own.takes_budget
+    policy = policy_of(own, Sizing(model, 0.5, 128, 120, 32, 4))
+    np.testing.assert_array_equal(policy.admission.pattern, weights >= 0.75 * weights.size)
+    assert (np.asarray(policy.admission.sink) == 3).all()
+    assert policy.window == 9
+
+
+def test_a_table_of_0_and_1_is_ranked_for_no_budget(model, tmp_path):
+    write_pattern(tmp_path, np.eye(3, 4), 4, 16)
+    with pytest.raises(UserError, match="0 and 1 has no order .* as it is it is head_pattern:sparsity=0.75"):
+        budget_policy(compared_of(f"head_pattern:gates={tmp_path}"), Sizing(model, 0.5, 128, 120, 32, 4))
+
+
+def brought(*, model: Any = None, pool: int = 5) -> Policy:
+    """Another package's."""
+    return make_policy("full", model=model)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("snap:pool=7", "--policies snap:pool=7: unknown method 'snap'"),
+        ("snapkv:pool", "--policies snapkv:pool: snapkv: got pool without a value"),
+        ("snapkv:pol=7", "--policies snapkv:pol=7: snapkv has no argument 'pol'"),
+        ("snapkv:adakv.observed=7", "adakv has no argument 'observed'; it has over, pinned"),
+        (
+            "snapkv:calibrated",
+            "got calibrated in snapkv, expected it in streaming_llm, head_pattern or wgkv, alone",
+        ),
+        (
+            "wgkv:calibrated+quest",
+            "got calibrated in wgkv+quest, expected it in streaming_llm, head_pattern or wgkv",
+        ),
+        ("head_pattern:calibrated,sink=3", "got sink with calibrated, which chooses it"),
+        ("wgkv:tau=.9,calibrated", "got tau with calibrated, which chooses it"),
+        ("{1", "--policies {1: "),
+        (f"{__name__}:brought:pol=5", "has no argument 'pol'; it has pool"),
+    ],
+)
+def test_what_means_nothing_is_one_line(text, says):
+    """Before there is a model."""
+    with pytest.raises(UserError) as caught:
+        compared_of(text)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
