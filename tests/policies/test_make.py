@@ -37,7 +37,7 @@ from kvjax.policies import (
 )
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Eviction
-from kvjax.policies.make import make_ahead, parse_policy
+from kvjax.policies.make import format_policy, make_ahead, parse_policy
 from kvjax.struct import static, struct
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import TRAINED, tiny_gates, tiny_model, tiny_scorers
@@ -142,6 +142,9 @@ def test_values_are_numbers_words_lists_and_quoted_texts():
         "j": [1, 2], "k": "a b", "l": "a, b+c", "m": "x=y", "n": {"o": 1}, "p": {},
     }  # fmt: skip
     assert type(found["e"]) is int
+    assert parse_policy(format_policy({"x": found})) == {"x": found}
+    told = {"y": {"a": "1", "b": "true", "c": " z", "d": '"', "e": [], "f": "", "g": "a+b", "h": "1+2"}}
+    assert parse_policy(format_policy(told)) == told
 
 
 def test_wrappers_of_a_mapping_may_have_no_arguments():
