@@ -104,6 +104,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax.models.chat import encode
     from kvjax.models.decoder import check_mesh
     from kvjax.models.folder import find_model
+    from kvjax.policies.compiled import compile_policy
     from kvjax.policies.make import make_ahead, make_policy
 
     with jax.set_mesh(mesh):
@@ -122,7 +123,7 @@ def run(config: GenerateConfig) -> None:
             shape = read_config(find_model(config.model), longest)
             check_mesh(shape)
             policy.check(shape)
-            policy.placed(shape.num_layers, shape.num_kv_heads)
+            compile_policy(policy, shape.num_layers, shape.num_kv_heads)
         model = load_model(config.model, dtype=config.dtype, max_length=longest)
         policy = make_policy(config.policy, model=model, **told)
         capacity = None if config.capacity is None else caches.parse_capacity(config.capacity)

@@ -13,6 +13,7 @@ from kvjax.errors import UserError, real_number, whole_number
 from kvjax.inference import sampling
 from kvjax.mesh import use_mesh
 from kvjax.policies import Every, Ratio, make_policy
+from kvjax.policies.compiled import on_mesh
 from tests.tiny_models import tiny_gates, tiny_model
 
 NAN, INF = float("nan"), float("inf")
@@ -255,7 +256,7 @@ def test_of_calls(model, key, compiled, function, argument, values):
 def test_a_policy_of_another_model_is_refused(model):
     for layers, kv_heads in ((2, 4), (3, 2)):
         with use_mesh(model):
-            policy = make_policy("streaming_llm:window=2").placed(layers, kv_heads)
+            policy = on_mesh(make_policy("streaming_llm:window=2"), layers, kv_heads)
         for call in (sampling.prefill, sampling.sample):
             with pytest.raises(
                 UserError, match="policy streaming_llm is for another model than this of 3 layers × 4"

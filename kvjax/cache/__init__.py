@@ -13,7 +13,7 @@ from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
-from kvjax.cache.resize import Layout, empty, grown, trimmed, widened
+from kvjax.cache.resize import Layout, empty, grown, trimmed
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
@@ -72,5 +72,4 @@ __all__ = [
     "swap_worst",
     "table_tokens",
     "trimmed",
-    "widened",
 ]

@@ -1,4 +1,4 @@
-"""A cache that has seen nothing, and copies of a cache with more pages, fewer, or larger rings."""
+"""A cache that has seen nothing, and copies of a cache with more pages or fewer."""
 
 import dataclasses
 from typing import Any
@@ -142,27 +142,3 @@ def trimmed(cache: Cache, pages: int) -> Cache:
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
     new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)
     return dataclasses.replace(cache, pages=new_pages, layers=new_layers)
-
-
-def widened(cache: Cache, window: int) -> Cache:
-    """A copy with rings for a larger window, of a cache whose tokens are all in its rings."""
-    had = ring_pages(cache.window, cache.page_size)
-    more, slots = ring_pages(window, cache.page_size) - had, window - cache.window
-
-    def wide(pages, layers):
-        # a token's slot is its position, in the larger ring as in the smaller
-        table, none = layers.page_table, pages.pool.shape[0]
-        table = jnp.concatenate(
-            [table[..., :had], jnp.full((*table.shape[:-1], more), none, table.dtype), table[..., had:]], -1
-        )
-        after = ((0, 0), (0, 0), (0, 0), (0, slots))
-        return dataclasses.replace(
-            layers,
-            page_table=table,
-            priority=jnp.pad(layers.priority, after, constant_values=jnp.nan),
-            numbers={name: jnp.pad(x, after) for name, x in layers.numbers.items()},
-        )
-
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, cache.layers)
-    layers = jax.shard_map(wide, out_specs=specs)(cache.pages, cache.layers)
-    return dataclasses.replace(cache, layers=layers, window=window)

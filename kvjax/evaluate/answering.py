@@ -25,7 +25,7 @@ from kvjax.inference.forward import feed
 from kvjax.inference.sampling import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.policies.policy import Policy
+from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.tasks.sample import Question, Tokens
 
 STEPS = 4
@@ -54,7 +54,7 @@ class Answer:
 
 def answer(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     cache: Cache,
     questions: Sequence[Question],
     *,
@@ -71,11 +71,12 @@ def answer(
         mark = marked(cache)
         # each by its own length: what it is asked with in a batch changes nothing
         read = [
-            len(q.prompt) - 1 if policy.selection is None and len(q.prompt) > LONG else 0 for q in questions
+            len(q.prompt) - 1 if policy.host.selection is None and len(q.prompt) > LONG else 0
+            for q in questions
         ]
         if any(read):
             first = [q.prompt[:count] for q, count in zip(questions, read, strict=True)]
-            cache, _ = feed(model, policy, cache, first, chunk=CHUNK, grow=False)
+            cache, _ = feed(model, policy.host, policy.extend, cache, first, chunk=CHUNK, grow=False)
             questions = [
                 dataclasses.replace(q, prompt=q.prompt[count:])
                 for q, count in zip(questions, read, strict=True)
@@ -96,9 +97,9 @@ def answer(
                 if len(rows) < len(stopped):
                     cache, last = _take_rows(cache, last, rows)
             fed = (put(x[:, rows], None, BATCH) for x in (given[block], true[block], running))
-            cache, last, new, before = _decode_block(model, policy.traced, cache, last, *fed)
+            cache, last, new, before = _decode_block(model, policy.decode, cache, last, *fed)
             output[block, rows], likely[block, rows] = map(np.asarray, new)
-            caches.check(cache, policy.name)
+            caches.check(cache, policy.host.name)
             seconds = watch.lap()
             if len(rows) == len(stopped):
                 # a step costs the same however many of its rows are done
@@ -145,7 +146,7 @@ def _rows_to_go(running: Bool[np.ndarray, "t b"]) -> Int[np.ndarray, " rows"]:
 def _take_rows(
     cache: Cache, last: Int[Array, " b"], rows: Int[np.ndarray, " rows"]
 ) -> tuple[Cache, Int[Array, " rows"]]:
-    """Some rows of a cache that nothing compacts (`settled`), and of what was said last. The pool is the same."""
+    """Some rows of a cache that nothing compacts, and of what was said last. The pool is the same."""
 
     def of(x, axis):
         return jax.device_put(np.take(np.asarray(x), rows, axis), x.sharding)
@@ -179,7 +180,7 @@ def _cut_answer(
 @partial(jax.jit, donate_argnums=2)
 def _decode_block(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     last: Int[Array, " b"],
     given: Int[Array, "t b"],
@@ -204,4 +205,4 @@ def _decode_block(
         likely = jnp.where(truth, logits, 0).sum(-1) - jax.nn.logsumexp(logits, -1)
         return new, (new, likely)
 
-    return decode(model, policy, cache, last, (given, true, running), feed_token, next_token)
+    return decode(model, view, cache, last, (given, true, running), feed_token, next_token)

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.mesh import put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads
@@ -225,9 +224,7 @@ def with_tau(policy: Policy, tau: float) -> Policy:
     """A wgkv policy with another threshold; the same programs run it."""
     gated = policy.admission
     assert isinstance(gated, WGKV)
-    with use_mesh(gated):
-        threshold = put(np.full(gated.tau.shape, tau, np.float32))
-    return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=threshold))
+    return dataclasses.replace(policy, admission=dataclasses.replace(gated, tau=tau))
 
 
 class TauSearch:

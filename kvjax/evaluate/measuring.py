@@ -23,12 +23,12 @@ from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.joint_eviction import JointEviction, planes_of
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import feed
-from kvjax.inference.room import within
 from kvjax.inference.sampling import CHUNK, prefill
 from kvjax.inference.schedule import at_prompt_end
-from kvjax.inference.settled import settled
+from kvjax.inference.settled import drop_observation_state
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import BIAS
 from kvjax.policies.policy import Policy
 from kvjax.struct import changed
@@ -150,10 +150,10 @@ def compact(
     watch.lap()
     observers = _observers(policy, group)
     with use_mesh(model), footprint_log(reading.log) as log:
-        policy = within(policy, reading.cache)
-        run = partial(feed, model, policy, chunk=CHUNK)
+        compiled = policy.compile(model)
+        run = partial(feed, model, compiled.host, compiled.read, chunk=CHUNK)
         cache, rows = jax.tree.map(jnp.copy, reading.cache), [sample.context for sample in group]
-        cache = at_prompt_end(model, policy, cache, rows, observers, run)
+        cache = at_prompt_end(model, compiled, cache, rows, observers, run)
     jax.block_until_ready(cache)
     seconds = watch.lap()
     return Reading(cache, log, reading.seconds + seconds, reading.compiled or watch.compiled)
@@ -193,8 +193,10 @@ def measure_together(
                 f"{policy.name}: capacities, biases and tokens that observe are measured by themselves"
             )
     reader = changed(
-        methods[0].uncompacted,
-        eviction=JointEviction(tuple(method.traced.eviction for method in methods)),
+        methods[0],
+        eviction=JointEviction(tuple(method.compile(model).compact for method in methods)),
+        budget=None,
+        when=None,
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]
@@ -230,11 +232,11 @@ def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
 
 
-def for_answers(policy: Policy, cache: Cache) -> tuple[Policy, Cache]:
-    """What answers from a cache (donated): without all that only a compaction needs, so that evictions that have done
-    their work share one program."""
-    later = changed(policy, eviction=None, budget=None, when=None)
-    return within(later, cache), settled(cache, later)
+def for_answers(model: Decoder, policy: Policy, cache: Cache) -> tuple[CompiledPolicy, Cache]:
+    """Return what answers from a cache (donated), without all that only a compaction needs, so that evictions whose
+    work is done share one program."""
+    later = changed(policy, eviction=None, budget=None, when=None).compile(model)
+    return later, drop_observation_state(cache, later.decode)
 
 
 class Tally:
@@ -255,11 +257,11 @@ class Tally:
         self, model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
     ) -> None:
         """Ask a group of contexts, which are in their cache (donated), their questions."""
-        if policy.continuing.eviction is not None:
+        if policy.compacts_answers:
             raise UserError(f"{policy.name} compacts while it decodes, which is not measured here")
         tokens = self.add_entries(reading.cache, policy, len(group))
         self.reading.add(tokens, reading.seconds, reading.compiled)
-        later, cache = for_answers(policy, reading.cache)
+        later, cache = for_answers(model, policy, reading.cache)
         before = [as_tokens([])] * len(group)
         for questions in itertools.zip_longest(*(x.questions for x in group), fillvalue=NO_QUESTION):
             if group[0].conversation:

@@ -12,8 +12,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
+from kvjax.policies.compiled import States, View
 from kvjax.policies.interfaces import BIAS, Trainable
-from kvjax.policies.policy import Policy, States
 from kvjax.step import Readout, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
@@ -75,7 +75,7 @@ def masked_attention(
 
 
 def cached_attention(
-    policy: Policy,
+    view: View,
     step: Step,
     pages: caches.Pages,
     layer: caches.LayerCache,
@@ -92,48 +92,46 @@ def cached_attention(
     that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
     whose output means nothing and which leaves no trace.
     """
-    window = policy.window
+    window = view.window
 
-    def local(policy, step, pages, layer, seen, valid):
-        if (back := policy.admission.revisits) is not None:
+    def local(view, step, pages, layer, seen, valid):
+        if (back := view.admission.revisits) is not None:
             step = _revisiting(step, pages, layer, seen, back, window)
-        admitting, priority, delay = policy.admission.score(layer.state.admission, step, seen, valid)
+        admitting, priority, delay = view.admission.score(layer.state.admission, step, seen, valid)
         observing = layer.state.eviction
-        if policy.eviction is not None:
-            observing = policy.eviction.observe(observing, step, seen, valid)
+        if view.eviction is not None:
+            observing = view.eviction.observe(observing, step, seen, valid)
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
         priority = caches.ring_priority(layer, seen, priority, valid, delay)
         pages = caches.if_finite(pages, _scored(priority, seen, valid, step.q.shape[2], window))
         chosen = None
         # of the cache: what wrote the biases may be done
-        bias = policy.bias(states, step) if BIAS in pages.planes else None
+        bias = view.bias(states, step) if BIAS in pages.planes else None
         if step.q.shape[2] == 1:
-            chosen = _chosen(policy.selection, step, pages, layer, seen, window)
+            chosen = _chosen(view.selection, step, pages, layer, seen, window)
             stored_bias = None if bias is None else pages.planes[BIAS]
             o, lse = _decode(step, pages, layer, chosen, stored_bias, seen, window, implementation)
-            turnover = _turnover(policy, pages, layer, priority[..., :1], seen, valid)
+            turnover = _turnover(view, pages, layer, priority[..., :1], seen, valid)
         else:
-            o, lse, turnover = _prefill(
-                policy, step, pages, layer, priority, bias, seen, valid, implementation
-            )
+            o, lse, turnover = _prefill(view, step, pages, layer, priority, bias, seen, valid, implementation)
         if not write:
             return o, lse, pages, layer
         kv = jnp.concatenate([step.k, step.v], -1)
         table = layer.page_table[..., caches.ring_pages(window, pages.pool.shape[1]) :]
         readout = Readout(lse, valid, pages.pool, table, layer.length, chosen, pages.dtype)
-        numbers = policy.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
+        numbers = view.numbers(states, step, readout) | ({} if bias is None else {BIAS: bias})
         # the pool is written after it was read: else XLA copies all of it, in every layer and step
         pages, layer = caches.push(
             pages, layer, kv, priority, turnover, numbers, after(seen, o), valid, window
         )
         # of the pool as it is now: the one before would have to be kept beside it
         readout = dataclasses.replace(readout, pool=pages.pool)
-        planes = policy.update(states, pages.planes, step, readout)
+        planes = view.update(states, pages.planes, step, readout)
         return o, lse, dataclasses.replace(pages, planes=planes), layer
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (pages, layer))
-    whole = gather(policy, "data", "fsdp")
+    whole = gather(view, "data", "fsdp")
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
 
 
@@ -180,7 +178,7 @@ def _decode(step, pages, layer, chosen, bias, seen, window, implementation):
 
 
 def _turnover(
-    policy: Policy,
+    view: View,
     pages: caches.Pages,
     layer: caches.LayerCache,
     priority: Float[Array, "b k 1"],
@@ -188,7 +186,7 @@ def _turnover(
     valid: Int[Array, " b"],
 ) -> caches.Turnover:
     """What becomes of the one token that leaves the ring, of this priority."""
-    keep, window = policy.admission.keep(), policy.window
+    keep, window = view.admission.keep(), view.window
     wanted = keep.wanted(priority)
     if keep.capacity is None:
         return caches.Turnover(wanted)
@@ -198,7 +196,7 @@ def _turnover(
 
 
 def _prefill(
-    policy: Policy,
+    view: View,
     step: Step,
     pages: caches.Pages,
     layer: caches.LayerCache,
@@ -209,35 +207,35 @@ def _prefill(
     implementation: str | None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover]:
     """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
-    keep, stored_bias = policy.admission.keep(), None
+    keep, stored_bias = view.admission.keep(), None
     if bias is not None:
         stored_bias = pages.planes[BIAS]
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
     if keep.capacity is not None:
-        return _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation)
+        return _competing(view, step, pages, layer, priority, bias, seen, valid, implementation)
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
-    table = layer.page_table[..., caches.ring_pages(policy.window, pages.pool.shape[1]) :]
+    table = layer.page_table[..., caches.ring_pages(view.window, pages.pool.shape[1]) :]
     alone = table.shape[-1] == 0  # nothing can have left the ring
     # what is merged is rounded once, after that
     options = {"implementation": implementation, "dtype": None if alone else jnp.float32}
-    if policy.stores_all:
+    if view.stores_all:
         # nothing is masked: padding comes after every real token
         near = vertical_slash(step.q, step.k, step.v, window=1, log_gate=bias, **options)
     else:
-        k, v, exists = _near(step, pages, layer, seen, valid, policy.window)
-        end = caches.ends(wanted, priority, None, window=policy.window, exists=exists)
-        near = vertical_slash(step.q, k, v, end, window=policy.window, log_gate=bias, **options)
+        k, v, exists = _near(step, pages, layer, seen, valid, view.window)
+        end = caches.ends(wanted, priority, None, window=view.window, exists=exists)
+        near = vertical_slash(step.q, k, v, end, window=view.window, log_gate=bias, **options)
     if alone:
         return *near, turnover
     o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options))
     return o.astype(step.q.dtype), lse, turnover
 
 
-def _competing(policy, step, pages, layer, priority, bias, seen, valid, implementation):
+def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation):
     """The same where the stored entries may be displaced between one query and the next: they, the ring's tokens and
     the new ones are the keys of one call, each of which ends where better ones have taken its place."""
-    keep, window, tokens = policy.admission.keep(), policy.window, step.q.shape[2]
+    keep, window, tokens = view.admission.keep(), view.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
     held = caches.standings(pages, layer, ring)
     stored = held.exists.shape[-1]

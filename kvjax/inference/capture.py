@@ -15,6 +15,7 @@ from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positio
 from kvjax.inference.room import new_cache
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder, layer_body
+from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
 
 
@@ -43,20 +44,20 @@ def captured_layers(
     rows = token_rows(model, rows)
     longest = max(row.size for row in rows)
     with use_mesh(model):
-        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
+        compiled = policy.compile(model)
         if cache is None:
-            cache = new_cache(model, policy, [row[:1] for row in rows], 0, None, None)
+            cache = new_cache(model, compiled, [row[:1] for row in rows], 0, None, None)
         else:
             check_alive("captured_layers", cache)
             check_in_front("captured_layers", cache)
-            check_continues(cache, model, policy, rows)
+            check_continues(cache, model, compiled, rows)
         tokens, valid = padded(rows, bucket(longest))
         x = _embedded(model, tokens)
     for index in range(model.config.num_layers):
         # the caller's code runs between the layers, so no mesh may stay set there
         with use_mesh(model):
             x, captured, finite = _layer(
-                model, policy.reading, cache, x, tokens, valid, np.int32(index),
+                model, compiled.read, cache, x, tokens, valid, np.int32(index),
                 names=tuple(names), implementation=implementation,
             )  # fmt: skip
         if not np.asarray(finite):
@@ -79,7 +80,7 @@ def _embedded(model: Decoder, tokens: Int[Array, "b t"]) -> Float[Array, "b t d"
 @functools.partial(jax.jit, donate_argnums=3, static_argnames=("names", "implementation"))
 def _layer(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     x: Float[Array, "b t d"],
     tokens: Int[Array, "b t"],
@@ -94,7 +95,7 @@ def _layer(
     body = layer_body(model, position, attend, tokens)
     layer, *own = jax.tree.map(
         lambda stacked: jax.lax.dynamic_index_in_dim(stacked, index, keepdims=False),
-        (model.layers, cache.layers, policy),
+        (model.layers, cache.layers, view),
     )
     (x, _), (_, captured, _) = body((x, None), (layer, index, tuple(own)))
     finite = jnp.isfinite(x).all(-1) | (position < 0)

@@ -13,6 +13,7 @@ from kvjax.mesh import HEADS, axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
 from kvjax.step import Shape
@@ -189,7 +190,7 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
         )
 
 
-def check_continues(cache: Cache, model: Decoder, policy: Policy, rows: list[np.ndarray]) -> None:
+def check_continues(cache: Cache, model: Decoder, policy: CompiledPolicy, rows: list[np.ndarray]) -> None:
     """Refuse a cache that was not made for this model, policy and batch."""
     check_fits(cache, model, policy)
     if -(-len(rows) // batch_shards()) * batch_shards() != cache.seen.shape[0]:
@@ -209,7 +210,7 @@ def check_in_front(where: str, cache: Cache) -> None:
         )
 
 
-def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
+def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
     """Refuse a cache that was not made for this model and policy."""
     c, (layers, _, heads) = model.config, cache.layers.length.shape
     made_for = (layers, heads, cache.pages.pool.shape[-1] // 2)
@@ -219,11 +220,9 @@ def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
     held, own = (np.dtype(x).name for x in (cache.pages.dtype, model.embed.dtype))
     if held != own:
         raise UserError(f"the cache has entries in {held}, the model is in {own}")
-    # of a cache that is all in its rings they grow
-    in_rings = cache.window < policy.window and int(np.asarray(cache.seen).max()) < cache.window
-    if cache.window != policy.window and not in_rings:
-        raise UserError(f"the cache has window {cache.window}, policy {policy.name} has {policy.window}")
-    later = policy.continuing
+    host, later = policy.host, policy.decode
+    if cache.window != host.window:
+        raise UserError(f"the cache has window {cache.window}, policy {host.name} has {host.window}")
     shape = Shape(cache.seen.shape[0], heads, c.num_heads // heads, c.head_dim, model.embed.dtype)
     needed = later.memory_shapes(shape, layers)
     held = cache.layers.state, cache.trail
@@ -231,16 +230,16 @@ def check_fits(cache: Cache, model: Decoder, policy: Policy) -> None:
     sizes = [jax.tree.map(np.shape, memory) for memory in (held, needed)]
     if sizes[0] != sizes[1] or not set(later.planes) <= set(cache.pages.planes):
         raise UserError(
-            f"the cache was not made with policy {policy.name}, which needs to know more of its tokens"
+            f"the cache was not made with policy {host.name}, which needs to know more of its tokens"
         )
-    has, needs = set(cache.pages.planes) >= set(CAPACITY_PLANES), policy.most_stored is not None
+    has, needs = set(cache.pages.planes) >= set(CAPACITY_PLANES), host.most_stored is not None
     if has != needs:
         its, own = ("a", "no") if has else ("no", "a")
         raise UserError(
-            f"the cache was made with {its} capacity of its rows, policy {policy.name} has {own} capacity"
+            f"the cache was made with {its} capacity of its rows, policy {host.name} has {own} capacity"
         )
-    if policy.selection is not None and cache.pages.bounds is None:
+    if host.selection is not None and cache.pages.bounds is None:
         raise UserError(
-            f"policy {policy.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
+            f"policy {host.name} selects pages by bounds of their keys, which this cache has none of: make it with a "
             f"policy that selects, too"
         )

@@ -14,8 +14,8 @@ from kvjax.cache.trail import by_layer
 from kvjax.inference.forward import bucket
 from kvjax.mesh import HEADS, P, gather
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Eviction, Trail
-from kvjax.policies.policy import Policy
 from kvjax.step import Stored
 
 
@@ -130,19 +130,18 @@ def scores(
     return lax.scan(one, jnp.int32(0), (eviction, layers, trail, output, quota.count, quota.since))[1]
 
 
-def compact_to(model: Decoder, policy: Policy, cache: Cache, quota: Quota) -> Cache:
+def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
     """The cache (donated) after a compaction by a quota, compiled for its longest row, or where programs are shared for
     the longest that it may have, and for as many entries as are observed at least."""
-    assert policy.plan is not None
-    eviction = policy.traced.eviction
+    plan, eviction = policy.host.plan, policy.compact
+    assert plan is not None
     assert eviction is not None
     free_counts(cache)  # nothing is chosen by what is not finite
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
-    plan = policy.plan
     if cache.shared:
         longest = cache.columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
-    how = {"over": plan.shares.over, "ties": plan.ties, "causal": policy.stores_all}
+    how = {"over": plan.shares.over, "ties": plan.ties, "causal": policy.read.stores_all}
     return compact(model, eviction, cache, quota, entries=entries, **how)

@@ -13,7 +13,7 @@ from kvjax.inference.compaction import compacted
 from kvjax.inference.forward import forward
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
-from kvjax.policies.policy import Policy
+from kvjax.policies.compiled import View
 from kvjax.struct import static, struct
 
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
@@ -35,7 +35,7 @@ class Recurring:
     observed: int = static(default=0)
     """How many of the last tokens are looked back at."""
 
-    def __call__(self, model: Decoder, policy: Policy, cache: Cache, running: Bool[Array, " b"]) -> Cache:
+    def __call__(self, model: Decoder, view: View, cache: Cache, running: Bool[Array, " b"]) -> Cache:
         """The cache, compacted if one of the `running` sequences is due."""
         # once the pool ran out nothing is freed, or the debt would be paid before anybody sees it
         due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
@@ -43,12 +43,12 @@ class Recurring:
             "entries": max(cache.columns * cache.page_size, self.observed),
             "over": self.over,
             "ties": self.ties,
-            "causal": policy.stores_all,
+            "causal": view.stores_all,
         }
 
         def shorter(cache: Cache) -> Cache:
             quota = dataclasses.replace(self.quota, due=due)
-            return compacted(model, policy.eviction, cache, quota, **sizes)  # pyright: ignore[reportArgumentType]
+            return compacted(model, view.eviction, cache, quota, **sizes)  # pyright: ignore[reportArgumentType]
 
         # a loop of one turn or none: XLA carries a loop's arrays in place, and on a GPU copies those of a branch
         times = jax.sharding.reshard(due.any(), P()).astype(jnp.int32)
@@ -57,7 +57,7 @@ class Recurring:
 
 def decode(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     carry: Any,
     xs: Any,
@@ -84,9 +84,9 @@ def decode(
         token, running = feed(carry, x)
         before = cache.layers.length, cache.seen, running
         valid = running.astype(jnp.int32)
-        cache, hidden, _ = forward(model, policy, cache, token[:, None], valid, implementation=implementation)
+        cache, hidden, _ = forward(model, view, cache, token[:, None], valid, implementation=implementation)
         if recurring is not None:
-            cache = recurring(model, policy, cache, running)
+            cache = recurring(model, view, cache, running)
         logits = model.logits(hidden)
         cache = check_finite(cache, logits, running[:, None])
         carry, y = advance(carry, x, logits[:, 0])

@@ -20,8 +20,9 @@ from kvjax.inference.remembering import remembered, traces
 from kvjax.inference.room import with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
+from kvjax.policies.compiled import States, View
 from kvjax.policies.interfaces import Trail
-from kvjax.policies.policy import Policy, States
+from kvjax.policies.policy import Policy
 
 CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
 """What can be captured of every layer: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
@@ -31,7 +32,7 @@ MEMORIES = "state", "trail"
 
 def forward(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
@@ -50,8 +51,8 @@ def forward(
         the cache, marked if hidden states are not finite (`kvjax.cache.finite`), the hidden states after the final
         norm, and what was captured, with a leading layer axis but for the trail. Those of padding mean nothing.
     """
-    if policy.window != cache.window:
-        raise ValueError(f"the policy's window is {policy.window}, the cache's {cache.window}")
+    if view.window != cache.window:
+        raise ValueError(f"the policy's window is {view.window}, the cache's {cache.window}")
     tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
     position = positions(cache.seen, valid, tokens.shape[1])
     attend = attending(cache, valid, write, capture, implementation)
@@ -61,7 +62,7 @@ def forward(
         model.embed_tokens(tokens),
         position,
         attend,
-        xs=(cache.layers, policy),
+        xs=(cache.layers, view),
         token=tokens,
         **scanned,
     )
@@ -83,19 +84,19 @@ def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> I
 def attending(
     cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
 ) -> Attend:
-    """`scan_layers`' attention over the cache: carries its pages if they are written; from a layer's cache and policy
+    """`scan_layers`' attention over the cache: carries its pages if they are written; from a layer's cache and view
     to the layer's cache, if it is written, what is captured, and what is to be written to the trail."""
 
     def attend(step, pages, xs):
-        (layer, policy), step = xs, step.without_padding()
+        (layer, view), step = xs, step.without_padding()
         o, lse, pages, layer = cached_attention(
-            policy, step, pages if write else cache.pages, layer,
+            view, step, pages if write else cache.pages, layer,
             seen=cache.seen, valid=valid, write=write, implementation=implementation,
         )  # fmt: skip
         found = {"lse": lse, "state": layer.state}
         own = [name for name in capture if name != "trail"]
         captured = {name: found[name] if name in found else getattr(step, name) for name in own}
-        new = traces(policy, step, cache.trail, valid)
+        new = traces(view, step, cache.trail, valid)
         return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend
@@ -104,14 +105,14 @@ def attending(
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
 def last_logits(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     implementation: str | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """`forward`, and the logits that follow each sequence's last valid token."""
-    cache, hidden, _ = forward(model, policy, cache, tokens, valid, implementation=implementation)
+    cache, hidden, _ = forward(model, view, cache, tokens, valid, implementation=implementation)
     # a sum of zeros and of one token, which is exact also where tokens are split
     last = (jnp.arange(hidden.shape[1]) == jnp.maximum(valid - 1, 0)[:, None])[..., None]
     logits = model.logits(jnp.where(last, hidden, 0).sum(1, keepdims=True))
@@ -120,10 +121,10 @@ def last_logits(
 
 @jax.jit
 def memories(
-    model: Decoder, policy: Policy, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
+    model: Decoder, view: View, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
 ) -> tuple[States, Trail, Int[Array, " shards"]]:
     """The memories once the eviction looked at tokens that are not written, and the free count after `forward`."""
-    cache, _, found = forward(model, policy, cache, tokens, valid, write=False, capture=("state", "trail"))
+    cache, _, found = forward(model, view, cache, tokens, valid, write=False, capture=("state", "trail"))
     states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
     return states, found["trail"], cache.pages.free_count
 
@@ -168,7 +169,8 @@ def padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
 
 def feed(
     model: Decoder,
-    policy: Policy,
+    host: Policy,
+    view: View,
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     chunk: int,
@@ -180,6 +182,7 @@ def feed(
     """All of `rows` through the model, at most `chunk` tokens a call.
 
     Args:
+        host, view: of the compiled policy, the view `read` or `extend`.
         cache: it is donated.
         logits: of rows that are empty.
         room: tokens that will follow.
@@ -199,8 +202,8 @@ def feed(
             part = [row[start : start + count] for row in rows]
             tokens, valid = padded(part, size)
             start += count
-            arguments = model, policy.reading, tokens, valid, implementation
-            cache, new = _read_call(*arguments, cache, policy, longest - start + room, grow)
+            arguments = model, view, tokens, valid, implementation
+            cache, new = _read_call(*arguments, cache, host, longest - start + room, grow)
             if logits is not None and not all(row.size for row in part):
                 new = jnp.where((valid > 0)[:, None], new, logits)
             logits = new
@@ -210,26 +213,26 @@ def feed(
 
 def _read_call(
     model: Decoder,
-    reading: Policy,
+    view: View,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     implementation: str | None,
     cache: Cache,
-    policy: Policy,
+    host: Policy,
     to_come: int,
     grow: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """`last_logits`; where the pool may run out and does, once more with a larger one. What a call admits does not
     depend on the pages that there are for it, so the second time it is enough."""
     count = int(np.asarray(valid).max())
-    if more_pages(cache, count, policy.most_stored) <= free_pages(cache):
-        return last_logits(model, reading, cache, tokens, valid, implementation=implementation)
+    if more_pages(cache, count, host.most_stored) <= free_pages(cache):
+        return last_logits(model, view, cache, tokens, valid, implementation=implementation)
     mark = marked(cache) if grow else None
-    cache, new = last_logits(model, reading, cache, tokens, valid, implementation=implementation)
+    cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
     if (lacking := -free_pages(cache)) > 0 and mark is not None:
         read = int(np.asarray(cache.seen).max())
         used = pool_pages(cache) + lacking
-        cache = with_more_pages(policy, taken_back(cache, mark), used, read, to_come)
-        cache, new = last_logits(model, reading, cache, tokens, valid, implementation=implementation)
-    caches.check(cache, policy.name, to_come)
+        cache = with_more_pages(host, taken_back(cache, mark), used, read, to_come)
+        cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
+    caches.check(cache, host.name, to_come)
     return cache, new

@@ -46,7 +46,7 @@ def copied_pages(policy: Policy, cache: Cache) -> int:
     """The most pages of a shard that branches of a context copy before they run."""
     if cache.pages.others is None:
         return 0
-    length, newest = np.asarray(cache.layers.length), policy.continuing.rewritten
+    length, newest = np.asarray(cache.layers.length), policy.rewritten
     read_only = 0 if newest is None else np.maximum(length - newest, 0) // cache.page_size
     return int(by_own_heads(cache, -(-length // cache.page_size) - read_only + rings_pages(cache)).max())
 

@@ -6,15 +6,15 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache
 from kvjax.cache.trail import newest, written
 from kvjax.mesh import BATCH, HEADS, P, gather
+from kvjax.policies.compiled import View
 from kvjax.policies.interfaces import Trail
-from kvjax.policies.policy import Policy
 from kvjax.step import Step
 
 
-def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
+def traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
     """What of one layer's tokens is to be written to the cache's `trail`. Raises ValueError for an eviction whose trace
     is of another form than its trail."""
-    if policy.eviction is None:
+    if view.eviction is None:
         return ()
 
     def local(eviction, step, valid):
@@ -25,7 +25,7 @@ def traces(policy: Policy, step: Step, trail: Trail, valid: Int[Array, " b"]) ->
 
     slots = jax.tree.map(lambda ring: ring.shape[1], trail)
     specs = jax.tree.map(lambda ring: P(BATCH, HEADS) if ring.ndim == 5 else P(BATCH), trail)
-    return jax.shard_map(local, out_specs=specs)(gather(policy.eviction, "data", "fsdp"), step, valid)
+    return jax.shard_map(local, out_specs=specs)(gather(view.eviction, "data", "fsdp"), step, valid)
 
 
 def remembered(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:

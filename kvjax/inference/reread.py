@@ -19,15 +19,15 @@ from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, padded, positions
 from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
+from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.policies.interfaces import Eviction, Pass, Planes
-from kvjax.policies.policy import Policy
 from kvjax.step import Passage, Step
 from kvjax.struct import struct
 
 
 def reread(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     cache: Cache,
     rows: Sequence[Int[np.ndarray, " _"]],
     implementation: str | None = None,
@@ -36,10 +36,10 @@ def reread(
     nothing else is changed. The passes of one index run together, a row's that has fewer does nothing.
 
     Args:
-        cache: it holds every token of `rows`, in pages (`Policy.stores_all`), and has the eviction's planes.
+        cache: it holds every token of `rows`, in pages (`View.stores_all`), and has the eviction's planes.
     """
-    eviction = policy.eviction
-    if eviction is None or not eviction.rereads:
+    eviction = policy.host.eviction
+    if eviction is None or policy.compact is None or not eviction.rereads:
         return cache
     passes, least = [eviction.passes(row) for row in rows], 0
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
@@ -48,7 +48,6 @@ def reread(
     if cache.shared:
         least = longest_of(eviction, cache.layers.page_table.shape[-1] * cache.page_size)
     with use_mesh(model):
-        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
         for index in range(max(map(len, passes), default=0)):
             some = [own[index] if index < len(own) else None for own in passes]
             tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
@@ -56,7 +55,7 @@ def reread(
             there = [one for one in some if one is not None]
             fed, valid = padded(tokens, bucket(max(_longest(there), least)))
             cache = one_pass(
-                model, policy.reading, policy.traced.eviction, cache, fed, valid, spans(some, fed.shape[0]),
+                model, policy.read, policy.compact, cache, fed, valid, spans(some, fed.shape[0]),
                 first=bucket(max(eviction.needs.prefix, eviction.needs.first)), implementation=implementation,
             )  # fmt: skip
     return cache
@@ -97,7 +96,7 @@ def spans(passes: Sequence[Pass | None], batch: int) -> Spans:
 @functools.partial(jax.jit, donate_argnums=3, static_argnames=("first", "implementation"))
 def one_pass(
     model: Decoder,
-    reading: Policy,
+    view: View,
     eviction: Eviction,
     cache: Cache,
     tokens: Int[Array, "b t"],
@@ -111,9 +110,9 @@ def one_pass(
     the rows' first entries."""
 
     def attend(step, planes, xs):
-        (layer, reading, eviction), step = xs, step.without_padding()
+        (layer, view, eviction), step = xs, step.without_padding()
         o, _, _, _ = cached_attention(
-            reading, step, cache.pages, layer,
+            view, step, cache.pages, layer,
             seen=cache.seen, valid=valid, write=False, implementation=implementation,
         )  # fmt: skip
         pages = dataclasses.replace(cache.pages, planes=planes)
@@ -126,7 +125,7 @@ def one_pass(
         position,
         attend,
         cache.pages.planes,
-        (cache.layers, reading, eviction),
+        (cache.layers, view, eviction),
         token=tokens,
         as_integers=cache.pages.as_integers,
     )

@@ -23,30 +23,29 @@ from kvjax.inference.page_counts import (
 from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy, States, View
 from kvjax.policies.interfaces import Trail
-from kvjax.policies.policy import Policy, States
+from kvjax.policies.policy import Policy
 from kvjax.step import Shape
-from kvjax.struct import changed
 from pallas_kernels.bits import as_bits
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))
 trimmed = jax.jit(caches.trimmed, static_argnums=1)
-widened = jax.jit(caches.widened, static_argnums=1)
 owned = jax.jit(caches.owned, static_argnums=1, donate_argnums=0)
 
 QUESTION = 64
 """Tokens of a question with its answer that there is room for at least."""
 
 
-def empty_cache(policy: Policy, *, group: int = 1, **sizes: Any) -> Cache:
+def empty_cache(policy: CompiledPolicy, *, group: int = 1, **sizes: Any) -> Cache:
     """A cache that has seen nothing, on the current mesh.
 
     Args:
         group: query heads of a kv head, for methods that remember queries.
         sizes: as of `layout_for`, but for `free`, which is what the devices have.
     """
-    layout = layout_for(policy, free=caches.device_bytes(free=True), **sizes)
-    return laid_out(policy.traced, layout, group)
+    layout = layout_for(policy.host, free=caches.device_bytes(free=True), **sizes)
+    return laid_out(policy.read, layout, group)
 
 
 def layout_for(
@@ -162,23 +161,23 @@ def _refuse(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def laid_out(policy: Policy, layout: Layout, group: int) -> Cache:
-    """An empty cache of this shape, with the policy's memories, for `group` query heads of a kv head."""
+def laid_out(view: View, layout: Layout, group: int) -> Cache:
+    """Return an empty cache of this shape, with the methods' memories, for `group` query heads of a KV head."""
 
     def shape(batch: int, heads: int) -> Shape:
         return Shape(batch, heads, group, layout.head_dim, layout.dtype)
 
-    def begun(policy: Policy) -> tuple[States, Trail]:
-        states, trail = policy.memories(local, layout.layers)
+    def begun(view: View) -> tuple[States, Trail]:
+        states, trail = view.memories(local, layout.layers)
         return states, jax.tree.map(as_bits, trail) if layout.stored != layout.dtype else trail
 
     local = shape(layout.batch // batch_shards(), layout.kv_heads // axis_size(*HEADS))
-    shapes = zip(*(policy.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
+    shapes = zip(*(view.memory_shapes(shape(1, heads), layout.layers) for heads in (1, 2)), strict=True)
     specs = tuple(
         jax.tree.map(functools.partial(_split_like_heads, first), *both)
         for first, both in zip(((None, BATCH), (BATCH,)), shapes, strict=True)
     )
-    whole = gather(policy, "data", "fsdp")
+    whole = gather(view, "data", "fsdp")
     return caches.empty(layout, *jax.shard_map(begun, out_specs=specs)(whole))
 
 
@@ -191,7 +190,7 @@ def _split_like_heads(first: tuple[Any, ...], one: jax.ShapeDtypeStruct, two: ja
 
 def new_cache(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     rows: Sequence[np.ndarray],
     room: int,
     page_size: int | None,
@@ -199,7 +198,7 @@ def new_cache(
     max_tokens: int | None = None,
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
-    shards, config, plan = batch_shards(), model.config, policy.plan
+    shards, config, plan = batch_shards(), model.config, policy.host.plan
     if plan is not None and plan.moment.while_decoding and capacity is None:
         room = 0  # which is made when the prompt was compacted
     more = room + (0 if plan is None else plan.read_behind)
@@ -220,44 +219,31 @@ def new_cache(
 
 def begin(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     rows: list[np.ndarray],
     room: int,
     page_size: int | None,
     capacity: int | str | None,
     max_tokens: int | None,
-) -> tuple[Policy, Cache]:
-    """An empty cache for prompts and `room` more tokens, and the policy with its window.
+) -> Cache:
+    """Return an empty cache for prompts and `room` more tokens.
 
     max_tokens: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget
     below what always stays.
     """
-    if policy.plan is not None:
+    host = policy.host
+    if host.plan is not None:
         # at once, and not when a prompt or an answer has grown to it
         shape = model.config
         entry_bytes = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * model.embed.dtype.itemsize
-        policy.plan.check_bound(policy.name, policy.window - 1, entry_bytes)
+        host.plan.check_bound(host.name, host.window - 1, entry_bytes)
     longest = max(row.size for row in rows) + room
     if max_tokens is not None and longest > max_tokens:
         raise UserError(
             f"prompts of up to {longest - room} tokens with {room} more are longer than max_tokens={max_tokens}, the "
             "longest sequence that programs are shared by; max_new_tokens limits an answer"
         )
-    policy = narrowed(
-        policy, (max_tokens or longest) + (0 if policy.plan is None else policy.plan.read_behind)
-    )
-    return policy, new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
-
-
-def narrowed(policy: Policy, tokens: int) -> Policy:
-    """The policy with a window as large as sequences of so many tokens need: in a larger one no token would leave the
-    ring, either."""
-    return changed(policy, window=min(policy.window, caches.table_tokens(tokens) + 1))
-
-
-def within(policy: Policy, cache: Cache) -> Policy:
-    """The policy with the window of the cache, which may be `narrowed`."""
-    return changed(policy, window=cache.window)
+    return new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
 
 
 def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come: int) -> Cache:
@@ -371,18 +357,12 @@ def halved(policy: Policy, cache: Cache, tokens: int) -> Cache:
     return trimmed(cache, size) if size < have and fits else cache
 
 
-def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple[Policy, Cache]:
-    """A copy of `cache` that can take a question and an answer of so many tokens a sequence, and the policy with the
-    copy's window. Its pool grows unless its size was stated, and its rings if they are smaller than the policy's
-    window (`narrowed`). Branches then own what they write to (`kvjax.cache.branches`).
+def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> Cache:
+    """Return a copy of `cache` that can take a question and an answer of so many tokens a sequence. Its pool grows
+    unless its size was stated. Forks then own what they write to (`kvjax.cache.branches`).
 
-    Raises CapacityError where the devices have no memory for a copy, or not for what branches own of it.
+    Raises CapacityError where the devices have no memory for a copy, or not for what forks own of it.
     """
-    tokens = int(np.asarray(cache.seen).max()) + question + answer
-    narrow = narrowed(policy, max(tokens, cache.window - 1))
-    if cache.window < narrow.window and tokens >= cache.window:
-        cache = widened(cache, narrow.window)
-    policy = within(policy, cache)
     lacking, have = max(0, _lacking(policy, cache, question, answer)), pool_pages(cache)
     copied = min(copied_pages(policy, cache), shared_pages(cache))
     least = have + min(lacking, max(0, copied - free_pages(cache)))
@@ -395,4 +375,4 @@ def with_room(cache: Cache, policy: Policy, question: int, answer: int) -> tuple
             "devices"
         )
     copy = grown(cache, min(lacking, most - have), _columns(policy, cache, question + answer))
-    return policy, copy if copy.pages.others is None else owned(copy, policy.continuing.rewritten)
+    return copy if copy.pages.others is None else owned(copy, policy.rewritten)

@@ -35,12 +35,13 @@ from kvjax.inference.draw import Draw, checked_key, draw_token, nth_key
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed, padded
 from kvjax.inference.room import begin, with_room
-from kvjax.inference.settled import settled
+from kvjax.inference.settled import drop_observation_state
 from kvjax.inference.sharing import branched, placed, places
 from kvjax.inference.stop import Watch, cut, decoded, stop_texts
-from kvjax.mesh import BATCH, adopt, put, use_mesh
+from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
@@ -77,7 +78,7 @@ class Sampled:
 @functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "greedy", "implementation"))
 def decode_block(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     token: Int[Array, " b"],
     running: Bool[Array, " b"],
@@ -120,7 +121,7 @@ def decode_block(
 
     cache, (token, running), drawn, before = decode(
         model,
-        policy,
+        view,
         cache,
         (token, running),
         jnp.arange(count),
@@ -136,10 +137,9 @@ _first_draw = jax.jit(draw_token, static_argnums=3)
 _first_logprob = jax.jit(Draw.logprob)
 
 
-def _on_mesh(policy: Policy | None, model: Decoder) -> Policy:
-    """The policy for a model, on the current mesh; the full cache where none is given."""
-    policy = make_policy("full") if policy is None else policy
-    return adopt(policy.for_model(model))
+def _compiled(policy: Policy | None, model: Decoder) -> CompiledPolicy:
+    """Compile a policy for a model, on the current mesh; the full cache where none is given."""
+    return (make_policy("full") if policy is None else policy).compile(model)
 
 
 @named_arguments()
@@ -194,18 +194,18 @@ def prefill(
     tokens = tokens_of(tokens, tokenizer, "beginning")
     observers = None if observers is None else tokens_of(observers, tokenizer, "end")
     with use_mesh(model):
-        policy = _on_mesh(policy, model)
+        compiled = _compiled(policy, model)
         rows, behind = token_rows(model, tokens), None
         room = max_new_tokens
         if observers is not None:
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
-            check_observers(policy, rows, behind)
-        policy, cache = begin(model, policy, rows, room, page_size, capacity, max_tokens)
+            check_observers(compiled.host, rows, behind)
+        cache = begin(model, compiled, rows, room, page_size, capacity, max_tokens)
         check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, implementation, behind
-        cache = schedule.read(model, policy, cache, rows, *arguments)[0]
-        caches.check(cache, policy.name, max_new_tokens)
+        cache = schedule.read(model, compiled, cache, rows, *arguments)[0]
+        caches.check(cache, compiled.host.name, max_new_tokens)
         return cache
 
 
@@ -290,15 +290,16 @@ def stream(
     watch = Watch(tokenizer, texts)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
-        policy = _on_mesh(policy, model)
+        compiled = _compiled(policy, model)
+        host = compiled.host
         rows = token_rows(model, prompts)
         order: Sequence[int] = range(len(rows))
         if cache is None:
             arguments = max_new_tokens, page_size, capacity, max_tokens
-            policy, held = begin(model, policy, rows, *arguments)
+            held = begin(model, compiled, rows, *arguments)
             check_length(model, rows, max_new_tokens)
-            held, after = schedule.read(model, policy, held, rows, max_new_tokens, chunk, implementation)
-            held = settled(held, policy.continuing)
+            held, after = schedule.read(model, compiled, held, rows, max_new_tokens, chunk, implementation)
+            held = drop_observation_state(held, compiled.decode)
         else:
             for name, stated in (("capacity", capacity), ("max_tokens", max_tokens)):
                 if stated is not None:
@@ -310,41 +311,41 @@ def stream(
                 rows = placed(rows, order, cache.seen.shape[0])
             else:
                 check_in_front("sample", cache)
-            check_continues(cache, model, policy, rows)
+            check_continues(cache, model, compiled, rows)
             check_length(model, rows, max_new_tokens, cache)
             longest = max(row.size for row in rows)
-            policy, held = with_room(cache, policy, longest, max_new_tokens)
-            held = settled(held, policy.continuing)
+            held = with_room(cache, host, longest, max_new_tokens)
+            held = drop_observation_state(held, compiled.decode)
             held, after = feed(
-                model, policy.continuing, held, rows, chunk, implementation, room=max_new_tokens
+                model, host, compiled.extend, held, rows, chunk, implementation, room=max_new_tokens
             )
-            held = schedule.at_end(model, policy, held, len(rows))
+            held = schedule.at_end(model, compiled, held, len(rows))
         key = _row_keys(key, order, held.seen.shape[0])
         token = _first_draw(after, draw, nth_key(key, 0), greedy)
         live = np.isin(np.arange(held.seen.shape[0]), order)
         running = put(live, BATCH) & ~draw.ends(token)
         first = token[None], None if logprobs is None else _first_logprob(draw, after, token)[None]
         parts = _parts(first, live, order, draw, logprobs)
-        caches.check(held, policy.name, max_new_tokens)
+        caches.check(held, host.name, max_new_tokens)
         running = _still(running, watch, order, parts)
-        again = schedule.recurring(policy, held)
+        again = schedule.recurring(host, held)
     yield parts, held
     made = 1
     while made < max_new_tokens and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
             left = max_new_tokens - made
-            count, size, held = schedule.next_block(policy, held, before, made - 1, left, block)
+            count, size, held = schedule.next_block(host, held, before, made - 1, left, block)
             held, drawn, token, running, fed = decode_block(
-                model, policy.continuing.traced, held, token, running, draw, key, np.int32(made),
+                model, compiled.decode, held, token, running, draw, key, np.int32(made),
                 limit=np.int32(count), count=size, greedy=greedy, recurring=again, implementation=implementation,
             )  # fmt: skip
-        caches.check(held, policy.name, max_new_tokens - made - count)
+        caches.check(held, host.name, max_new_tokens - made - count)
         log_steps(fed, count=count, window=held.window, sequences=len(rows))
         made += count
         parts = _parts(drawn, before, order, draw, logprobs, count)
         with use_mesh(model):
             running = _still(running, watch, order, parts)
-            held = schedule.after_block(model, policy, held, np.asarray(running)[: len(rows)], made - 1)
+            held = schedule.after_block(model, compiled, held, np.asarray(running)[: len(rows)], made - 1)
         yield parts, held
 
 

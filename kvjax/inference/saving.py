@@ -31,10 +31,11 @@ from kvjax.exported.orbax import check_room, export
 from kvjax.files import locked, write_text
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
-from kvjax.inference.settled import settled
-from kvjax.mesh import SHARDS, adopt, axis_size, batch_shards, use_mesh
+from kvjax.inference.settled import drop_observation_state
+from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Method
 from kvjax.policies.policy import Policy
 from kvjax.step import Shape
@@ -46,8 +47,8 @@ OWN = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape
 """Names of what is in the folder, also when a writer was stopped."""
 
 
-def _policy(model: Decoder, policy: Policy | None) -> Policy:
-    return adopt((make_policy("full") if policy is None else policy).for_model(model))
+def _compiled(model: Decoder, policy: Policy | None) -> CompiledPolicy:
+    return (make_policy("full") if policy is None else policy).compile(model)
 
 
 @named_arguments()
@@ -80,9 +81,9 @@ def write_cache(
         raise UserError("save_cache: a cache is saved by one process, this run has several")
     _check_arguments("save_cache", cache, model, policy)
     with use_mesh(model):
-        cache, policy = _saved_as("save_cache", cache, model, policy)
+        cache, compiled = _saved_as("save_cache", cache, model, policy)
         arrays = packed(cache)
-        description = said | _described(cache, model, policy, arrays)
+        description = said | _described(cache, model, compiled, arrays)
     try:
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
@@ -133,18 +134,21 @@ def _check_arguments(where: str, cache: Any, model: Any, policy: Any) -> None:
         raise UserError(f"{where}: cache must come from kvjax.prefill, got None")
 
 
-def _saved_as(where: str, cache: Cache, model: Decoder, policy: Policy | None) -> tuple[Cache, Policy]:
-    """The cache as it goes on with the policy, and the policy on the model's mesh. Refuses what cannot be saved."""
-    policy = _policy(model, policy)
+def _saved_as(
+    where: str, cache: Cache, model: Decoder, policy: Policy | None
+) -> tuple[Cache, CompiledPolicy]:
+    """Return the cache as it goes on with the policy, and the compiled policy. Refuses what cannot be saved."""
+    compiled = _compiled(model, policy)
     check_in_front(where, cache)
-    check_fits(cache, model, policy)
-    caches.free_counts(cache)  # of a cache that is not finite, an error
-    if jax.tree.structure(settled(cache, policy)) != jax.tree.structure(cache):
+    check_fits(cache, model, compiled)
+    caches.free_counts(cache)  # an error for a cache that is not finite
+    whole = changed(compiled.decode, eviction=compiled.compact)
+    if jax.tree.structure(drop_observation_state(cache, whole)) != jax.tree.structure(cache):
         raise UserError(
-            f"{where}: the cache remembers more of its tokens than policy {policy.name} does: give the policy that it "
-            "was made with"
+            f"{where}: the cache remembers more of its tokens than policy {compiled.host.name} does: give the policy "
+            "that it was made with"
         )
-    return settled(cache, policy.continuing), policy
+    return drop_observation_state(cache, compiled.decode), compiled
 
 
 @named_arguments()
@@ -161,7 +165,7 @@ def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None) -> i
     return sum(x.size * x.dtype.itemsize for x in shapes.values())
 
 
-def _described(cache: Cache, model: Decoder, policy: Policy, arrays: Arrays) -> dict[str, Any]:
+def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arrays) -> dict[str, Any]:
     from kvjax import __version__
 
     held = caches.stats(cache, int((np.asarray(cache.seen) > 0).sum()))
@@ -169,7 +173,7 @@ def _described(cache: Cache, model: Decoder, policy: Policy, arrays: Arrays) -> 
         "format": FORMAT,
         "kvjax": __version__,
         "contents": contents(model),
-        "policy": policy.name,
+        "policy": policy.host.name,
         "window": cache.window,
         "page_size": cache.page_size,
         "dtype": np.dtype(cache.pages.dtype).name,
@@ -177,18 +181,19 @@ def _described(cache: Cache, model: Decoder, policy: Policy, arrays: Arrays) -> 
         "planes": {name: x.dtype.name for name, x in cache.pages.planes.items() if f"plane.{name}" in arrays},
         "tokens": arrays["seen"].tolist(),
         "held": held.entries.sum(1).tolist(),
-        "trained": _trained(policy.continuing, cache),
+        "trained": _trained(policy, cache),
         "bytes": sum(x.nbytes for x in arrays.values()),
         "arrays": {name: {"shape": list(x.shape), "dtype": x.dtype.name} for name, x in arrays.items()},
     } | MadeFor.of(model).description
 
 
-def _trained(later: Policy, cache: Cache) -> dict[str, str]:
+def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
     """Of each method that goes on with what it made of a cache's tokens, a digest of its gates or scorers; those of a
     method that has none are alike."""
-    state, admission, eviction = cache.layers.state, later.admission, later.eviction
+    host, state = policy.host, cache.layers.state
+    admission, eviction = host.admission, host.eviction if host.compacts_answers else None
     held: dict[str, tuple[Any, Any]] = {
-        "admission": (admission, (state.admission, dict(admission.planes), later.most_stored))
+        "admission": (admission, (state.admission, dict(admission.planes), host.most_stored))
     }
     if eviction is not None:
         held["eviction"] = eviction, (state.eviction, dict(eviction.planes), cache.trail)
@@ -282,26 +287,26 @@ def read_cache(
     check_arguments("load_cache", model, policy)
     page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
     with use_mesh(model):
-        policy = _policy(model, policy)
+        compiled = _compiled(model, policy)
         try:
             if not path.is_dir():
                 raise UserError(f"{path}: no cache is saved here")
             with locked(path):
                 found = describe_cache(path)
-                _check(path, found, model, policy)
-                wanted = _wanted(path, found, model, policy)
+                _check(path, found, model, compiled.host)
+                wanted = _wanted(path, found, model, compiled)
                 arrays = _read(path, found, wanted)
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
         _check_lengths(path, found, arrays)
         _check_numbers(path, arrays, found["window"])
         size = found["page_size"] if page_size is None else page_size
-        like = _like(path, found, model, policy, arrays, size, capacity)
+        like = _like(path, found, model, compiled, arrays, size, capacity)
         return unpacked(like, arrays), found
 
 
 def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy) -> None:
-    """Refuse a cache of other weights or another dtype, or of a larger window."""
+    """Refuse a cache of other weights, another dtype or another window."""
     # first: weights in another dtype are others
     if found["dtype"] != (dtype := np.dtype(model.embed.dtype).name):
         raise UserError(f"{path}: saved in {found['dtype']}, the model is in {dtype}")
@@ -309,22 +314,21 @@ def _check(path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy)
         made_for = MadeFor.described(found)
         of = "other weights" if made_for is None else f"the model {made_for.model}"
         raise UserError(f"{path}: saved of {of}, whose weights are not those of {model_name(model)}")
-    if found["window"] > policy.window:
+    if found["window"] != policy.window:
         raise UserError(
             f"{path}: the cache has window {found['window']}, policy {policy.name} has {policy.window}"
         )
 
 
 def _wanted(
-    path: Path, found: Mapping[str, Any], model: Decoder, policy: Policy
+    path: Path, found: Mapping[str, Any], model: Decoder, policy: CompiledPolicy
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays that a description must name, by the model and the policy. Raises UserError if it names others."""
     config, dtype = model.config, np.dtype(model.embed.dtype)
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
-    later = changed(policy, window=found["window"]).continuing
-    known = {**policy.planes, **caches.CAPACITY_PLANES}
+    known = {**policy.host.planes, **caches.CAPACITY_PLANES}
     if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
         raise UserError(f"{path / DESCRIPTION}: damaged (plane {wrong[0]} is {found['planes'][wrong[0]]})")
     wanted = {name: jax.ShapeDtypeStruct(*x) for name, x in described_arrays(found).items()}
@@ -337,12 +341,12 @@ def _wanted(
         config.head_dim,
         dtype,
     )
-    states, trail = later.memory_shapes(shape, config.num_layers)
+    states, trail = policy.decode.memory_shapes(shape, config.num_layers)
     memories = leaves_by_path({"state": states, "trail": trail})
     if {x for x in found["arrays"] if x.startswith(("state", "trail"))} != set(memories):
         raise UserError(
-            f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.name} needs to know "
-            "of its tokens"
+            f"{path}: saved with policy {found['policy']}, which does not know what policy {policy.host.name} needs to "
+            "know of its tokens"
         )
     wanted |= memories
     own = {name: (tuple(x["shape"]), x["dtype"]) for name, x in found["arrays"].items()}
@@ -423,7 +427,7 @@ def _like(
     path: Path,
     found: Mapping[str, Any],
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     arrays: Arrays,
     page_size: int,
     capacity: int | str | None,
@@ -457,21 +461,21 @@ def _like(
             f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
             f"{free / 2**20:.1f} MiB free"
         )
-    tokens, most = caches.table_tokens(int(seen.max())), policy.most_stored
+    tokens, most = caches.table_tokens(int(seen.max())), policy.host.most_stored
     layout = Layout(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
         page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
         planes=tuple(planes.items()), bounded=capacity is not None,
     )  # fmt: skip
-    later, group = changed(policy, window=window).continuing, config.num_heads // config.num_kv_heads
-    like = jax.eval_shape(lambda: laid_out(later.traced, layout, group))
+    group = config.num_heads // config.num_kv_heads
+    like = jax.eval_shape(lambda: laid_out(policy.decode, layout, group))
     check_fits(changed(like, seen=padded), model, policy)
-    for role, own in _trained(later, like).items():
+    for role, own in _trained(policy, like).items():
         # older files do not say
         if found.get("trained", {role: own}).get(role) != own:
             raise UserError(
                 f"{path}: what is saved of its tokens was made by other gates or scorers than those of policy "
-                f"{policy.name}, which would go on with it"
+                f"{policy.host.name}, which would go on with it"
             )
     return like

@@ -24,9 +24,10 @@ from kvjax.inference.reread import reread
 from kvjax.inference.room import fitted, halved, with_more_pages
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
+from kvjax.policies.compiled import CompiledPolicy, States
 from kvjax.policies.interfaces import Trail
 from kvjax.policies.plan import Plan
-from kvjax.policies.policy import Policy, States
+from kvjax.policies.policy import Policy
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, a row a sequence."""
@@ -38,7 +39,7 @@ Feed = Callable[[Cache, TokenRows], tuple[Cache, Any]]
 
 def read(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     cache: Cache,
     rows: TokenRows,
     room: int,
@@ -58,11 +59,12 @@ def read(
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
     """
-    run = functools.partial(feed, model, policy, chunk=chunk, implementation=implementation, room=room)
-    plan = policy.plan
+    host, plan = policy.host, policy.host.plan
+    options = {"chunk": chunk, "implementation": implementation, "room": room}
+    run = functools.partial(feed, model, host, policy.read, **options)
     if plan is None:
         cache, logits = run(cache, rows)
-        return halved(policy, cache, room), logits
+        return halved(host, cache, room), logits
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.moment.in_chunks:
@@ -79,12 +81,12 @@ def read(
         cache, logits = run(cache, rows)
         cache = at_prompt_end(model, policy, cache, rows, observers, run, implementation)
     assert logits is not None
-    return fitted(policy, cache, room), logits
+    return fitted(host, cache, room), logits
 
 
 def at_prompt_end(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     cache: Cache,
     rows: TokenRows,
     observers: TokenRows | None = None,
@@ -93,18 +95,18 @@ def at_prompt_end(
 ) -> Cache:
     """The cache (donated) of the prompts `rows`, compacted once as the policy plans. observers: as in `read`; run:
     `feed` for them."""
-    dropped = [0] * len(rows)
-    assert policy.plan is not None
-    assert policy.eviction is not None
-    if policy.plan.in_ranges:
-        return compact_to(model, policy, cache, range_quota(policy, cache, rows))
-    observers = _guided(policy.plan, len(rows)) if observers is None else observers
+    host, dropped = policy.host, [0] * len(rows)
+    assert host.plan is not None
+    assert host.eviction is not None
+    if host.plan.in_ranges:
+        return compact_to(model, policy, cache, range_quota(host, cache, rows))
+    observers = _guided(host.plan, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
     cache = reread(model, policy, cache, rows, implementation)
-    prefix = [policy.eviction.prefix_of(row) for row in rows]
-    stays = quota(policy, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
+    prefix = [host.eviction.prefix_of(row) for row in rows]
+    stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)
 
 
@@ -114,7 +116,7 @@ def _guided(plan: Plan, sequences: int) -> TokenRows:
 
 
 def _observed(
-    model: Decoder, policy: Policy, cache: Cache, observers: TokenRows, run: Feed
+    model: Decoder, policy: CompiledPolicy, cache: Cache, observers: TokenRows, run: Feed
 ) -> tuple[Cache, list[int]]:
     """The cache (donated) after `observers` were read behind it, and how many of each sequence's newest entries are
     theirs: none where an admission decides, which may not let them in, and whose ring they would push its oldest tokens
@@ -122,43 +124,45 @@ def _observed(
     sizes = [row.size for row in observers]
     if not any(sizes):
         return cache, sizes
-    if policy.stores_all:
+    if policy.read.stores_all:
         cache, _ = run(cache, observers)
     else:
         log_call(cache, observers)
         tokens, valid = padded(list(observers), bucket(max(sizes)))
-        *memory, count = memories(model, policy.reading, cache, tokens, valid)
+        *memory, count = memories(model, policy.read, cache, tokens, valid)
         pages = dataclasses.replace(cache.pages, free_count=count)
         cache = _remembering(dataclasses.replace(cache, pages=pages), *memory)
-    return cache, sizes if policy.stores_all else [0] * len(sizes)
+    return cache, sizes if policy.read.stores_all else [0] * len(sizes)
 
 
-def at_end(model: Decoder, policy: Policy, cache: Cache, sequences: int) -> Cache:
+def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int) -> Cache:
     """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
-    if policy.plan is None or not policy.plan.moment.while_decoding:
+    if policy.host.plan is None or not policy.host.compacts_answers:
         return cache
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
 
 
-def _evict_to_budget(model: Decoder, policy: Policy, cache: Cache, rows: Bool[np.ndarray, " b"]) -> Cache:
+def _evict_to_budget(
+    model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
+) -> Cache:
     """The cache with those of the `rows` brought down to their budgets that have more."""
-    plan, seen = policy.plan, np.asarray(cache.seen)[: len(rows)]
+    host, plan, seen = policy.host, policy.host.plan, np.asarray(cache.seen)[: len(rows)]
     assert plan is not None
     allowed = plan.allowance(seen.tolist(), entry_bytes(cache))
     due = rows & [
         plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), allowed, strict=True)
     ]
     if plan.moment.when == "overflow":
-        over = np.maximum(_entries_over(policy, cache, len(rows)), 0) * due
-        return compact_to(model, policy, cache, overflow_quota(policy, cache, over)) if over.any() else cache
+        over = np.maximum(_entries_over(host, cache, len(rows)), 0) * due
+        return compact_to(model, policy, cache, overflow_quota(host, cache, over)) if over.any() else cache
     if not due.any():
         return cache
-    return compact_to(model, policy, cache, quota(policy, cache, seen.tolist(), due=due.tolist()))
+    return compact_to(model, policy, cache, quota(host, cache, seen.tolist(), due=due.tolist()))
 
 
 def _after_chunk(
     model: Decoder,
-    policy: Policy,
+    policy: CompiledPolicy,
     cache: Cache,
     rows: TokenRows,
     observers: TokenRows,
@@ -167,11 +171,11 @@ def _after_chunk(
     run: Feed,
 ) -> Cache:
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
-    plan = policy.plan
+    host, plan = policy.host, policy.host.plan
     assert plan is not None
     stop = start + plan.moment.chunk
     if plan.in_ranges:
-        return compact_to(model, policy, cache, range_quota(policy, cache, rows, stop, start))
+        return compact_to(model, policy, cache, range_quota(host, cache, rows, stop, start))
 
     def looking(row, behind):
         if start < row.size <= stop or (plan.moment.guidance and row.size > stop):
@@ -185,7 +189,7 @@ def _after_chunk(
     cache, dropped = _observed(model, policy, cache, patch, run)
     seen = [min(row.size, stop) for row in rows]
     stays = quota(
-        policy,
+        host,
         cache,
         [max(0, count - start) if plan.by_chunk else count for count in seen],
         due=[count > start for count in seen],
@@ -256,10 +260,10 @@ def next_block(
 
 
 def after_block(
-    model: Decoder, policy: Policy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
+    model: Decoder, policy: CompiledPolicy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
 ) -> Cache:
     """The cache, compacted if that is due for any of the sequences that are still `running`."""
-    plan = policy.plan
+    plan = policy.host.plan
     if plan is None or plan.moment.when not in ("every", "overflow") or not running.any():
         return cache
     if plan.moment.when == "every" and fed % plan.moment.every:

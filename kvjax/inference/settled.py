@@ -1,16 +1,16 @@
-"""A cache without what only compactions need that will not come."""
+"""Drop state that only future compactions would need."""
 
 import dataclasses
 
 from kvjax.cache import CAPACITY_PLANES, Cache
+from kvjax.policies.compiled import View
 from kvjax.policies.interfaces import BIAS
-from kvjax.policies.policy import Policy
 
 
-def settled(cache: Cache, later: Policy) -> Cache:
-    """The cache (donated) without the memories and planes of methods that `later`, which goes on with it, does not
-    have: they would miss the tokens to come, and a method that had them again could not tell. Policies that only differ
-    in an eviction whose work is done then run one program."""
+def drop_observation_state(cache: Cache, later: View) -> Cache:
+    """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
+    it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
+    that only differ in an eviction whose work is done then run one program."""
     lasting = {*later.planes, *CAPACITY_PLANES, BIAS}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}

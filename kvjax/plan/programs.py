@@ -28,10 +28,12 @@ from kvjax.models.shapes import check_mesh, find_shape
 from kvjax.plan.ahead import Job
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WriteGate
+from kvjax.policies.compiled import View, compile_policy
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from kvjax.policies.guidance import text
 from kvjax.policies.make import Described, parse_policy
 from kvjax.policies.registry import find_method
+from kvjax.struct import changed
 from kvjax.train.config import parse
 from kvjax.train.memory import batch_of
 from kvjax.train.recipe import Recipe
@@ -172,13 +174,12 @@ class Serving:
         """Return the policy as the host knows it. `make` makes its gates, by default as shapes."""
         return make_policy(completed(self.told.policy, self.config, make))
 
-    def placed(self, which: Any) -> Policy:
-        """Return the shapes of a part of the policy that compiled programs see. `which` takes that part of the policy
-        for the model."""
+    def view(self, name: str) -> View:
+        """Return the shapes of a view of the compiled policy."""
 
-        def make() -> Policy:
+        def make() -> View:
             policy = self.policy(lambda gates: gates())
-            return which(policy.placed(self.config.num_layers, self.config.num_kv_heads))
+            return getattr(compile_policy(policy, self.config.num_layers, self.config.num_kv_heads), name)
 
         return abstract(make, self.mesh)
 
@@ -188,7 +189,7 @@ class Serving:
         shards = batch_shards()
         return -(-self.told.batch // shards) * shards
 
-    def cache(self, policy: Policy, traced: Policy, tokens: int, tables: int = 0) -> Any:
+    def cache(self, policy: Policy, view: View, tokens: int, tables: int = 0) -> Any:
         """Return the shapes of a cache for sequences of `tokens` tokens, with a pool for what the host's `policy`
         expects. tables: tokens that one head cache may have, if these are more."""
         config = self.config
@@ -199,7 +200,7 @@ class Serving:
         if policy.most_stored is None:
             layout = dataclasses.replace(layout, tokens=max(layout.tokens, table_tokens(max(1, tables))))
         group = config.num_heads // config.num_kv_heads
-        return abstract(lambda traced: laid_out(traced, layout, group), self.mesh, traced)
+        return abstract(lambda view: laid_out(view, layout, group), self.mesh, view)
 
     @property
     def entry_bytes(self) -> int:
@@ -221,26 +222,27 @@ class Serving:
         policy, told = self.policy(), self.told
         plan = policy.plan
         behind = 0 if plan is None else plan.read_behind
-        cache = self.cache(
-            policy, self.placed(lambda placed: placed.traced), told.context + behind + self._room(policy)
-        )
+        view = self.view("read")
+        cache = self.cache(policy, view, told.context + behind + self._room(policy))
         chunk = min(told.chunk, told.context)
         if plan is not None and plan.moment.in_chunks:
             chunk = min(chunk, plan.moment.chunk)
         sizes = [size for _, size in pieces(chunk, told.chunk)]
         tokens = self._array(jnp.int32, (self.rows, max(sizes)), BATCH, None)
         valid = self._array(jnp.int32, (self.rows,), BATCH)
-        arguments = self.model, self.placed(lambda placed: placed.reading), cache, tokens, valid
+        arguments = self.model, view, cache, tokens, valid
         return Program(last_logits, arguments, _parts(*arguments), donated=2)
 
     def decode(self) -> Program:
         """Return a block of decoded tokens."""
         policy, told = self.policy(), self.told
-        traced = self.placed(lambda placed: placed.continuing.traced)
+        view = self.view("decode")
+        without = {"budget": None, "when": None}
+        later = changed(policy, **without, **({} if policy.compacts_answers else {"eviction": None}))
         # the eviction may have kept one head cache whole
         cache = self.cache(
-            policy.continuing.uncompacted,
-            traced,
+            later,
+            view,
             self.kept(policy) + self._room(policy),
             tables=told.context + told.new,
         )
@@ -248,7 +250,7 @@ class Serving:
         running = self._array(jnp.bool_, (self.rows,), BATCH)
         draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw())
         key = abstract(lambda: jax.random.key(0), self.mesh)
-        arguments = self.model, traced, cache, valid, running, draw, key, self._array(jnp.int32, ())
+        arguments = self.model, view, cache, valid, running, draw, key, self._array(jnp.int32, ())
         again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
         return Program(
             decode_block,

@@ -1,7 +1,7 @@
 """What a method may define. Every method is a few of these functions; most define one or two.
 
 A method's numbers are NumPy arrays: a number or a vector counts for all layers, a table is by layer and kv head (or
-1 × 1, alike for all). `Policy.placed` puts them on a model's mesh, and these functions then see those of one layer, on
+1 × 1, alike for all). `Policy.compile` puts them on a model's mesh, and these functions then see those of one layer, on
 one device's share of the batch and of the kv heads, as plain local code: a method writes no sharding.
 
 A method is a `struct` that a person writes, `SnapKV(observed=32)`: `__post_init__` checks its numbers and makes arrays

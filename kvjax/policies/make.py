@@ -43,6 +43,7 @@ from kvjax.policies.registry import (
     role,
     trained,
 )
+from kvjax.struct import changed
 
 SCHEDULE = (*BUDGETS, "when", *NOTHING, "guidance")
 """Arguments of every eviction's part."""
@@ -93,8 +94,17 @@ def make_policy(
             if not force:
                 _check_files(parts, model)
             made = _composed(parts, model, tokenizer, force)
-        made = made.unchecked if force else made
-        return made if model is None else made.for_model(model)
+        made = _without_origin(made) if force else made
+        if model is not None:
+            made.compile(model)
+        return made
+
+
+def _without_origin(policy: Policy) -> Policy:
+    """Return the policy without the names of the models that its files were made for."""
+    parts = {"admission": policy.admission, "eviction": policy.eviction, "selection": policy.selection}
+    known = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
+    return changed(policy, **{part: changed(x, made_for=None) for part, x in known.items()})
 
 
 def make_ahead(

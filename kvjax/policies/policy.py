@@ -1,33 +1,19 @@
 """A policy: the window and the methods that decide what is stored, as one pytree."""
 
 import dataclasses
-import itertools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.mesh import HEADS, put, use_mesh
+from kvjax.mesh import adopt, use_mesh
 from kvjax.policies.admission.full import Full
 from kvjax.policies.budget import BUDGETS, Budget, Threshold
-from kvjax.policies.interfaces import (
-    BIAS,
-    Admission,
-    Eviction,
-    Method,
-    Numbers,
-    Planes,
-    Selection,
-    State,
-    Trail,
-)
+from kvjax.policies.compiled import CompiledPolicy, compile_policy, on_mesh
+from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
 from kvjax.policies.moment import Moment
-from kvjax.policies.numbers import is_placed
 from kvjax.policies.plan import Plan
-from kvjax.step import Readout, Shape, Step
 from kvjax.struct import assign, changed, short, static, struct
 
 EXAMPLES = {
@@ -37,16 +23,6 @@ EXAMPLES = {
     "budget": "Ratio(0.25)",
     "when": "AtPrompt()",
 }
-
-
-@struct
-class States:
-    """The memories of a policy's methods."""
-
-    admission: State
-    """Of the admission."""
-    eviction: State
-    """Of the eviction; (): there is none, or it is done."""
 
 
 EVERYTHING = Full()
@@ -61,8 +37,7 @@ class Policy:
         Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1), when=AtPrompt())
 
     A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
-    only those of them in the pages that `selection` chooses for it. Once it is `placed`, every array in it has a
-    leading layer axis.
+    only those of them in the pages that `selection` chooses for it.
 
     Raises:
         UserError: a composition that means nothing, or a part that is none.
@@ -205,18 +180,27 @@ class Policy:
         return Plan(self.budget, self.eviction.shares, self.when, *self.eviction.needs)
 
     @property
+    def compacts_answers(self) -> bool:
+        """True if the cache is compacted while answers are decoded."""
+        return self.when is not None and self.when.while_decoding
+
+    @property
     def observes(self) -> bool:
         """Whether there is a compaction for which tokens are looked at as they come."""
         return self.plan is not None and self.eviction is not None and self.eviction.looks
 
-    def for_model(self, model: Any) -> "Policy":
-        """Checked against a model, and `placed`. Raises UserError if it is for another."""
+    def compile(self, model: Any) -> CompiledPolicy:
+        """Check it against a model and return what inference needs of it, on the current mesh or else the model's.
+
+        Raises UserError if it is for another model.
+        """
         self.check(model.config)
         for method in self._methods:
             if method.made_for is not None:
                 method.made_for.check(method.label, model)
         with use_mesh(model):
-            return self.placed(model.config.num_layers, model.config.num_kv_heads)
+            sizes = model.config.num_layers, model.config.num_kv_heads
+            return compile_policy(adopt(on_mesh(self, *sizes)), *sizes)
 
     def check(self, config: Any) -> None:
         """Raises UserError if it is not for a model of this configuration (`num_layers`, `num_kv_heads`, `head_dim`,
@@ -237,113 +221,6 @@ class Policy:
         return [x for x in (self.admission, self.eviction, self.selection) if x is not None]
 
     @property
-    def unchecked(self) -> "Policy":
-        """The same, whose files may be another model's."""
-        parts = {"admission": self.admission, "eviction": self.eviction, "selection": self.selection}
-        said = {part: x for part, x in parts.items() if x is not None and x.made_for is not None}
-        return changed(self, **{part: changed(x, made_for=None) for part, x in said.items()})
-
-    def placed(self, layers: int, kv_heads: int) -> "Policy":
-        """For a model of so many layers and kv heads, on the current mesh: numbers, NumPy arrays and JAX's on no mesh
-        get a layer axis, tables are split with the heads.
-
-        Raises UserError for a table that is another model's, and for what is no number.
-        """
-
-        def place(path: Any, given: Any) -> jax.Array:
-            if is_placed(given):
-                return given
-            x = np.asarray(given)
-            if x.dtype.kind in "OSU":
-                raise UserError(
-                    f"policy {self.name}: {path[-1].name} must be a number or an array of numbers, or be declared "
-                    f"static, got {shown(given)}"
-                )
-            if x.ndim < 2:
-                return put(np.broadcast_to(x, (layers, *x.shape)))
-            if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
-                if isinstance(given, jax.Array) and x.shape[0] == layers:
-                    return put(x)  # of a module: what a layer's heads share
-                made_for = f"{x.shape[0]} layers × {x.shape[1]} kv heads"
-                raise UserError(
-                    f"policy {self.name}: {path[-1].name} is made for {made_for}, the model has {layers} × {kv_heads}"
-                )
-            return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, HEADS)
-
-        return jax.tree_util.tree_map_with_path(place, self)
-
-    @property
-    def traced(self) -> "Policy":
-        """What compiled programs see: no name, and nothing for the host, so that one program serves all that run
-        alike."""
-        eviction = None if self._evicting is None else self._evicting.traced
-        return changed(
-            self, name="", admission=self.admission.traced, eviction=eviction, budget=None, when=None
-        )
-
-    @property
-    def _evicting(self) -> Eviction | None:
-        """The eviction, without what only compactions while decoding need where there are none."""
-        if self.eviction is None or self.when is None or self.when.while_decoding:
-            return self.eviction
-        return self.eviction.of_prompts
-
-    @property
-    def uncompacted(self) -> "Policy":
-        """The same without a compaction: what reads a cache that is compacted apart."""
-        return changed(self, eviction=self._evicting, budget=None, when=None)
-
-    @property
-    def continuing(self) -> "Policy":
-        """What goes on once the prompt was read: where nothing will be compacted any more, no method that looks at
-        tokens for it."""
-        if self.when is not None and self.when.while_decoding:
-            return self
-        return changed(self, eviction=None, budget=None, when=None)
-
-    @property
-    def reading(self) -> "Policy":
-        """What compiled programs see of it that read a prompt: selection is for decoding, however a prompt is cut, and
-        an eviction that looks at no tokens has no part in it."""
-        traced = self.traced
-        eviction = traced.eviction if traced.eviction is not None and traced.eviction.looks else None
-        return changed(traced, selection=None, eviction=eviction)
-
-    def init(self, shape: Shape) -> States:
-        """The methods' memories of one layer before the first token, on one device."""
-        evicting = () if self.eviction is None else self.eviction.init(shape)
-        return States(self.admission.init(shape), evicting)
-
-    def trail(self, shape: Shape) -> Trail:
-        """What the eviction remembers of one layer's last tokens, before the first one, on one device. Raises
-        ValueError if it is not in the model's dtype."""
-        if self.eviction is None:
-            return ()
-        found = self.eviction.trail(shape)
-        for x in jax.tree.leaves(found):
-            if x.dtype != shape.dtype:
-                raise ValueError(
-                    f"{self.eviction.label}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}"
-                )
-        return found
-
-    def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
-        """Both of all layers of a policy that is placed, `[l b …]` and `[b w l …]`."""
-        both = jax.vmap(lambda one, _: (one.init(shape), one.trail(shape)), out_axes=(0, 2))
-        return both(self, jnp.arange(layers))
-
-    def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Trail]:
-        """What `memories` would be of a model of as many kv heads as `shape` has, whatever the policy was placed
-        for."""
-
-        def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
-            axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
-            sizes = (shape.kv_heads if axis == HEADS else size for size, axis in axes)
-            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
-
-        return jax.eval_shape(lambda policy: policy.memories(shape, layers), jax.tree.map(as_long, self))
-
-    @property
     def planes(self) -> dict[str, str]:
         """The methods' numbers beside entries: names and dtypes."""
         return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
@@ -356,33 +233,12 @@ class Policy:
 
     @property
     def rewritten(self) -> int | None:
-        """How many of a row's newest entries may be written to once they are stored; None: any of them may."""
+        """How many of a head cache's newest entries may be written to after the prompt; None: any of them may."""
         if self.most_stored is not None or self.admission.updates:
             return None
-        if self.eviction is None:
+        if self.eviction is None or not self.compacts_answers:
             return 0
         return None if self.eviction.updates else self.eviction.pending
-
-    def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
-        """What is added to the logits of a call's tokens once they have left the ring."""
-        for method, state in ((self.admission, states.admission), (self.eviction, states.eviction)):
-            if method is not None and BIAS in method.planes:
-                return method.bias(state, step)
-        return jnp.zeros(step.k.shape[:3], jnp.float32)
-
-    def numbers(self, states: States, step: Step, readout: Readout) -> Numbers:
-        """The planes' numbers of a call's own tokens."""
-        found = self.admission.numbers(states.admission, step, readout)
-        return (
-            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, readout)
-        )
-
-    def update(self, states: States, planes: Planes, step: Step, readout: Readout) -> Planes:
-        """The planes once a call's queries have read the entries that were stored before it."""
-        planes = self.admission.update(states.admission, planes, step, readout)
-        return (
-            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, readout)
-        )
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
         """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head.

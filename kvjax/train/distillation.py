@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.mesh import BATCH, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
+from kvjax.policies.compiled import on_mesh
 from kvjax.train.objective import Deployed, student_errors
 from kvjax.train.validation import by_length
 
@@ -23,7 +24,7 @@ def distillation(
     shape = model.config.num_layers, model.config.num_kv_heads
     with use_mesh(model):
         methods = {
-            name: Deployed(policy.placed(*shape).admission.traced, policy.window)
+            name: Deployed(on_mesh(policy.admission, *shape).traced, policy.window)
             for name, policy in policies.items()
             if policy.eviction is None and policy.selection is None
         }

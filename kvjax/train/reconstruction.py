@@ -18,6 +18,7 @@ from kvjax.inference.room import begin
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Ratio
+from kvjax.policies.compiled import View
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
 from kvjax.train.targets import Into, fill_input, fill_score
@@ -38,18 +39,18 @@ def reconstruction(
     the contexts whole."""
     rows = [context.row for context in contexts]
     with use_mesh(model):
-        policy = policy.placed(model.config.num_layers, model.config.num_kv_heads)
-        policy, cache = begin(model, policy, rows, 0, None, None, None)
+        compiled = policy.compile(model)
+        cache = begin(model, compiled, rows, 0, None, None, None)
         longest, start = max(row.size for row in rows), 0
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]
-            cache, captured = read_piece(model, policy.reading, cache, *padded(part, size), which=which)
+            cache, captured = read_piece(model, compiled.read, cache, *padded(part, size), which=which)
             # behind the piece there is padding
             captured = np.asarray(captured)[..., :count, :]
             fill_input(contexts, into, captured, which, start=start)
             start += count
         caches.check(cache, policy.name, 0)
-        cache = reread(model, policy, cache, rows)
+        cache = reread(model, compiled, cache, rows)
         caches.check(cache, policy.name, 0)
         for layer in range(model.config.num_layers):
             score = np.asarray(_scores(cache, np.int32(layer), tokens=longest))
@@ -59,14 +60,14 @@ def reconstruction(
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="which")
 def read_piece(
     model: Decoder,
-    policy: Policy,
+    view: View,
     cache: Cache,
     tokens: Int[Array, "b t"],
     valid: Int[Array, " b"],
     *,
     which: str,
 ) -> tuple[Cache, Array]:
-    cache, _, captured = forward(model, policy, cache, tokens, valid, capture=(which,))
+    cache, _, captured = forward(model, view, cache, tokens, valid, capture=(which,))
     return cache, captured[which]
 
 

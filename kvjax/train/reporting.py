@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def measured(policy: "Policy") -> bool:
     """Whether `kvjax.evaluate` can measure it."""
-    return policy.continuing.eviction is None
+    return not policy.compacts_answers
 
 
 def without_report(policy: "Policy | None" = None) -> str:

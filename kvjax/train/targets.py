@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.sampling import prefill
-from kvjax.mesh import BATCH, HEADS, P, batch_shards, put, use_mesh
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.train.contexts import Context
@@ -122,9 +122,7 @@ def larger(first: Teacher, second: Teacher) -> Teacher:
 def _layers(
     model: Decoder, rows: Sequence[Any], names: Any, cache: Any = None
 ) -> Iterator[dict[str, Shaped[np.ndarray, "b ..."]]]:
-    with use_mesh(model):
-        full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
-    return captured_layers(model, full, cache, rows, tuple(names))
+    return captured_layers(model, Policy(), cache, rows, tuple(names))
 
 
 def _silent(lse: Float[np.ndarray, "b n t"], rows: Sequence[Any]) -> Float[np.ndarray, "b n t"]:

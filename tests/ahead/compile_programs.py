@@ -33,6 +33,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
+from kvjax.policies.compiled import compile_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
@@ -68,17 +69,18 @@ def shape(mesh, dtype, size, *spec):
 def wgkv(config):
     gates = WriteGate(config.num_layers, config.num_kv_heads, config.head_dim, rngs=nnx.Rngs(0))
     heads = jnp.zeros((config.num_layers, config.num_kv_heads), out_sharding=P(None, HEADS))
-    return Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
+    policy = Policy(WGKV(gates, jnp.zeros(config.num_layers), heads), window=256)
+    return compile_policy(policy, config.num_layers, config.num_kv_heads).read
 
 
-def fast_kvzip(config, model):
+def fast_kvzip(config):
     group = config.num_heads // config.num_kv_heads
     sizes = config.num_layers, config.num_kv_heads, group, config.width
     gates = SinkGate(*sizes, rngs=nnx.Rngs(0))
     policy = make_policy(
-        {"fast_kvzip": {"buffer": WAITING, "entries": 2048, "when": "position"}}, model=model, gates=gates
+        {"fast_kvzip": {"buffer": WAITING, "entries": 2048, "when": "position"}}, gates=gates
     )
-    return policy.continuing.traced
+    return compile_policy(policy, config.num_layers, config.num_kv_heads).decode
 
 
 def programs(mesh, config, which="all"):
@@ -91,29 +93,29 @@ def programs(mesh, config, which="all"):
         tokens = row(jnp.int32, (2, 2048), BATCH, None)
         yield "training", make_update(train), (state, model, tokens, row(jnp.int32, ())), {}
 
-    policy = jax.eval_shape(functools.partial(wgkv, config))
+    view = jax.eval_shape(functools.partial(wgkv, config))
 
-    def empty(policy, tokens):
-        page = page_size_of(policy, None)
+    def empty(view, tokens):
+        page = page_size_of(view, None)
         pages = POOL // (page * 2 * config.head_dim * jnp.bfloat16.dtype.itemsize)
         layout = Layout(
             batch=BATCH_SIZE, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            window=policy.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
-            bounds=None if policy.selection is None else DTYPE,
-            planes=tuple((name, jnp.dtype(own)) for name, own in policy.planes.items()),
+            window=view.window, tokens=tokens, page_size=page, pages=pages, dtype=DTYPE, stored=DTYPE,
+            bounds=None if view.selection is None else DTYPE,
+            planes=tuple((name, jnp.dtype(own)) for name, own in view.planes.items()),
         )  # fmt: skip
         return jax.eval_shape(
-            lambda policy: laid_out(policy, layout, config.num_heads // config.num_kv_heads), policy
+            lambda view: laid_out(view, layout, config.num_heads // config.num_kv_heads), view
         )
 
-    cache = empty(policy.traced, 65536)
+    cache = empty(view, 65536)
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
-    yield "prefill", last_logits, (model, policy, cache, chunk, valid), {}
+    yield "prefill", last_logits, (model, view, cache, chunk, valid), {}
 
     draw = jax.tree.map(lambda x: row(x.dtype, np.shape(x)), Draw())
     key = jax.eval_shape(lambda: jax.random.key(0))
     running = row(jnp.bool_, (BATCH_SIZE,), BATCH)
-    arguments = model, policy, cache, valid, running, draw, key, row(jnp.int32, ())
+    arguments = model, view, cache, valid, running, draw, key, row(jnp.int32, ())
     yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
 
     held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
@@ -126,24 +128,24 @@ def programs(mesh, config, which="all"):
         since=row(jnp.int32, cache.layers.length.shape, None, BATCH, HEADS),
         dropped=valid, ahead=valid, last=valid, first=valid, floor=row(jnp.float32, ()),
     )  # fmt: skip
-    evicting = make_policy("snapkv:ratio=0.25,adakv", model=model)
+    evicting = make_policy("snapkv:ratio=0.25,adakv").compile(model)
     yield (
         "compaction",
         compact,
-        (model, evicting.traced.eviction, empty(evicting.traced, 4096), quota),
+        (model, evicting.compact, empty(evicting.read, 4096), quota),
         {"entries": 4096, "over": "layer", "ties": "first", "causal": True},
     )
     if which == "few":
         return
 
     h2o = "h2o:entries=1024,when=every,every=64+quest:tokens=256"
-    busy = jax.eval_shape(lambda: make_policy(h2o, model=model).continuing.traced)
+    busy = jax.eval_shape(lambda: make_policy(h2o).compile(model).decode)
     cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
     yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
 
     if config.head_dim == TRAINED:
-        gated = jax.eval_shape(functools.partial(fast_kvzip, config, model))
+        gated = jax.eval_shape(functools.partial(fast_kvzip, config))
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
         yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options

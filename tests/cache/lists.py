@@ -15,6 +15,7 @@ from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.mesh import SHARDS, make_mesh, put
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import compile_policy
 
 BATCH, HEADS, TOKENS, PAGE = 2, 2, 6, 3
 CALLS = 5
@@ -76,7 +77,7 @@ def started(window: int, capacity: int) -> tuple[caches.Cache, caches.Cache]:
     """An empty cache on a mesh of one device, and the same without a mesh, for the functions local to a shard. It has
     two planes, of which one is never written."""
     with jax.set_mesh(make_mesh()):
-        policy = make_policy({"full": {"window": window}, "quest": {"tokens": 8}}).placed(1, HEADS)
+        policy = compile_policy(make_policy({"full": {"window": window}, "quest": {"tokens": 8}}), 1, HEADS)
         cache = empty_cache(
             policy, batch=BATCH, layers=1, kv_heads=HEADS, head_dim=1, tokens=CALLS * TOKENS, dtype=jnp.float32,
             page_size=PAGE, capacity=capacity,

@@ -22,10 +22,6 @@ TABLE = np.arange(12).reshape(3, 4)
 """A capacity for each layer and kv head, 0 among them."""
 
 
-def placed(policy, model):
-    return policy.placed(model.config.num_layers, model.config.num_kv_heads)
-
-
 @pytest.mark.parametrize(
     ("window", "capacity", "delay", "threshold", "sinks"),
     [
@@ -37,9 +33,8 @@ def placed(policy, model):
     ],
 )
 def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold, sinks):
-    with jax.set_mesh(make_mesh()):
-        rule = dict(window=window, capacity=capacity, delay=delay, threshold=threshold, sinks=sinks)
-        policy = placed(delayed(**rule), model)
+    rule = dict(window=window, capacity=capacity, delay=delay, threshold=threshold, sinks=sinks)
+    policy = delayed(**rule)
     want, kept = dense_logits(model, policy, tokens)
     for calls in ([LENGTH], [8] * 4 + [1] * 8, [1] * 8 + [8] * 4):
         got, cache = cached_logits(model, policy, tokens, calls, page_size=3)
@@ -54,13 +49,11 @@ def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacit
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
     """Rows that stop while others go on, before they are full and after, and one empty row."""
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
-    with jax.set_mesh(make_mesh()):
-        policy = placed(delayed(window=6, capacity=TABLE, delay=2), model)
+    policy = delayed(window=6, capacity=TABLE, delay=2)
     together, cache = cached_logits(model, policy, batch, [16] + [1] * 24, lengths=lengths)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        same = placed(delayed(window=6, capacity=TABLE, delay=2), split)
-        apart, own = cached_logits(split, same, batch, [16] + [1] * 24, lengths=lengths)
+        apart, own = cached_logits(split, policy, batch, [16] + [1] * 24, lengths=lengths)
     for row, length in enumerate(lengths[:3]):
         want, kept = dense_logits(model, policy, batch[row : row + 1, :length])
         for got in (together, apart):

@@ -38,12 +38,22 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
             "wgkv": lambda: make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model)),
             "quest": lambda: make_policy("quest:ratio=0.25", model=model),
         }[name]()
+        policy = policy.compile(model)
         shape = {"layers": 2, "kv_heads": 4, "head_dim": model.config.head_dim}
         cache = empty_cache(policy, batch=2, **shape, tokens=16384, dtype=dtype, capacity=16384)
         token, running = put(np.zeros(2, np.int32), SEQUENCES), put(np.ones(2, bool), SEQUENCES)
         draw = sampling.Draw()
         program = sampling.decode_block.lower(
-            model, policy, cache, token, running, draw, jax.random.key(0), np.int32(1), count=4, greedy=True
+            model,
+            policy.decode,
+            cache,
+            token,
+            running,
+            draw,
+            jax.random.key(0),
+            np.int32(1),
+            count=4,
+            greedy=True,
         ).compile()
     pool = cache.pages.pool
     for array in jax.tree.leaves((pool, cache.pages.bounds)):

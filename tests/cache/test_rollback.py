@@ -1,5 +1,7 @@
 """A cache that is taken back is the one that it was: what is run over it next comes out the same."""
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -17,8 +19,7 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 60))
 
 
 def policies(model):
-    with use_mesh(model):
-        capped = delayed(window=6, capacity=7, delay=3).placed(3, 4)
+    capped = delayed(window=6, capacity=7, delay=3)
     h2o = make_policy("h2o:entries=20,when=every,every=8", model=model)
     snapkv = make_policy("snapkv:entries=20,observed=5,when=every,every=8", model=model)
     return policies_for(model, 6) | {"h2o": h2o, "snapkv": snapkv, "capacity": capped}
@@ -56,16 +57,17 @@ def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
     cache = prefill(model, [TOKENS[0, :20], TOKENS[1, :13]], **shape)
     before = content(cache)
     with use_mesh(model):
-        mark = marked(cache)
+        compiled, mark = policy.compile(model), marked(cache)
+        feed_rows = partial(feed, model, compiled.host, compiled.extend, chunk=16)
         free = np.asarray(mark.free)[: int(mark.free_count[0])]
         for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
-            cache, first = feed(model, policy, cache, list(rows), chunk=16, logits=None)
+            cache, first = feed_rows(cache, list(rows))
         cache = taken_back(cache, mark)
         for mine, theirs in zip(content(cache), before, strict=True):
             np.testing.assert_array_equal(mine, theirs)
         np.testing.assert_array_equal(np.asarray(cache.pages.free)[: free.size], free)
         for rows in (TOKENS[:, 20:31], TOKENS[:, 31:32]):
-            cache, again = feed(model, policy, cache, list(rows), chunk=16)
+            cache, again = feed_rows(cache, list(rows))
     np.testing.assert_array_equal(first, again)
 
 
@@ -77,11 +79,12 @@ def test_on_a_mesh_too():
         cache = prefill(model, TOKENS[:, :20], policy=policy, page_size=4, max_new_tokens=20)
         before = jax.device_get(cache.layers)
         entries = caches.stats(cache).entries
-        mark = marked(cache)
-        cache, first = feed(model, policy, cache, list(TOKENS[:, 20:31]), chunk=16)
+        compiled, mark = policy.compile(model), marked(cache)
+        feed_rows = partial(feed, model, compiled.host, compiled.extend, chunk=16)
+        cache, first = feed_rows(cache, list(TOKENS[:, 20:31]))
         cache = taken_back(cache, mark)
         for mine, theirs in zip(*map(jax.tree.leaves, (cache.layers, before)), strict=True):
             np.testing.assert_array_equal(mine, theirs)
         np.testing.assert_array_equal(caches.stats(cache).entries, entries)
-        cache, again = feed(model, policy, cache, list(TOKENS[:, 20:31]), chunk=16)
+        cache, again = feed_rows(cache, list(TOKENS[:, 20:31]))
     np.testing.assert_array_equal(first, again)

@@ -56,7 +56,7 @@ def test_answers_are_those_of_plain_attention(model, contexts):
     records = {"pace": pace, "watch": Stopwatch()}
     with footprint_log() as log:
         for _ in range(2):  # the cache comes back as it was
-            said, cache = answer(model, policy, cache, questions, stop=(), **records)
+            said, cache = answer(model, policy.compile(model), cache, questions, stop=(), **records)
     for row in (0, 1):
         tokens = said[row].tokens
         line = np.concatenate([contexts[row], prompts[row], tokens[:-1]])
@@ -92,7 +92,8 @@ def test_rows_that_still_run_go_on_as_a_smaller_batch(model, contexts, policy, m
         pace = Counted()
         records = {"pace": pace, "watch": Stopwatch()}
         with footprint_log() as log:
-            said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=(), **records)
+            copy = jax.tree.map(jnp.copy, cache)
+            said, _ = answer(model, policy.compile(model), copy, questions, stop=(), **records)
         ran = np.array([call.tokens for call in log]) > 0
         held = np.where(ran, [call.held for call in log], 0)
         return [one.tokens.tolist() for one in said], held, ran, pace.tokens
@@ -118,7 +119,9 @@ def test_an_answer_ends_before_its_stop_token(model, contexts):
 
     def run(stop):
         records = {"pace": Pace(), "watch": Stopwatch()}
-        said, _ = answer(model, policy, jax.tree.map(jnp.copy, cache), questions, stop=stop, **records)
+        said, _ = answer(
+            model, policy.compile(model), jax.tree.map(jnp.copy, cache), questions, stop=stop, **records
+        )
         return [one.tokens for one in said]
 
     free = run(())

@@ -243,13 +243,13 @@ def test_tau_meets_the_wanted_size(model):
     tried = []
 
     def size_of(policy):
-        tau = float(np.asarray(policy.admission.tau)[0])
+        tau = float(policy.admission.tau)
         tried.append(tau)
         return float(0.02 + 0.98 * (gates >= tau).mean())
 
     search = TauSearch(policy, size_of)
     for ratio in (0.4, 0.05, 0.8, 0.06):
-        found = float(np.asarray(search.to(ratio).admission.tau)[0])
+        found = float(search.to(ratio).admission.tau)
         assert 0.02 + 0.98 * (gates >= found).mean() == pytest.approx(ratio, rel=1.1 * CLOSE)
     assert len(tried) == len(set(tried)) < 30
     with pytest.raises(UserError, match="wgkv keeps at least 0.02. of the entries, got a budget of 0.01"):
@@ -261,16 +261,16 @@ def test_of_several_gates_the_two_nearest_that_can_keep_so_much_are_tried(model)
 
     def search(least, own):
         """Gates that keep `own` below a τ of .5, and `least` above it."""
-        return TauSearch(policy, lambda p: own if float(np.asarray(p.admission.tau)[0]) < 0.5 else least)
+        return TauSearch(policy, lambda p: own if float(p.admission.tau) < 0.5 else least)
 
     searches = {"large": search(0.3, 0.35), "small": search(0.1, 0.9), "none": search(0.0, 0.0)}
     assert list(nearest(searches, 0.35)) == ["large", "small"]
     # the large ones are nearer, but keep too much at any τ
     found = nearest(searches, 0.1)
     assert list(found) == ["small", "none"]
-    assert float(np.asarray(found["small"].admission.tau)[0]) > 0.5
+    assert float(found["small"].admission.tau) > 0.5
     with pytest.raises(UserError, match=r"wgkv keeps at least 0\.300"):
         nearest({"large": searches["large"]}, 0.1)
     # a size that jumps past what is wanted: the nearest
-    assert float(np.asarray(search(0.3, 0.9).to(0.7).admission.tau)[0]) < 0.5
-    assert float(np.asarray(search(0.3, 0.9).to(0.4).admission.tau)[0]) > 0.5
+    assert float(search(0.3, 0.9).to(0.7).admission.tau) < 0.5
+    assert float(search(0.3, 0.9).to(0.4).admission.tau) > 0.5

@@ -75,5 +75,4 @@ class LearnedValueNorm(Recipe):
         return optax.adam(self.lr)
 
     def deploy(self, params, model):
-        policy = Policy(ValueNorm(np.asarray(params["limit"])), name="learned_value_norm", window=self.window)
-        return policy.placed(model.config.num_layers, model.config.num_kv_heads)
+        return Policy(ValueNorm(np.asarray(params["limit"])), name="learned_value_norm", window=self.window)

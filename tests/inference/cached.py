@@ -21,17 +21,17 @@ def cached_logits(model, policy, tokens, calls, page_size=4, lengths=None):
     """Logits of every token fed to the cache in calls of the given sizes, and the cache."""
     lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else lengths
     with use_mesh(model):
+        compiled = policy.compile(model)
         cache = empty_cache(
-            policy, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
+            compiled, batch=len(tokens), layers=3, kv_heads=4, head_dim=8, tokens=tokens.shape[1],
             dtype=jnp.float32, page_size=page_size, capacity=tokens.shape[1] + policy.window + page_size,
         )  # fmt: skip
         out, start = [], 0
         for size in calls:
             part = tokens[:, start : start + size]
             valid = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
-            cache, hidden, _ = run(
-                model, policy.traced, cache, jnp.asarray(part, jnp.int32), jnp.asarray(valid)
-            )
+            fed = jnp.asarray(part, jnp.int32), jnp.asarray(valid)
+            cache, hidden, _ = run(model, compiled.read, cache, *fed)
             out.append(np.asarray(model.logits(hidden)))
             start += size
         caches.check(cache, policy.name)

@@ -9,6 +9,7 @@ import numpy as np
 from kvjax import cache as caches
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models.decoder import scan_layers
+from kvjax.policies.compiled import on_mesh
 from kvjax.policies.interfaces import BIAS
 from tests.policies.steps import shape_of
 
@@ -59,7 +60,8 @@ def dense_logits(model, policy, tokens):
     """Every token's logits with the mask {i − j < window} ∪ {j stored}, the latter with biases, and what is stored
     at the end [l b k t]."""
     with use_mesh(model):
-        found = _dense_logits(model, policy.admission, jnp.asarray(tokens, jnp.int32), policy.window)
+        admission = on_mesh(policy.admission, model.config.num_layers, model.config.num_kv_heads)
+        found = _dense_logits(model, admission, jnp.asarray(tokens, jnp.int32), policy.window)
         return tuple(map(np.asarray, found))
 
 

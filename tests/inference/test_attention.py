@@ -11,6 +11,7 @@ from kvjax.inference.attention import cached_attention, masked_attention
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import BATCH, HEADS, P, make_mesh, put
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import compile_policy
 from kvjax.policies.interfaces import Mask
 from kvjax.step import Step
 from kvjax.struct import struct
@@ -36,11 +37,11 @@ def test_what_is_stored_and_what_is_new_are_rounded_once():
     """Two stored values of 1, five new ones of mean 1 + 1.2/256: in all 1 + 0.86/256, which is 1 in bfloat16. Were the
     new ones rounded by themselves, to 1 + 2/256, it would be 1 + 1.43/256, and so 1 + 2/256."""
     with jax.set_mesh(make_mesh(devices=jax.devices()[:1])):
-        policy = make_policy("full")
+        policy = compile_policy(make_policy("full"), 1, 1)
         sizes = {"batch": 1, "layers": 1, "kv_heads": 1, "head_dim": 8, "tokens": 16}
         cache = empty_cache(policy, **sizes, dtype=jnp.bfloat16)
         pages, layer = cache.pages, jax.tree.map(lambda x: x[0], cache.layers)
-        attend = jax.jit(functools.partial(cached_attention, policy, implementation="xla"))
+        attend = jax.jit(functools.partial(cached_attention, policy.read, implementation="xla"))
         two, five = (jnp.full_like(cache.seen, n) for n in (2, 5))
         _, _, pages, layer = attend(step_of([1] * 5), pages, layer, seen=cache.seen, valid=two)
         o, _, _, _ = attend(step_of([1 + 2 / 256] * 3 + [1] * 2), pages, layer, seen=two, valid=five)
@@ -103,12 +104,12 @@ def test_attention_over_the_cache_needs_no_collective():
     """Attention and the cache's bookkeeping are local to a shard (design.md §5)."""
     with jax.set_mesh(make_mesh(tensor=4)):
         split = tiny_model()
-        policy = policies_for(split, 6)["wgkv"]
+        policy = policies_for(split, 6)["wgkv"].compile(split)
         cache = empty_cache(
             policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=64, dtype=jnp.float32, capacity=64
         )
         one = jnp.zeros((1, 1), jnp.int32)
-        first = jax.tree.map(lambda a: a[0], (policy, cache.layers))
+        first = jax.tree.map(lambda a: a[0], (policy.read, cache.layers))
         step = jax.eval_shape(lambda: fake_step(one))
         lowered = jax.jit(attend_only).lower(first[0], cache.pages, first[1], step)
         text = str(lowered.compile().as_text())
@@ -126,6 +127,6 @@ def fake_step(tokens):
     )  # fmt: skip
 
 
-def attend_only(policy, pages, layers, step):
+def attend_only(view, pages, layers, step):
     rows = jnp.zeros(1, jnp.int32, out_sharding=P(BATCH))
-    return cached_attention(policy, step, pages, layers, seen=rows, valid=rows + 1)
+    return cached_attention(view, step, pages, layers, seen=rows, valid=rows + 1)

@@ -22,9 +22,7 @@ from tests.tiny_models import tiny_model
 def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, threshold):
     model = tiny_model()
     rule = {"window": window, "capacity": capacity, "delay": delay, "threshold": threshold, "biased": True}
-    with use_mesh(model):
-        policy = delayed(**rule).placed(3, 4)
-        plain = delayed(**rule | {"biased": False}).placed(3, 4)
+    policy, plain = delayed(**rule), delayed(**rule | {"biased": False})
     want, _ = dense_logits(model, policy, TOKENS)
     assert np.abs(want - dense_logits(model, plain, TOKENS)[0]).max() > 0.01
     for calls in ([LENGTH], [8] * 4 + [1] * 8):
@@ -37,11 +35,10 @@ def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, thre
 def test_a_mesh_gives_the_same():
     model = tiny_model()
     rule = {"window": 6, "delay": 2, "threshold": 2, "biased": True}
-    with use_mesh(model):
-        want, _ = dense_logits(model, delayed(**rule).placed(3, 4), TOKENS)
+    want, _ = dense_logits(model, delayed(**rule), TOKENS)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
-        got, _ = cached_logits(split, delayed(**rule).placed(3, 4), TOKENS, [LENGTH - 2, 1, 1])
+        got, _ = cached_logits(split, delayed(**rule), TOKENS, [LENGTH - 2, 1, 1])
     assert np.abs(got - want).max() < 1e-4
 
 
@@ -53,7 +50,7 @@ def test_a_bias_stays_when_what_wrote_it_is_done():
     cache = prefill(model, TOKENS[:, :30], policy=biased, max_new_tokens=8)
     with use_mesh(model):
         fed = jnp.asarray(TOKENS[:, 30:34]), jnp.array([4, 4])
-        after, _, _ = jax.jit(forward)(model, plain.placed(3, 4).traced, cache, *fed)
+        after, _, _ = jax.jit(forward)(model, plain.compile(model).read, cache, *fed)
     bias, length = np.asarray(after.pages.planes["bias"]), np.asarray(after.layers.length)
     table = np.asarray(after.layers.page_table).clip(max=len(bias) - 1)
     rows = np.stack([bias[table[row]].reshape(-1)[: length[row]] for row in np.ndindex(length.shape)])

@@ -10,7 +10,7 @@ from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.inference.sampling import prefill
-from kvjax.mesh import adopt, make_mesh
+from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_model
 
@@ -26,12 +26,13 @@ def test_what_is_captured_is_what_attention_was_of(shape, tokens):
     counts = np.array([5, 4])
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
-        policy = adopt(make_policy("full").placed(3, 4))
+        policy = make_policy("full")
+        view = policy.compile(model).read
         sizes = {"batch": 2, "layers": 3, "kv_heads": 4, "head_dim": 8, "tokens": 20}
-        nothing = empty_cache(policy, **sizes, dtype=jnp.float32)
+        nothing = empty_cache(policy.compile(model), **sizes, dtype=jnp.float32)
         whole = run(
             model,
-            policy.traced,
+            view,
             nothing,
             jnp.asarray(tokens[:, :17]),
             12 + counts,
@@ -40,7 +41,7 @@ def test_what_is_captured_is_what_attention_was_of(shape, tokens):
         )[2]
         cache = prefill(model, tokens[:, :12], policy=policy, max_new_tokens=8)
         fed = jnp.asarray(tokens[:, 12:17]), counts
-        at_once = run(model, policy.traced, cache, *fed, write=False, capture=NAMES)[2]
+        at_once = run(model, view, cache, *fed, write=False, capture=NAMES)[2]
         rows = [tokens[b, 12 : 12 + count] for b, count in enumerate(counts)]
         by_layer = list(captured_layers(model, policy, cache, rows, NAMES))
     whole = {name: np.asarray(x) for name, x in whole.items()}

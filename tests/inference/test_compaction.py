@@ -38,15 +38,16 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
         token = jnp.array([[7]])
 
         def attend(found, pages, xs):
-            own, policy = xs
+            own, view = xs
             o, _, pages, own = cached_attention(
-                policy, found, pages, own, seen=cache.seen, valid=jnp.ones(1, jnp.int32)
+                view, found, pages, own, seen=cache.seen, valid=jnp.ones(1, jnp.int32)
             )
             return o, pages, (found.q, found.k, found.v, o)
 
         x = model.embed_tokens(token)
         position = cache.seen[:, None]
-        ys = scan_layers(model, x, position, attend, cache.pages, (cache.layers, policy.continuing))[2]
+        view = policy.compile(model).decode
+        ys = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))[2]
     q, k, v, o = (np.asarray(y, np.float64)[layer, 0] for y in ys)
     for head in range(8):
         kv = head // 2

@@ -42,15 +42,15 @@ def questions_over(model, policy, cache, lengths=QUESTIONS):
     """q, k, v and o of questions of such lengths to the two sequences, by layer."""
 
     def attend(step, pages, xs):
-        layer, policy = xs
-        o, _, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=valid)
+        layer, view = xs
+        o, _, pages, layer = cached_attention(view, step, pages, layer, seen=cache.seen, valid=valid)
         return o, pages, (step.q, step.k, step.v, o)
 
     with use_mesh(model):
         valid, index = jnp.array(lengths), jnp.arange(max(lengths))
         tokens = jnp.where(index < valid[:, None], 11 + index, 0)
         position = jnp.where(index < valid[:, None], cache.seen[:, None] + index, -1)
-        xs = cache.layers, policy.continuing
+        xs = cache.layers, policy.compile(model).decode
         found = scan_layers(model, model.embed_tokens(tokens), position, attend, cache.pages, xs)[2]
     return [np.asarray(x, np.float64) for x in found]
 

@@ -19,8 +19,7 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
 
 
 def policies(model):
-    with use_mesh(model):
-        capped = delayed(window=6, capacity=5, delay=2).placed(3, 4)
+    capped = delayed(window=6, capacity=5, delay=2)
     evicting = {name: make_policy({name: {"ratio": 0.5}}, model=model) for name in ("h2o", "snapkv")}
     return policies_for(model, 6) | {"capacity": capped} | evicting
 
@@ -91,9 +90,11 @@ def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model
     cache = prefill(model, tokens[:, :20], policy=policy, max_new_tokens=10, page_size=4)
     before = jax.device_get(cache)
     with use_mesh(model):
+        compiled = policy.compile(model)
+        view = compiled.read if policy.selection is None else compiled.decode
         fed = jnp.asarray(tokens[:, 20 : 20 + count]), jnp.array([count, count - 1])
-        written, hidden, captured = run(model, policy.traced, cache, *fed, capture=MEMORIES)
-        same, read, seen = run(model, policy.traced, cache, *fed, write=False, capture=MEMORIES)
+        written, hidden, captured = run(model, view, cache, *fed, capture=MEMORIES)
+        same, read, seen = run(model, view, cache, *fed, write=False, capture=MEMORIES)
     np.testing.assert_allclose(read[0], hidden[0], atol=1e-6)
     np.testing.assert_allclose(read[1, : count - 1], hidden[1, : count - 1], atol=1e-6)
     for mine, theirs in zip(*map(jax.tree.leaves, (same, before)), strict=True):

@@ -139,7 +139,7 @@ def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
         more = {"max_new_tokens": 40, "eos": ()}
         small, large = (admitting(split, rate) for rate in (0.01, 1.0))
         grown = sampling.prefill(split, prompts, policy=small, **options)
-        first = caches.stats(new_cache(split, small, prompts, 0, PAGE, None)).pool_pages
+        first = caches.stats(new_cache(split, small.compile(split), prompts, 0, PAGE, None)).pool_pages
         held, room = caches.stats(grown), sampling.prefill(split, prompts, policy=large, **options)
         assert held.pool_pages > first
         np.testing.assert_array_equal(held.entries, caches.stats(room).entries)
@@ -163,7 +163,7 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
     stays = caches.stats(sampling.prefill(model, prompts, **options))
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     with jax.set_mesh(make_mesh()):
-        first = caches.stats(new_cache(model, policy, prompts, 0, PAGE, None)).pool_pages
+        first = caches.stats(new_cache(model, policy.compile(model), prompts, 0, PAGE, None)).pool_pages
     assert stays.pool_pages >= first
     small = sampling.prefill(model, prompts, **options)
     held = caches.stats(small)
@@ -178,9 +178,7 @@ def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeyp
     np.testing.assert_array_equal(told.tokens, fixed.tokens)
 
 
-@pytest.mark.parametrize(
-    "window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300, 10**9))]
-)
+@pytest.mark.parametrize("window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300))])
 def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     """And not the longest one, however often, nor the window of a policy."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
@@ -190,29 +188,8 @@ def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     sizes = caches.stats(cache)
     assert sizes.bytes <= 1.2 * sizes.full_bytes
     assert sizes.pages <= sizes.pool_pages == cache.pages.pool.shape[0]
-    if window in (1, 10**9):
+    if window == 1:
         assert sizes.full_bytes <= sizes.bytes
-
-
-@pytest.mark.thorough
-def test_a_window_is_no_larger_than_the_sequences(model):
-    """Until they grow: then the answer is that of the whole window, and of one that the sequences leave."""
-    prompts, questions = [np.arange(100) % 61, np.arange(20)], [np.arange(30), np.arange(3)]
-    both = [np.concatenate(pair) for pair in zip(prompts, questions, strict=True)]
-    wide, narrow = (make_policy({"streaming_llm": {"sink": 2, "window": window}}) for window in (10**9, 150))
-    more = {"max_new_tokens": 60, "eos": ()}
-    cache = sampling.prefill(model, prompts, policy=wide)
-    assert cache.pages.nbytes < 3 * caches.stats(cache).full_bytes
-    found = sampling.sample(model, questions, policy=wide, cache=cache, **more)
-    whole = sampling.sample(model, both, **more)
-    np.testing.assert_array_equal(found.tokens, whole.tokens)
-    cache = sampling.prefill(model, prompts, policy=narrow)
-    assert cache.window == 129, "of a table for 128 tokens"
-    found = sampling.sample(model, questions, policy=narrow, cache=cache, **more)
-    whole = sampling.sample(model, both, policy=narrow, **more)
-    np.testing.assert_array_equal(found.tokens, whole.tokens)
-    # all but the last token of the answer
-    np.testing.assert_array_equal(found.stats.entries[0, :, 0], [151, 23 + 59])
 
 
 def test_what_no_device_could_hold_is_refused(model):
@@ -241,7 +218,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
     def asked(share, pages):
         monkeypatch.setattr(caches, "device_bytes", lambda **_: page_bytes * pages)
         branches = branched(cache, True, 1, 4)[0] if share else cache
-        return with_room(branches, policy, 200, 2)[1].pages.pool.shape[0]
+        return with_room(branches, policy, 200, 2).pages.pool.shape[0]
 
     with use_mesh(model):
         # of each of 12 rows: 13 pages of 4 tokens, all of which may be written to

@@ -151,7 +151,7 @@ def test_prompts_of_about_one_length_share_programs(model):
     programs = last_logits, sampling.decode_block
     counts = []
     for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
-        policy = Policy(eviction=eviction, budget=Entries(40)).for_model(model)
+        policy = Policy(eviction=eviction, budget=Entries(40))
         sampling.sample(model, [np.arange(length) % 61], policy=policy, page_size=2, max_new_tokens=3, eos=())
         counts.append([program._cache_size() for program in programs])
     assert counts[0] == counts[1] == counts[2]

@@ -183,13 +183,14 @@ def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
         {"snapkv": {"observed": 6, "entries": ENTRIES, "when": "position", "every": 8}}, model=model
     )
     with use_mesh(model):
-        policy, cache = begin(model, policy, [prompts[0]] * 4, 0, PAGE, None, None)
-        again = schedule.recurring(policy, cache)
+        compiled = policy.compile(model)
+        cache = begin(model, compiled, [prompts[0]] * 4, 0, PAGE, None, None)
+        again = schedule.recurring(compiled.host, cache)
         cache = dataclasses.replace(cache, seen=put(np.array([16, 16, 15, 24], np.int32), BATCH))
         pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0 - 1)
         running = put(np.array([True, False, True, True]), BATCH)
         seen = [
-            again(model, policy, dataclasses.replace(cache, pages=x), running).seen.tolist()
+            again(model, compiled.decode, dataclasses.replace(cache, pages=x), running).seen.tolist()
             for x in (cache.pages, pages)
         ]
     assert seen == [[-1, 16, 15, -1], [16, 16, 15, 24]]

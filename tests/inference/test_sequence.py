@@ -75,10 +75,10 @@ def temporaries(tokens, **shape):
     """Bytes of a device that a prompt's call of so many tokens takes beside what goes in and comes out."""
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
-        policy = make_policy("streaming_llm:window=6,sink=2", model=model)
-        policy, cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None, None)
+        policy = make_policy("streaming_llm:window=6,sink=2", model=model).compile(model)
+        cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None, None)
         batch = jnp.zeros((1, tokens), jnp.int32), jnp.full(1, tokens, jnp.int32)
-        program = last_logits.lower(model, policy.reading, cache, *batch).compile()
+        program = last_logits.lower(model, policy.read, cache, *batch).compile()
         return program.memory_analysis().temp_size_in_bytes
 
 

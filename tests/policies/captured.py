@@ -71,19 +71,20 @@ def captured_layers(model, prompt) -> list[Captured]:
 def scored(model, policy, prompts):
     """A prefilled cache's scores `[l b k s]`, aligned with the right end."""
     with use_mesh(model):
-        cache = new_cache(model, policy, prompts, 0, PAGE, None)
-        quota = quotas.quota(policy, cache, [len(x) for x in prompts])
-        cache, _ = feed(model, policy.traced, cache, prompts, sampling.CHUNK)
+        compiled = policy.compile(model)
+        cache = new_cache(model, compiled, prompts, 0, PAGE, None)
+        quota = quotas.quota(compiled.host, cache, [len(x) for x in prompts])
+        cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, sampling.CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
         output = gather(model.layers.o[...], "fsdp")
 
         def local(eviction, output, pages, layers, trail, seen, *others):
             trail = jax.tree.map(lambda ring: by_layer(ring, seen, pages.dtype), trail)
             stored = eviction, output, pages, layers, trail, seen, *others
-            how = max(LENGTHS), policy.window, policy.stores_all
+            how = max(LENGTHS), policy.window, compiled.read.stores_all
             return compaction.scores(*stored, model.config.rotation(), *how)
 
-        arguments = policy.eviction, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
+        arguments = compiled.compact, output, cache.pages, cache.layers, cache.trail, cache.seen, heads, quota
         run = jax.shard_map(local, out_specs=P(None, BATCH, HEADS, None))
         return np.asarray(jax.jit(run)(*arguments))
 

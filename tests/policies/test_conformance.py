@@ -44,8 +44,8 @@ POLICIES = {
 }
 """Their arguments, by name."""
 BESIDES = {
-    "capacity": lambda model: delayed(window=6, capacity=7, delay=3).for_model(model),
-    "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True).for_model(model),
+    "capacity": lambda model: delayed(window=6, capacity=7, delay=3),
+    "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True),
     "adakv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,adakv", model=model),
     "pyramidkv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,pyramidkv.beta=3", model=model),
     "critical_kv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,critical_kv", model=model),
@@ -91,7 +91,7 @@ def outcome(name, model, rows, **stated):
     with use_mesh(model):
         batch = cache.seen.shape[0]
         fed = jnp.broadcast_to(jnp.asarray(QUESTION), (batch, 3)), jnp.full(batch, 3)
-        _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
+        _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
         logits = np.asarray(model.logits(hidden))
     return caches.stats(cache, len(rows)).entries, logits[: len(rows)]
 
@@ -128,7 +128,7 @@ def test_a_token_sees_exactly_what_is_stored(model, name):
     with use_mesh(model):
         # as wide as the question, whose program this is
         fed = jnp.tile(token[:, None], 3), jnp.ones(3, jnp.int32)
-        _, hidden, _ = run(model, policy.continuing.traced, cache, *fed, write=False)
+        _, hidden, _ = run(model, policy.compile(model).decode, cache, *fed, write=False)
         found = np.asarray(model.logits(hidden))[:, 0]
     np.testing.assert_allclose(found, logits_over_what_is_stored(model, cache, token), atol=1e-4)
 

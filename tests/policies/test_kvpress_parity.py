@@ -117,7 +117,7 @@ def logits_after(model, policy, cache, questions):
     with use_mesh(model):
         tokens = jnp.asarray(np.stack(questions), jnp.int32)
         valid = jnp.full(tokens.shape[0], tokens.shape[1])
-        hidden = run(model, policy.continuing, cache, tokens, valid, write=False)[1]
+        hidden = run(model, policy.compile(model).decode, cache, tokens, valid, write=False)[1]
         return np.asarray(model.logits(hidden))[:, -1]
 
 

@@ -33,6 +33,7 @@ from kvjax.policies import (
     Threshold,
     make_policy,
 )
+from kvjax.policies.compiled import compile_policy, on_mesh
 from kvjax.struct import changed
 from tests.inference.counting import START, admitted, counting
 from tests.inference.delayed import delayed
@@ -62,7 +63,7 @@ RATES = np.linspace(0, 1, 12).reshape(3, 4)
 def test_a_policy_is_shown_as_it_is_written(policy, written):
     assert repr(policy) == written
     with use_mesh():
-        assert repr(policy.placed(3, 4)) == written
+        assert repr(on_mesh(policy, 3, 4)) == written
 
 
 def test_a_method_s_numbers_do_not_fill_the_screen(model):
@@ -80,7 +81,9 @@ def test_budgets_moments_and_who_shares_are_not_compiled():
         Policy(eviction=Protected(Pyramid(SnapKV(6)), last=9), budget=Size(4096), when=EveryChunk(64)),
         Policy(eviction=SnapKV(6), budget=Entries(50), when=Overflow(drop=0.3)),
     ]
-    assert len({jax.tree.structure(policy.traced) for policy in policies}) == 1
+    with use_mesh():
+        compiled = [compile_policy(policy, 3, 4) for policy in policies]
+    assert len({jax.tree.structure((own.read, own.compact)) for own in compiled}) == 1
     for one, other in ((H2O(), H2O(recent=0.1)), (RKV(), RKV(sink=4, balance=0.1))):
         assert jax.tree.structure(one.traced) == jax.tree.structure(other.traced)
     assert policies[2].plan is not None
@@ -90,7 +93,7 @@ def test_budgets_moments_and_who_shares_are_not_compiled():
 def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
     """One compiled program for both; KeyDiff scores what is stored, SnapKV's queries must be seen."""
     full, keydiff, snapkv = (
-        make_policy({name: arguments}, model=model).reading
+        make_policy({name: arguments}, model=model).compile(model).read
         for name, arguments in (("full", {}), ("keydiff", {"ratio": 0.5}), ("snapkv", {"ratio": 0.5}))
     )
     assert jax.tree.structure(keydiff) == jax.tree.structure(full)
@@ -99,7 +102,7 @@ def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
 
 def test_expected_entries(model):
     assert make_policy("full").expected_entries(100, 1).item() == 100
-    streaming = make_policy("streaming_llm:window=11,sink=4", model=model)
+    streaming = make_policy("streaming_llm:window=11,sink=4", model=model).compile(model).host
     np.testing.assert_array_equal(streaming.expected_entries(100, 1), np.full((3, 4), 14))
     np.testing.assert_array_equal(streaming.expected_entries(8, 1), np.full((3, 4), 8))
 
@@ -121,7 +124,7 @@ def test_expected_entries(model):
         ),
         (
             lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), budget=Threshold(0.0)),
-            "adakv: critical_kv shares out the places of a budget, and a threshold has none",
+            "knorm:critical_kv,adakv: critical_kv shares out the places of a budget, and a threshold has none",
         ),
     ],
 )  # fmt: skip
@@ -159,7 +162,7 @@ def test_a_method_s_numbers_may_be_python_s_and_jax_s(model, start, more):
     """They are placed as NumPy's are: a number by layer, a table with its heads."""
     policy = counting(window=3, start=start, more=more)
     with jax.set_mesh(make_mesh(tensor=4)):
-        placed: Any = policy.placed(3, 4).admission
+        placed: Any = on_mesh(policy.admission, 3, 4)
     np.testing.assert_array_equal(placed.start, START)
     np.testing.assert_array_equal(placed.more, [2, 2, 2])
     assert (placed.start.sharding.spec, placed.more.sharding.spec) == (P(None, HEADS), P())

@@ -9,6 +9,4 @@ GUIDANCE = tuple(range(40, 52))
 def guided(*, model, ratio=0.25, chunk=0, tokens=GUIDANCE):
     """SnapKV by the guidance's queries, at the prompt's end or behind every `chunk` tokens of it."""
     when = EveryChunk(chunk, observers=tokens) if chunk else AtPrompt(observers=tokens)
-    return Policy(
-        eviction=SnapKV(observed=len(tokens)), budget=Ratio(ratio), when=when, name="guided"
-    ).for_model(model)
+    return Policy(eviction=SnapKV(observed=len(tokens)), budget=Ratio(ratio), when=when, name="guided")

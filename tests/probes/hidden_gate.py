@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 from kvjax.inference.capture import captured_layers
-from kvjax.mesh import use_mesh
 from kvjax.policies import Entries, Every, Policy
 from kvjax.policies.budget import Shares
 from kvjax.policies.interfaces import Eviction
@@ -60,10 +59,8 @@ class HiddenGates(Recipe):
         return jnp.zeros((model.config.num_layers, model.config.num_kv_heads, model.config.width))
 
     def batches(self, sequences, model):
-        with use_mesh(model):
-            full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
         for rows in sequences:
-            layers = list(captured_layers(model, full, None, list(rows), ("hidden", "q", "k", "lse")))
+            layers = list(captured_layers(model, Policy(), None, list(rows), ("hidden", "q", "k", "lse")))
             most = [most_paid(x["q"], x["k"], x["lse"]) for x in layers]
             yield {"hidden": np.stack([x["hidden"] for x in layers], 1), "most": np.stack(most, 1)}
 

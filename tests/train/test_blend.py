@@ -8,6 +8,7 @@ import pytest
 from kvjax.mesh import AXES, gather, make_mesh, put, use_mesh
 from kvjax.models.decoder import places, scan_layers
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import on_mesh
 from kvjax.train.blend import Blend
 from kvjax.train.objective import Deployed, next_token_loss, student
 from tests.tiny_models import tiny_model
@@ -82,7 +83,7 @@ def test_whole_weights_are_the_dense_and_the_streaming_model(run):
         np.testing.assert_array_equal(hidden(jnp.ones(shape)), jax.jit(model.hidden)(tokens))
         for whole in (np.zeros(shape), np.arange(np.prod(shape)).reshape(shape) % 2):
             policy = make_policy({"head_pattern": {"pattern": whole.astype(float), "sink": 2, "window": 4}})
-            admission = policy.placed(*shape).admission
+            admission = on_mesh(policy.admission, *shape)
             under = jax.jit(lambda a: student(Deployed(a, 4), model, tokens, window=4)[0])(admission)
             atol = 2e-6 if whole.any() else 0.0
             np.testing.assert_allclose(hidden(jnp.asarray(whole, jnp.float32)), under, rtol=0, atol=atol)

@@ -10,6 +10,7 @@ import pytest
 from kvjax.inference.attention import masked_attention
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import on_mesh
 from kvjax.struct import changed
 from kvjax.train.future_attention import FLOOR, KVPOPTraining
 from kvjax.train.objective import from_the_start, next_token_loss, student
@@ -23,11 +24,10 @@ T, SINK, WINDOW, BUDGET = 32, 2, 5, 13
 
 
 def method(model, **told) -> KVPOPTraining:
-    policy = make_policy(
-        {"kvpop": {"scorers": tiny_scorers(model), "sink": SINK, "window": WINDOW, "budget": BUDGET}},
-        model=model,
-    )
-    return KVPOPTraining(policy.admission, **told)
+    sizes = {"sink": SINK, "window": WINDOW, "budget": BUDGET}
+    policy = make_policy({"kvpop": {"scorers": tiny_scorers(model), **sizes}}, model=model)
+    with use_mesh(model):
+        return KVPOPTraining(on_mesh(policy.admission, 3, 4), **told)
 
 
 @pytest.fixture(scope="module")

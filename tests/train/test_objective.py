@@ -9,6 +9,7 @@ from jax.test_util import check_grads
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy
+from kvjax.policies.compiled import on_mesh
 from kvjax.struct import changed
 from kvjax.train.objective import (
     Deployed,
@@ -45,9 +46,9 @@ def test_training_sees_what_the_cache_keeps(delay, sinks):
     tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
     model = tiny_model()
     made = delayed(window=6, capacity=7, delay=delay, threshold=2, sinks=sinks)
-    expected, cache = cached_logits(model, made.for_model(model), tokens, [17, 1, 1, 21])
+    expected, cache = cached_logits(model, made, tokens, [17, 1, 1, 21])
     with use_mesh(model):
-        admission = made.for_model(model).admission
+        admission = made.compile(model).host.admission
         hidden, _ = jax.jit(lambda *a: student(Deployed(a[0], 6), *a[1:], window=6))(
             admission, model, put(tokens)
         )
@@ -163,4 +164,4 @@ def test_packed_documents_are_as_if_each_was_alone():
 def streaming_llm(model, window):
     config = model.config
     policy = make_policy({"streaming_llm": {"sink": 2, "window": window}})
-    return policy.placed(config.num_layers, config.num_kv_heads).admission
+    return on_mesh(policy.admission, config.num_layers, config.num_kv_heads)

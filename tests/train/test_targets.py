@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvjax.inference.capture import captured_layers
-from kvjax.mesh import make_mesh, use_mesh
+from kvjax.mesh import make_mesh
 from kvjax.policies import Policy, Ratio
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
@@ -46,10 +46,10 @@ def found(model, teacher, which="hidden"):
 
 def read(model, row):
     """What a plain forward pass of one sequence computes, by layer."""
-    with use_mesh(model):
-        full = Policy().placed(model.config.num_layers, model.config.num_kv_heads)
     names = "hidden", "q", "k", "k_pre"
-    return [{n: np.float64(x[n][0]) for n in names} for x in captured_layers(model, full, None, [row], names)]
+    return [
+        {n: np.float64(x[n][0]) for n in names} for x in captured_layers(model, Policy(), None, [row], names)
+    ]
 
 
 def paid(layer, queries, keys):

@@ -21,6 +21,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, Scorer, Sizes, save_scorers
 from kvjax.policies.admission.streaming_llm import StreamingLLM
+from kvjax.policies.compiled import on_mesh
 from kvjax.policies.interfaces import Trainable
 from kvjax.train.data import Data, Wanted
 from kvjax.train.future_attention import KVPOPTraining
@@ -248,7 +249,7 @@ class ConstantCache(Recipe):
         model = params["model"].config
         scored, window = self.has_scorers, self.window if self.has_scorers else self.budget - self.sink
         admission = self.admission(params["scorers"]) if scored else StreamingLLM(sink=self.sink)
-        placed = Policy(admission, window=window).placed(model.num_layers, model.num_kv_heads).admission
+        placed = on_mesh(admission, model.num_layers, model.num_kv_heads)
         if not isinstance(placed, KVPOP):
             return Deployed(placed, window), window
         told = {"over": self.target, "falls": self.falling_target, "temperature": self.temperature}
@@ -332,7 +333,7 @@ class ConstantCache(Recipe):
         if self.has_scorers:
             return super().use_options(folder)
         told = ",".join(f"{name}={size}" for name, size in self._fixed.items())
-        return "--policy", f"{self.used_as}:{told}"
+        return "--policy", f"{self.used_as}:{told}" if told else self.used_as
 
     def evaluate_options(self, folder: Path) -> Sequence[str]:
         if self.has_scorers:
@@ -342,7 +343,7 @@ class ConstantCache(Recipe):
 
     def deploy(self, params: Scorer | None, model: Decoder) -> Policy:
         if params is not None:
-            return Policy(self.admission(params)).for_model(model)
+            return Policy(self.admission(params))
         return make_policy({self.used_as: self._fixed}, model=model)
 
     @classmethod

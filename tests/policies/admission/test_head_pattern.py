@@ -105,7 +105,7 @@ def test_the_published_pattern_of_llama_31_8b():
         ({"pattern": np.zeros((3, 5))}, "made for 3 layers × 5 kv heads"),
         ({"pattern": WEIGHTS, "sparsity": 2.0}, "sparsity must be a finite number, at least 0 and at most 1, got 2.0"),
         ({"pattern": WEIGHTS, "sparsity": -0.1}, "sparsity must be a finite number, at least 0 and at most 1"),
-        ({"pattern": WEIGHTS, "ratio": 0.3}, "no argument 'ratio'; the share of heads that stream is sparsity"),
+        ({"pattern": WEIGHTS, "ratio": 0.3}, "head_pattern has no argument 'ratio'"),
         ({"pattern": WEIGHTS - 3}, "without a sparsity weights are shares from 0 to 1, got -3 to -2: say"),
     ],
 )  # fmt: skip

@@ -1,13 +1,12 @@
 """Random admission against its rates, by head, seed, layer, position and sequence."""
 
-import jax
 import numpy as np
 import pytest
 
 from kvjax.errors import UserError
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
-from tests.policies.admission.admitted import kept
+from tests.policies.admission.admitted import kept, layer
 from tests.policies.steps import shape_of, step, whole
 
 
@@ -37,7 +36,7 @@ def test_random_admission_has_its_rate_in_every_sequence(model):
     """Over 400 sequences the share of those that keep a position is the rate, at each position and head."""
     policy = make_policy("random:ratio=0.3,window=4", model=model)
     with use_mesh(model):
-        method = jax.tree.map(lambda leaf: leaf[0], policy.admission)
+        method = layer(policy.admission, 0)
         at = step(np.broadcast_to(np.arange(30), (400, 30)))
         _, priority, _ = method.score(method.init(shape_of(at)), at, *whole(at))
         kept = np.asarray(priority >= method.keep().threshold)

@@ -30,7 +30,7 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     window and the prefix stay beside them. Of a budget that the window alone exceeds no stage has a place."""
     gates, prompt, window, prefix = tiny_sink_gates(model), prompts[0], 8, 3
     eviction = CriticalKV(FastKVzip(gates, window=window, prefix=prefix, short=0))
-    policy = Policy(eviction=eviction, budget=Ratio(ratio)).for_model(model)
+    policy = Policy(eviction=eviction, budget=Ratio(ratio))
     cache = prefill(model, [prompt], policy=policy, page_size=PAGE)
 
     tokens = len(prompt) - prefix

@@ -180,7 +180,9 @@ def test_other_parts_do_not_matter():
     pool = np.array(before.pages.pool)
     pool[part] = pool[part][..., ::-1]
     pages = dataclasses.replace(before.pages, pool=jax.device_put(pool, before.pages.pool.sharding))
-    (changed,) = plane(reread(model, policy, dataclasses.replace(before, pages=pages), [row]), [51])
+    (changed,) = plane(
+        reread(model, policy.compile(model), dataclasses.replace(before, pages=pages), [row]), [51]
+    )
     same = (scores == changed).all((0, 1))
     np.testing.assert_array_equal(same, np.abs(np.arange(51) - PREFIX - 15.5 - 8) > 8)
 
@@ -190,11 +192,11 @@ def test_a_prompt_whose_passes_are_past_the_models_length_is_said(prompts, whole
     passed = []
     monkeypatch.setattr(rereading, "one_pass", lambda *args, **_: passed.append(1) or args[3])
     fitting, short = (tiny_model(qk_norm=False, max_position=longest) for longest in (89, 88))
-    reread(fitting, keep(fitting, 1.0), whole, prompts)
+    reread(fitting, keep(fitting, 1.0).compile(fitting), whole, prompts)
     said = "^60 tokens and up to 29 that are read behind them to look at them are more than the 88 "
     with pytest.warns(UserWarning, match=said):
-        reread(short, keep(short, 1.0), whole, prompts)
-    reread(short, keep(short, 1.0), whole, prompts)
+        reread(short, keep(short, 1.0).compile(short), whole, prompts)
+    reread(short, keep(short, 1.0).compile(short), whole, prompts)
     assert len(passed) == 3 * 4
 
 
@@ -209,7 +211,7 @@ def test_passes_leave_nothing_but_scores(model, prompts):
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes=nothing))
     before = jax.tree.map(np.array, without_planes(cache))
     with footprint_log() as log:
-        cache = reread(model, policy, cache, prompts)
+        cache = reread(model, policy.compile(model), cache, prompts)
     jax.tree.map(np.testing.assert_array_equal, before, jax.tree.map(np.asarray, without_planes(cache)))
     for found, expected in zip(plane(cache, LENGTHS), scores, strict=True):
         np.testing.assert_array_equal(found, expected)

@@ -104,17 +104,17 @@ def test_the_pages_with_the_best_bounds_are_read_up_to_the_budget(seed, tokens, 
 
 
 @jax.jit
-def decoded(model, policy, cache, token):
+def decoded(model, view, cache, token):
     """One token a sequence: the cache with it, and what each layer's attention saw and gave."""
 
     def attend(step, pages, xs):
-        layer, policy = xs
-        o, _, pages, layer = cached_attention(policy, step, pages, layer, seen=cache.seen, valid=one)
+        layer, view = xs
+        o, _, pages, layer = cached_attention(view, step, pages, layer, seen=cache.seen, valid=one)
         return o, pages, (layer, (step.q, step.k, step.v, o))
 
     one = jnp.ones_like(cache.seen)
     x, position = model.embed_tokens(token[:, None]), cache.seen[:, None]
-    _, pages, (layers, found) = scan_layers(model, x, position, attend, cache.pages, (cache.layers, policy))
+    _, pages, (layers, found) = scan_layers(model, x, position, attend, cache.pages, (cache.layers, view))
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=cache.seen + 1), found
 
 
@@ -124,9 +124,10 @@ def read(model, policy, prompts, page_size, decoding=None):
     cache = prefill(model, prompts, policy=policy, page_size=page_size, max_new_tokens=room)
     steps = []
     with use_mesh(model):
+        view = decoding or policy.compile(model).decode
         for index in range(STEPS):
             before, token = cache, put(np.full(cache.seen.shape, 7 + index, np.int32), BATCH)
-            cache, found = decoded(model, decoding or policy.continuing, cache, token)
+            cache, found = decoded(model, view, cache, token)
             steps.append((before, [np.asarray(x, np.float64) for x in found]))
     caches.check(cache, policy.name)
     return steps
@@ -196,7 +197,7 @@ def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(mode
     everything = [read(model, evicting(model, **budget), prompts, 4) for budget in given]
     assert decoded._cache_size() == compiled
     policy = evicting(model, tokens=1)
-    plain = read(model, policy, prompts, 4, policy.continuing.reading)
+    plain = read(model, policy, prompts, 4, policy.compile(model).extend)
     for steps in everything:
         np.testing.assert_array_equal(outputs(steps), outputs(plain))
     assert np.abs(outputs(evicted) - outputs(plain)).max() > 1e-2
@@ -215,8 +216,8 @@ def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(promp
 def test_prompts_read_everything_even_a_token_that_comes_alone(model, prompts, monkeypatch):
     used = []
 
-    def last_logits(model, policy, cache, tokens, valid, implementation=None):
-        used.append((tokens.shape[1], policy.selection))
+    def last_logits(model, view, cache, tokens, valid, implementation=None):
+        used.append((tokens.shape[1], view.selection))
         return cache, jnp.zeros((len(prompts), 61))
 
     monkeypatch.setattr(forward, "last_logits", last_logits)

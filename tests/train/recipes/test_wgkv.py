@@ -12,7 +12,7 @@ from kvjax.command.launch import MeshShape
 from kvjax.exported.folder import describe
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
-from kvjax.mesh import HEADS, adopt, make_mesh
+from kvjax.mesh import HEADS, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import GATE_FLOOR
 from kvjax.train.objective import student_errors
@@ -190,14 +190,14 @@ def test_hard_gates_lose_what_their_cache_loses(alone):
     _, mesh, model, gates, found = alone
     errors, rates = [], []
     with jax.set_mesh(mesh):
-        policy = adopt(make_policy({"wgkv": {"tau": TAU, "window": WINDOW}}, model=model, gates=gates))
+        policy = make_policy({"wgkv": {"tau": TAU, "window": WINDOW}}, gates=gates).compile(model)
         run = jax.jit(forward)
         for tokens in held_out():
             cache = empty_cache(
                 policy, batch=1, layers=3, kv_heads=4, head_dim=8, tokens=tokens.size, dtype=jnp.float32
             )
             rows = jnp.asarray(tokens)[None]
-            cache, hidden, _ = run(model, policy, cache, rows, jnp.array([tokens.size]))
+            cache, hidden, _ = run(model, policy.read, cache, rows, jnp.array([tokens.size]))
             errors.append(float(jnp.square(hidden - model.hidden(rows)).mean()))
             left = tokens.size - (WINDOW - 1)
             rates.append(np.asarray(cache.layers.length)[:, 0] / left)

@@ -15,6 +15,7 @@ from kvjax.inference.sampling import stream
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, load_scorers, save_scorers
+from kvjax.policies.compiled import on_mesh
 from kvjax.struct import changed, struct
 from kvjax.train.objective import Deployed, deployed_mask, from_the_start, student
 from tests.cache.kept import lists, positions
@@ -164,7 +165,7 @@ def in_training(model, policy, tokens):
     """The logits under training's mask, and by layer, sequence, head and token the priorities and ends."""
     with use_mesh(model):
         hidden, figures = jax.jit(lambda *a: student(Watched(a[0], 6), *a[1:], window=6))(
-            policy.admission, model, put(tokens)
+            on_mesh(policy.admission, 3, 4), model, put(tokens)
         )
         logits = model.logits(hidden)
     count = range(tokens.shape[1])

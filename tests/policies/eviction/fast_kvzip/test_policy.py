@@ -39,8 +39,9 @@ def gates(model):
 def read(model, policy, rows, chunk=sampling.CHUNK):
     """The cache, and the logits after each prompt."""
     with use_mesh(model):
-        policy, cache = begin(model, policy, rows, 0, PAGE, None, None)
-        cache, logits = schedule.read(model, policy, cache, rows, 0, chunk)
+        compiled = policy.compile(model)
+        cache = begin(model, compiled, rows, 0, PAGE, None, None)
+        cache, logits = schedule.read(model, compiled, cache, rows, 0, chunk)
         return cache, np.asarray(logits)
 
 
@@ -145,16 +146,17 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
         for name in ("adakv", "critical_kv")
         for when in ("chunk", "prompt", "position")
     ]
-    waiting = [policy.traced.eviction.pending for policy in policies]
+    waiting = [policy.compile(model).compact.pending for policy in policies]
     assert waiting == [0, 0, 128] * 2
     policy, (row,) = make_policy("fast_kvzip:ratio=1.0", model=model, gates=gates), ROWS[2:]
     whole = read(model, policy, [row])[0]
     with use_mesh(model):
-        policy, cache = begin(model, policy, [row], 0, PAGE, None, None)
+        compiled = policy.compile(model)
+        cache = begin(model, compiled, [row], 0, PAGE, None, None)
         assert not jax.tree.leaves(cache.trail)
         for token in row:
             one, valid = padded([np.array([token])], 1)
-            cache, _ = last_logits(model, policy.reading, cache, one, valid)
+            cache, _ = last_logits(model, compiled.read, cache, one, valid)
     used = whole.layers.page_table[..., : -(-len(row) // PAGE)]
     own = cache.layers.page_table[..., : -(-len(row) // PAGE)]
     found, scores = (

@@ -1,0 +1,184 @@
+"""A policy compiled for a model: what compiled programs see of it, and what the host reads."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from kvjax.errors import UserError, shown
+from kvjax.mesh import HEADS, put
+from kvjax.policies.admission.full import Full
+from kvjax.policies.interfaces import (
+    BIAS,
+    Admission,
+    Eviction,
+    Numbers,
+    Planes,
+    Selection,
+    State,
+    Trail,
+)
+from kvjax.policies.numbers import is_placed
+from kvjax.step import Readout, Shape, Step
+from kvjax.struct import static, struct
+
+if TYPE_CHECKING:
+    from kvjax.policies.policy import Policy
+
+
+@struct
+class States:
+    """The memories of a policy's methods."""
+
+    admission: State
+    eviction: State
+    """(): there is no eviction, or its work is done."""
+
+
+@struct
+class View:
+    """What a compiled program sees of a policy while tokens run. Every array has a leading layer axis, and nothing in
+    it is for the host alone, so that policies which differ in budgets share their programs."""
+
+    admission: Admission
+    eviction: Eviction | None
+    """None where nothing that comes will be compacted."""
+    selection: Selection | None
+    window: int = static()
+
+    @property
+    def stores_all(self) -> bool:
+        """True if every token is stored for good as it comes: all are admitted, and there is no local window."""
+        return isinstance(self.admission, Full) and self.window == 1
+
+    def init(self, shape: Shape) -> States:
+        """Return the methods' memories of one layer before the first token, on one device."""
+        evicting = () if self.eviction is None else self.eviction.init(shape)
+        return States(self.admission.init(shape), evicting)
+
+    def trail(self, shape: Shape) -> Trail:
+        """Return one layer's observation buffer before the first token, on one device. Raises ValueError if it is not
+        in the model's dtype."""
+        if self.eviction is None:
+            return ()
+        found = self.eviction.trail(shape)
+        for x in jax.tree.leaves(found):
+            if x.dtype != shape.dtype:
+                raise ValueError(
+                    f"{self.eviction.label}.trail: must be in the model's dtype {shape.dtype}, is {x.dtype}"
+                )
+        return found
+
+    def memories(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+        """Return the memories `[l b …]` and the observation buffer `[b w l …]` of all layers."""
+        both = jax.vmap(lambda one, _: (one.init(shape), one.trail(shape)), out_axes=(0, 2))
+        return both(self, jnp.arange(layers))
+
+    def memory_shapes(self, shape: Shape, layers: int) -> tuple[States, Trail]:
+        """Return the shapes of `memories` for as many KV heads as `shape` has."""
+
+        def as_long(x: jax.Array) -> jax.ShapeDtypeStruct:
+            axes = itertools.zip_longest(x.shape, jax.typeof(x).sharding.spec)
+            sizes = (shape.kv_heads if axis == HEADS else size for size, axis in axes)
+            return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
+
+        return jax.eval_shape(lambda view: view.memories(shape, layers), jax.tree.map(as_long, self))
+
+    @property
+    def planes(self) -> dict[str, str]:
+        """Names and dtypes of the entry metadata."""
+        return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
+
+    def bias(self, states: States, step: Step) -> Float[Array, "b k t"]:
+        """Return what is added to the logits of a call's tokens once they have left the local window."""
+        for method, state in ((self.admission, states.admission), (self.eviction, states.eviction)):
+            if method is not None and BIAS in method.planes:
+                return method.bias(state, step)
+        return jnp.zeros(step.k.shape[:3], jnp.float32)
+
+    def numbers(self, states: States, step: Step, readout: Readout) -> Numbers:
+        """Return the entry metadata of a call's own tokens."""
+        found = self.admission.numbers(states.admission, step, readout)
+        return (
+            found if self.eviction is None else found | self.eviction.numbers(states.eviction, step, readout)
+        )
+
+    def update(self, states: States, planes: Planes, step: Step, readout: Readout) -> Planes:
+        """Return the entry metadata once a call's queries have read the entries that were stored before it."""
+        planes = self.admission.update(states.admission, planes, step, readout)
+        return (
+            planes if self.eviction is None else self.eviction.update(states.eviction, planes, step, readout)
+        )
+
+
+@dataclass(frozen=True)
+class CompiledPolicy:
+    """A policy on a model's mesh, in the views that inference needs. `Policy.compile` makes it."""
+
+    host: Policy
+    """The numbers that only the host reads: the schedule, bounds and names."""
+    read: View
+    """Prefill: every token is stored or observed as the compaction at the prompt's end needs it."""
+    extend: View
+    """A question behind a context. Where its compaction is over, nothing observes the tokens."""
+    decode: View
+    """Single tokens, which read the pages that the selection chooses."""
+    compact: Eviction | None
+    """What scores entries; None where nothing is compacted."""
+
+
+def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy:
+    """Return the views of a policy for a model of so many layers and KV heads, on the current mesh. Raises UserError as
+    `on_mesh`."""
+    host = on_mesh(policy, layers, kv_heads)
+    eviction = host.eviction
+    if eviction is not None:
+        waits = host.compacts_answers or host.when is None
+        eviction = (eviction if waits else eviction.of_prompts).traced
+    later = eviction if host.compacts_answers else None
+
+    def view(eviction: Eviction | None, selection: Selection | None = None) -> View:
+        return View(host.admission.traced, eviction, selection, host.window)
+
+    def observing(eviction: Eviction | None) -> Eviction | None:
+        return eviction if eviction is not None and eviction.looks else None
+
+    return CompiledPolicy(
+        host, view(observing(eviction)), view(observing(later)), view(later, host.selection), eviction
+    )
+
+
+def on_mesh(policy: Any, layers: int, kv_heads: int) -> Any:
+    """Return a policy, or a method, whose arrays are on the current mesh, for a model of so many layers and KV heads:
+    numbers get a layer axis, tables are split with the heads.
+
+    Raises UserError for another model's table and for what is no number.
+    """
+
+    def place(path: Any, given: Any) -> jax.Array:
+        if is_placed(given):
+            return given
+        x, name = np.asarray(given), path[-1].name
+        if x.dtype.kind in "OSU":
+            raise UserError(
+                f"policy {policy.name}: {name} must be a number or an array of numbers, or be declared static, got "
+                f"{shown(given)}"
+            )
+        if x.ndim < 2:
+            return put(np.broadcast_to(x, (layers, *x.shape)))
+        if x.shape[:2] not in ((1, 1), (layers, kv_heads)):
+            if isinstance(given, jax.Array) and x.shape[0] == layers:
+                return put(x)  # a module's, shared by a layer's heads
+            raise UserError(
+                f"policy {policy.name}: {name} is made for {x.shape[0]} layers × {x.shape[1]} kv heads, the model has "
+                f"{layers} × {kv_heads}"
+            )
+        return put(np.broadcast_to(x, (layers, kv_heads, *x.shape[2:])), None, HEADS)
+
+    return jax.tree_util.tree_map_with_path(place, policy)
