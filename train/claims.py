@@ -1,58 +1,114 @@
-"""Shared by the programs that make tables of docs/results.md: commands that are shown, scores of seeds, tables."""
+"""Make the tables of docs/results.md from evaluations of several seeds.
 
-import json
-import shlex
+    python train/claims.py runs/fast_kvzip/seed-*/main
+
+The evaluations, and the trainings before them, are in the files of configs/claims.
+"""
+
+import dataclasses
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+import tyro
+
+from kvjax.command.launch import parse_command, run_command
 from kvjax.errors import UserError
+from kvjax.evaluate.results import NOTHING, read_cells
 
-Scores = dict[str, dict[tuple[str, float], list[float]]]
-"""By row, and by task and budget: of each seed the score, in percent."""
-
-
-def check_different(**values: Sequence[Any]) -> None:
-    """Refuse options that name nothing, or something twice. Raises UserError."""
-    for name, given in values.items():
-        if not given or len(set(given)) < len(given):
-            raise UserError(f"--{name} must be different values, got {given}")
+Row = tuple[str, str]
+"""A budget as it is shown, and the label of a policy."""
+Column = tuple[str, int]
+"""A task, and the tokens of its contexts."""
+Scores = dict[Row, dict[Column, dict[int, float]]]
+"""The score of each seed, in percent."""
 
 
-def run(*command: str) -> None:
-    """A command, shown before. Raises UserError if it fails."""
-    print(f"$ {shlex.join(('python', *command))}", flush=True)
-    code = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL).returncode
-    if code:
-        raise UserError(f"it ended with {code}: {shlex.join(command)}")
+@dataclasses.dataclass(frozen=True)
+class ClaimsConfig:
+    """Print a table of scores: the mean over the seeds, with the smallest and the largest in parentheses."""
+
+    folders: tyro.conf.Positional[tuple[Path, ...]]
+    """The --out folders of `kvjax.evaluate`, of all seeds and policies."""
+    relative_to: str | None = None
+    """Label of a policy that is measured at one budget, whose score for the same task and seed is 100%."""
 
 
-def evaluated(
-    folder: Path, policies: Sequence[str], budgets: Sequence[float], tasks: Sequence[str], *options: str
-) -> list[dict[str, Any]]:
-    """The cells of an evaluation, which measures those that are not there and refuses those of other settings."""
-    named = "--policies", *policies, "--budgets", *map(str, budgets), "--tasks", *tasks
-    run("-m", "kvjax.evaluate", *named, *options, "--out", str(folder))
-    cells = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    return [cell for cell in cells if cell["policy"] in policies and cell["task"] in tasks]
+def gather(folders: Sequence[Path]) -> Scores:
+    """Return the scores of all folders' results. Raises UserError for two of one policy, budget, task and seed."""
+    if not folders:
+        raise UserError("got no folder, expected the --out folders of evaluations")
+    scores: Scores = {}
+    for folder in folders:
+        file = folder / "results.jsonl"
+        if not file.is_file():
+            raise UserError(f"{folder}: got no results.jsonl, expected the --out folder of an evaluation")
+        for cell in read_cells(file).values():
+            # a policy with a size of its own is measured at no budget
+            row = "–" if cell.sized_by == NOTHING else cell.at, cell.policy
+            seeds = scores.setdefault(row, {}).setdefault((cell.task, cell.context), {})
+            if cell.seed in seeds:
+                raise UserError(
+                    f"{file}: {cell.policy} on {cell.task} with seed {cell.seed} is in another folder, too: "
+                    "give one of them another label, or leave it out"
+                )
+            seeds[cell.seed] = 100 * cell.score
+    return scores
 
 
-def gather(into: Scores, row: str | None, found: Sequence[Mapping[str, Any]]) -> None:
-    """Add a seed's cells, under their policies' names or all under one."""
-    for cell in found:
-        place = into.setdefault(row or cell["policy"], {})
-        place.setdefault((cell["task"], cell["budget"]), []).append(100 * cell["score"])
+def relative(scores: Scores, label: str) -> Scores:
+    """Return every score in percent of the policy's called `label`. Raises UserError if there is not one for each."""
+    rows = [row for row in scores if row[1] == label]
+    if len(rows) != 1:
+        raise UserError(f"--relative-to {label}: got {len(rows)} rows of this label, expected 1")
+    whole = scores[rows[0]]
+    try:
+        return {
+            row: {
+                column: {seed: 100 * score / whole[column][seed] for seed, score in seeds.items()}
+                for column, seeds in found.items()
+            }
+            for row, found in scores.items()
+        }
+    except (KeyError, ZeroDivisionError):
+        raise UserError(
+            f"--relative-to {label}: it has no score, or 0, on a task with a seed of others"
+        ) from None
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean, and between which values the seeds are."""
+    """Return the mean, with the smallest and the largest where they differ."""
     mean, low, high = (f"{x:.0f}" for x in (statistics.mean(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low}–{high})"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+def mean_of_tasks(found: Mapping[Column, Mapping[int, float]], columns: Sequence[Column]) -> str:
+    """Return the mean over the tasks, where every task has the same seeds; else a dash."""
+    seeds = {tuple(sorted(found.get(column, ()))) for column in columns}
+    if len(seeds) > 1:
+        return "–"
+    return spread([statistics.mean(found[column][seed] for column in columns) for seed in seeds.pop()])
+
+
+def table(scores: Scores) -> str:
+    """Return a Markdown table with a row for each policy and budget, a column for each task and their mean."""
+    columns = list(dict.fromkeys(column for found in scores.values() for column in found))
+    several = len({context for _, context in columns}) > 1
+    names = [f"{task} {context}" if several else task for task, context in columns]
+    rows = [["budget", "method", *names, "mean"], ["---"] * (len(columns) + 3)]
+    budgets = list(dict.fromkeys(budget for budget, _ in scores))
+    for (budget, label), found in sorted(scores.items(), key=lambda item: budgets.index(item[0][0])):
+        own = [spread(list(found[column].values())) if column in found else "–" for column in columns]
+        rows.append([budget, label, *own, mean_of_tasks(found, columns)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def main(args: list[str] | None = None) -> None:
+    """Print the table."""
+    config = parse_command(ClaimsConfig, args)
+    scores = gather(config.folders)
+    print(table(scores if config.relative_to is None else relative(scores, config.relative_to)))
+
+
+if __name__ == "__main__":
+    run_command(main)

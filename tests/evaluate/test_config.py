@@ -1,5 +1,8 @@
 """Settings that follow from others."""
 
+import re
+import shlex
+
 import pytest
 
 from kvjax.command.options import packaged_configs
@@ -7,8 +10,10 @@ from kvjax.errors import UserError
 from kvjax.evaluate.config import default_chunk, default_observed, parse
 from kvjax.evaluate.run import check_policies
 from kvjax.tasks.sources import SOURCES
+from kvjax.train.config import parse as parse_training
 
-PACKAGED = sorted(path.stem for path in packaged_configs().glob("evaluate-*.yaml"))
+CLAIMS = sorted(f"claims/{path.stem}" for path in (packaged_configs() / "claims").glob("*.yaml"))
+PACKAGED = [*sorted(path.stem for path in packaged_configs().glob("evaluate-*.yaml")), *CLAIMS]
 
 
 def test_defaults_are_the_documented():
@@ -46,5 +51,20 @@ def test_a_file_s_options_are_under_the_command_line_s(tmp_path):
 def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path):
     config = parse(["--config", name, "--out", str(tmp_path)])
     check_policies(config)
-    assert "/" in config.model
+    assert config.model == "builtin" or "/" in config.model
     assert set(config.tasks) <= set(SOURCES)
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_the_commands_of_a_claim_s_comments_parse(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    comments = (packaged_configs() / f"{name}.yaml").read_text()
+    commands = re.findall(r"python -m kvjax\.(\w+) (.*)", comments.replace("$S", "0"))
+    evaluated = 0
+    for program, rest in commands:
+        if program == "train":
+            parse_training(shlex.split(rest))
+        else:
+            check_policies(parse(shlex.split(rest)))
+            evaluated += f"--config {name} " in rest
+    assert evaluated
