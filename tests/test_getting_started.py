@@ -1,0 +1,22 @@
+"""docs/getting-started.md: its Python blocks run in order, as one session."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parent.parent / "docs" / "getting-started.md"
+
+
+@pytest.mark.thorough
+def test_the_tour_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
+    tour, _ = PAGE.read_text().split("## Your own model")
+    monkeypatch.chdir(tmp_path)
+    session = {}
+    for block in re.findall(r"```python\n(.*?)```", tour, re.DOTALL):
+        exec(compile(block, PAGE.name, "exec"), session)
+    printed = capsys.readouterr().out
+    for line in re.findall(r"prints? `([^`]+)`", tour):
+        assert " ".join(line.split()) in printed
+    assert session["right"] == len(session["answers"]) == 16
+    assert (tmp_path / "context").is_dir()
