@@ -32,6 +32,7 @@ import numpy as np
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 from kvjax.files import write_text
+from kvjax.sampling_params import SamplingParams
 
 TRANSFORMERS = "transformers"
 OWN_FULL = "full"
@@ -262,19 +263,19 @@ def time_policy(
     import jax
 
     import kvjax
+    from kvjax.inference import stream
 
+    sampling = SamplingParams(max_new_tokens=config.new_tokens + 1, ignore_eos=True)
+    options = {"policy": policy, "block": config.new_tokens, "page_size": config.page_size}
     began = time.perf_counter()
-    blocks = kvjax.stream(
-        model, [tokens], policy=policy, max_new_tokens=config.new_tokens + 1, block=config.new_tokens,
-        page_size=config.page_size, eos=(),
-    )  # fmt: skip
-    _, cache = next(blocks)
+    blocks = stream(model, [tokens], sampling, **options)
+    cache = next(blocks).cache
     jax.block_until_ready(cache)
     prefill = time.perf_counter() - began
     stats = kvjax.stats(cache)
     began = time.perf_counter()
-    for _, cache in blocks:
-        jax.block_until_ready(cache)
+    for block in blocks:
+        jax.block_until_ready(block.cache)
     return prefill, (time.perf_counter() - began) / config.new_tokens, stats
 
 
@@ -307,11 +308,12 @@ def with_transformers(folder: Path, dtype: str) -> Generate:
 
 
 def with_kvjax(model: Any, policy: Any) -> Generate:
-    """Return `kvjax.sample` under a policy."""
-    import kvjax
+    """Return kvjax's `generate` under a policy."""
+    from kvjax import inference
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
-        found = kvjax.sample(model, prompts, policy=policy, max_new_tokens=count, eos=())
+        sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        found = inference.generate(model, prompts, sampling, policy=policy)
         return [tokens.tolist() for tokens in found.tokens]
 
     return generate

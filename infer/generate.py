@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.generate import read_prompt
+from kvjax.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,27 +33,20 @@ def main() -> None:
     """Run the command."""
     config = parse_command(AskConfig)
     text = read_prompt(config.text, "--text")
+    sampling = SamplingParams(max_new_tokens=config.max_new_tokens)
     mesh = start(config.mesh)
-
-    import jax
 
     import kvjax
 
-    with jax.set_mesh(mesh):
-        model, tokenizer = kvjax.load(config.model)
-        name = "full" if config.gates is None else "wgkv"
-        policy = kvjax.make_policy(name, model=model, gates=config.gates)
+    policy = "full" if config.gates is None else "wgkv"
+    llm = kvjax.LLM(config.model, policy, gates=config.gates, mesh=mesh)
+    context = llm.prefill(text)
+    print(f"{100 * kvjax.stats(context).kv_ratio:.0f}% of the text's keys and values kept")
 
-        cache = kvjax.prefill(model, [text], tokenizer=tokenizer, policy=policy)
-        print(f"{100 * kvjax.stats(cache).kv_ratio:.0f}% of the text's keys and values kept")
-
-        for question in config.questions:
-            out = kvjax.sample(
-                model, [question], tokenizer=tokenizer, policy=policy, cache=cache,
-                max_new_tokens=config.max_new_tokens,
-            )  # fmt: skip
-            assert out.texts is not None  # there is a tokenizer
-            print(f"\n{question}\n{out.texts[0]}")
+    for question, out in zip(
+        config.questions, llm.generate(config.questions, sampling, context=context), strict=True
+    ):
+        print(f"\n{question}\n{out.text}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 from kvjax.command.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
+from kvjax.sampling_params import SamplingParams
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -40,7 +41,7 @@ class GenerateConfig:
     """Draw from the fewest tokens whose probability reaches this."""
     min_p: float = 0.0
     """Draw only from tokens at least so many times as likely as the most likely one."""
-    samples: int = 1
+    n: int = 1
     """Answers to draw, at a temperature above 0: printed with their numbers once all have ended."""
     logprobs: bool = False
     """Print the log-probability of each answer and of its tokens, a line each with the token's id and text, by the
@@ -90,6 +91,7 @@ def read_prompt(path: Path, option: str) -> str:
 def run(config: GenerateConfig) -> None:
     """Generate and print. Raises UserError for what a person can mend."""
     text = _prompt(config)
+    sampling = _sampling(config)
     mesh = start(config.mesh)
 
     import jax
@@ -97,76 +99,66 @@ def run(config: GenerateConfig) -> None:
     from kvjax import cache as caches
     from kvjax.cache.saved import describe_cache
     from kvjax.command.stopwatch import Stopwatch
-    from kvjax.inference.sampling import answers, stream
+    from kvjax.inference.generate import stream, whole_answers
     from kvjax.inference.saving import load_cache
-    from kvjax.inference.stop import stop_texts
-    from kvjax.models import load_model, load_tokenizer, read_config
+    from kvjax.inference.text import LiveText
+    from kvjax.llm import LLM
+    from kvjax.models import load_tokenizer
     from kvjax.models.chat import encode
-    from kvjax.models.decoder import check_mesh
-    from kvjax.models.folder import find_model
-    from kvjax.policies.compiled import compile_policy
-    from kvjax.policies.make import make_ahead, make_policy
+    from kvjax.policies.make import check_policy
 
     with jax.set_mesh(mesh):
         _check(config)
         saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
-        told: dict[str, Any] = {"gates": config.gates, "force": config.force}
-        policy = make_ahead(config.policy, **told)
+        check_policy(config.policy, gates=config.gates, force=config.force)
         _say_empty_shards(config)
-        told |= {"tokenizer": (tokenizer := load_tokenizer(config.model))}
-        policy = make_ahead(config.policy, **told) if policy is None else policy
-        stop, ids = stop_texts(config.stop, tokenizer)
+        tokenizer = load_tokenizer(config.model)
         part = "whole" if config.cache is None else "end"
         prompt = encode(tokenizer, text, "beginning" if config.save_cache is not None else part)
         longest = saved + len(prompt) + (0 if config.save_cache is not None else config.max_new_tokens)
-        if policy is not None:
-            shape = read_config(find_model(config.model), longest)
-            check_mesh(shape)
-            policy.check(shape)
-            compile_policy(policy, shape.num_layers, shape.num_kv_heads)
-        model = load_model(config.model, dtype=config.dtype, max_length=longest)
-        policy = make_policy(config.policy, model=model, **told)
-        capacity = None if config.capacity is None else caches.parse_capacity(config.capacity)
+        llm = LLM(
+            config.model, config.policy, gates=config.gates, tokenizer=tokenizer, mesh=mesh, dtype=config.dtype,
+            max_length=longest, page_size=config.page_size, force=config.force,
+            capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
+        )  # fmt: skip
         if config.save_cache is not None:
-            print(_saved(config, model, prompt, policy, capacity), file=sys.stderr)
+            print(_saved(config, llm, prompt), file=sys.stderr)
             return
-        given: dict[str, Any] = {
-            "capacity": capacity,
-            "page_size": config.page_size,
-        }
+        given: dict[str, Any] = {"capacity": llm.capacity, "page_size": llm.page_size}
         if config.cache is not None:
             # the pool's size is that of what is loaded
-            given = {"cache": load_cache(config.cache, model, policy, capacity=capacity), "share": True}
-        live = LiveText(tokenizer, stop) if config.samples == 1 else None
-        parts, logprobs, laps = [], [] if config.logprobs else None, []
-        watch = Stopwatch()
-        for blocks, held in stream(
-            model,
-            [prompt],
-            policy=policy,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-            samples=config.samples,
-            stop=config.stop,
-            logprobs=logprobs,
-            tokenizer=tokenizer,
-            key=jax.random.key(config.seed),
-            **given,
-        ):
-            laps.append((watch.lap(), sum(map(len, blocks))))
-            parts.append(blocks)
+            cache = load_cache(config.cache, llm.model, llm.policy, capacity=llm.capacity)
+            given = {"cache": cache, "share": True}
+        live = LiveText(tokenizer, sampling.stop) if sampling.n == 1 else None
+        blocks, laps, watch = [], [], Stopwatch()
+        for block in stream(llm.model, [prompt], sampling, policy=llm.policy, tokenizer=tokenizer, **given):
+            laps.append((watch.lap(), sum(map(len, block.tokens))))
+            blocks.append(block)
             if live is not None:
-                print(for_terminal(live.more(blocks[0].tolist())), end="", flush=True)
-            sizes = caches.stats(held, config.samples)
-    found = answers(parts, logprobs, sizes, (*model.config.eos_ids, *ids), tokenizer, stop)
+                print(for_terminal(live.more(block.tokens[0].tolist())), end="", flush=True)
+            sizes = caches.stats(block.cache, sampling.n)
+    params, eos = [sampling] * sampling.n, llm.model.config.eos_ids
+    found = whole_answers(blocks, params, [0] * sampling.n, sizes, eos, tokenizer)
     for index, own in enumerate(found.texts or ()):
         print(for_terminal(live.rest(own) if live is not None else f"[{index + 1}] {own}"), flush=True)
         if found.logprobs is not None:
-            print(logprob_lines(tokenizer, found.tokens[index].tolist(), found.logprobs[index].tolist()))
-    print(summary(policy.name, len(prompt), sizes, laps, config.samples), file=sys.stderr)
+            chosen = found.logprobs[index].chosen.tolist()
+            print(logprob_lines(tokenizer, found.tokens[index].tolist(), chosen))
+    print(summary(llm.policy.name, len(prompt), sizes, laps, sampling.n), file=sys.stderr)
+
+
+def _sampling(config: GenerateConfig) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        min_p=config.min_p,
+        n=config.n,
+        seed=config.seed,
+        stop=config.stop,
+        logprobs=0 if config.logprobs else None,
+    )
 
 
 def for_terminal(text: str) -> str:
@@ -177,42 +169,32 @@ def for_terminal(text: str) -> str:
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def _saved(
-    config: GenerateConfig, model: Any, prompt: list[int], policy: Any, capacity: int | str | None
-) -> str:
-    """Read the prompt and save its cache; a line that says so. What it takes is said before."""
+def _saved(config: GenerateConfig, llm: Any, prompt: list[int]) -> str:
+    """Read the prompt, save its cache and return a line that says so."""
     from kvjax import cache as caches
-    from kvjax.inference.sampling import prefill
-    from kvjax.inference.saving import save_cache, saved_bytes
+    from kvjax.inference.saving import save_cache
 
-    cache = prefill(model, [prompt], policy=policy, capacity=capacity, page_size=config.page_size)
-    held, size = caches.stats(cache, 1), saved_bytes(cache, model, policy) / 2**20
-    print(f"{config.save_cache}: {size:.2f} MiB to write", file=sys.stderr)
     assert config.save_cache is not None
-    save_cache(config.save_cache, cache, model, policy)
+    cache = llm.prefill(prompt)
+    held = caches.stats(cache, 1)
+    size = save_cache(config.save_cache, cache, llm.model, llm.policy) / 2**20
     return (
-        f"{policy.name}: {len(prompt)} tokens, kept {held.entries.mean():.0f} entries a kv head "
-        f"({100 * held.kv_ratio:.0f}%), saved; --cache {config.save_cache} asks of it"
+        f"{llm.policy.name}: {len(prompt)} tokens, kept {held.entries.mean():.0f} entries a kv head "
+        f"({100 * held.kv_ratio:.0f}%), {size:.2f} MiB saved; --cache {config.save_cache} asks of it"
     )
 
 
 def _check(config: GenerateConfig) -> None:
-    """Refuse numbers and texts that mean nothing, which costs nobody the reading of weights."""
+    """Refuse arguments that mean nothing before weights are read."""
     from kvjax.cache import parse_capacity
-    from kvjax.inference.checks import check_capacity, check_samples
-    from kvjax.inference.draw import Draw
+    from kvjax.inference.checks import check_capacity
     from kvjax.inference.saving import checked_place
-    from kvjax.inference.stop import checked_stop
     from kvjax.models.loading import parameter_dtype
 
-    for name, least in {"samples": 1, "max_new_tokens": 1, "page_size": 1, "seed": 0}.items():
-        if (value := getattr(config, name)) is not None:
-            whole_number("generate", f"--{name.replace('_', '-')}", value, least)
-    draw = Draw(config.temperature, config.top_k, config.top_p, config.min_p)
-    check_samples(config.samples, draw.greedy)
+    if config.page_size is not None:
+        whole_number("generate", "--page-size", config.page_size)
     if config.cache is not None and config.save_cache is not None:
         raise UserError("give either --cache, to ask of a context, or --save-cache, to read one")
-    checked_stop(config.stop)
     if config.save_cache is not None:
         checked_place(config.save_cache)
     if config.capacity is not None:
@@ -222,39 +204,13 @@ def _check(config: GenerateConfig) -> None:
 
 
 def _say_empty_shards(config: GenerateConfig) -> None:
-    shards, some = config.mesh.batch_shards, config.samples
+    shards, some = config.mesh.batch_shards, config.n
     if shards > some:
         print(
             f"{some} answer{'s' if some > 1 else ''} on {shards} batch shards: {shards - some} of {shards} pools "
             f"stay empty. --mesh tensor={shards} splits the heads instead.",
             file=sys.stderr,
         )
-
-
-class LiveText:
-    """An answer's text as it grows, without what may be half a character or the beginning of a stop text."""
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str]):
-        self._tokenizer, self._stop = tokenizer, stop
-        self._tokens: list[int] = []
-        self._shown = ""
-
-    def more(self, tokens: Sequence[int]) -> str:
-        """What can be shown of the text now that these tokens have come."""
-        from kvjax.inference.stop import decoded, settled, stop_place
-
-        self._tokens += tokens
-        # a character may still lack bytes that the next tokens bring
-        text = decoded(self._tokenizer, self._tokens).rstrip("\N{REPLACEMENT CHARACTER}")
-        place = stop_place(text, self._stop)
-        return self.rest(text[: settled(text, self._stop) if place is None else place])
-
-    def rest(self, text: str) -> str:
-        """What was not shown yet of it."""
-        if not text.startswith(self._shown):
-            return ""
-        new, self._shown = text[len(self._shown) :], text
-        return new
 
 
 def logprob_lines(tokenizer: Any, tokens: Sequence[int], logprobs: Sequence[float]) -> str:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import inference
 from kvjax.errors import UserError, real_number, whole_number
-from kvjax.inference import sampling
 from kvjax.mesh import use_mesh
-from kvjax.policies import Every, Ratio, make_policy
+from kvjax.policies import Ratio, make_policy
 from kvjax.policies.compiled import on_mesh
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_gates, tiny_model
 
 NAN, INF = float("nan"), float("inf")
@@ -36,12 +37,7 @@ def unchecked(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def key():
-    return jax.random.key(0)
-
-
-@pytest.fixture(scope="module")
-def compiled(model, gates, key):
+def compiled(model, gates):
     """Of the programs that are compiled from here on the times, whatever was compiled before by another test."""
     jax.clear_caches()
     times = []
@@ -136,22 +132,30 @@ BAD_POLICIES = [
     ("wgkv", "gates", (5, [1])),
 ]
 PROMPTS = [[1, 2, 3]]
+BAD_SAMPLING = [
+    ("max_new_tokens", ("5", None, 2.5, 0, True, NAN)),
+    ("temperature", ("a", NAN, -1, None, 1e-40)),
+    ("top_k", ("a", 1.5, -1)),
+    ("top_p", ("a", NAN, 0, 2)),
+    ("min_p", ("a", NAN, -1, 7)),
+    ("repetition_penalty", ("a", 0, INF)),
+    ("presence_penalty", ("a", 3)),
+    ("frequency_penalty", (None, -3)),
+    ("logit_bias", (5, "a", [1])),
+    ("n", ("2", None, 2.5, 0)),
+    ("seed", ("a", 1.5, -1, 2**40)),
+    ("stop", ("a", [""], [5], 5)),
+    ("stop_token_ids", (5, "a", [1.5], np.array(5), [-1], [2**40])),
+    ("ignore_eos", ("yes", 2)),
+    ("logprobs", ("yes", -1, 5000, [])),
+]
 BAD_CALLS = [
-    ("sample", "max_new_tokens", ("5", None, 2.5, 0, True, NAN)),
-    ("sample", "temperature", ("a", NAN, -1, None, 1e-40)),
-    ("sample", "top_k", ("a", 1.5, -1)),
-    ("sample", "top_p", ("a", NAN, 0, 2)),
-    ("sample", "min_p", ("a", NAN, -1, 7)),
-    ("sample", "samples", ("2", None, 2.5, 0)),
-    ("sample", "logprobs", ("yes", None, 5, [])),
-    ("sample", "stop", ("a", [""], [5], 5)),
-    ("sample", "tokenizer", ("x", 5, len)),
-    ("sample", "key", (5, "a", np.zeros(2))),
-    ("sample", "eos", (5, "a", [1.5], np.array(5), [-1], [2**40])),
-    ("sample", "block", (None, 2.5, 0)),
-    ("sample", "cache", ("x",)),
-    ("sample", "page_size", ("16", 0)),
-    ("sample", "chunk", ("a",)),
+    ("generate", "sampling", (5, None, [5])),
+    ("generate", "tokenizer", ("x", 5, len)),
+    ("generate", "block", (None, 2.5, 0)),
+    ("generate", "cache", ("x",)),
+    ("generate", "page_size", ("16", 0)),
+    ("generate", "chunk", ("a",)),
     ("prefill", "max_new_tokens", ("a", None, -5, 2.5)),
     ("prefill", "page_size", (2.5, "16", 0)),
     ("prefill", "capacity", (NAN, [5], True, 0, "x", "5", "aGiB")),
@@ -163,42 +167,21 @@ BAD_CALLS = [
 ]  # fmt: skip
 
 
-OTHERS = [
+REFUSED = [
     (lambda m: kvjax.load_model("", "float32"), "a model is the path of a folder .* got ''"),
     (
-        lambda m: kvjax.load("nowhere", "int8"),
-        "dtype 'int8' is not supported, only float32, float16, bfloat16",
-    ),
-    (lambda m: kvjax.load_model("nowhere", max_length="a"), "max_length must be a whole number .* got 'a'"),
-    (
-        lambda m: kvjax.save_model("folder", m),
-        "save_model: model must come from kvjax.load_model, got 'folder'",
-    ),
-    (lambda m: kvjax.save_model(m, None), "save_model: folder must be a path, got None"),
-    (
-        lambda m: kvjax.make_mesh(devices="cpu"),
-        r"make_mesh: devices must be a list of jax.devices\(\), got 'cpu'",
-    ),
-    (lambda m: kvjax.make_mesh(devices=[]), "make_mesh: a mesh of one takes 1 devices, there are 0"),
-    (
-        lambda m: kvjax.sample((m, None), PROMPTS),
+        lambda m: inference.generate((m, None), PROMPTS),
         "model must come from .*; kvjax.load gives a model and its tokenizer",
     ),
-    (lambda m: next(kvjax.stream(m, PROMPTS, logprobs=True)), "logprobs must be a list to add to, got True"),
     (
-        lambda m: kvjax.warm_up(m, max_tokens=8, block=0),
-        "warm_up: block must be a whole number of at least 1, got 0",
-    ),
-    (
-        lambda m: kvjax.prefill(m, prompts=PROMPTS),
+        lambda m: inference.prefill(m, prompts=PROMPTS),
         "prefill has no argument 'prompts'; it has model, tokens, ",
     ),
     (lambda m: Ratio(rato=0.5), "Ratio has no argument 'rato'; it has ratio; the nearest: ratio"),
-    (lambda m: Every(evry=5), "Every has no argument 'evry'; it has every; the nearest: every"),
 ]
 
 
-@pytest.mark.parametrize(("call", "says"), OTHERS)
+@pytest.mark.parametrize(("call", "says"), REFUSED)
 def test_of_everything_else(model, compiled, call, says):
     with pytest.raises(UserError, match=says) as error:
         call(model)
@@ -240,16 +223,23 @@ def test_of_what_is_no_model(compiled, other):
     assert not compiled
 
 
+@pytest.mark.parametrize(("argument", "values"), BAD_SAMPLING)
+def test_of_sampling_params(compiled, argument, values):
+    for value in values:
+        one_line(partial(SamplingParams, **{argument: value}), argument, value)
+    assert not compiled
+
+
 @pytest.mark.parametrize(("function", "argument", "values"), BAD_CALLS)
-def test_of_calls(model, key, compiled, function, argument, values):
-    call = getattr(sampling, function)
+def test_of_calls(model, compiled, function, argument, values):
+    call = getattr(inference, function)
     for value in values:
         given = {} if argument in ("model", "prompt") else {argument: value}
         prompts = value if argument == "prompt" else PROMPTS
         of = value if argument == "model" else model
         one_line(partial(call, of, prompts, **given), argument, value)
         if argument in ("chunk", "page_size", "policy", "implementation", "prompt"):
-            one_line(partial(next, sampling.stream(of, prompts, key=key, **given)), argument, value)
+            one_line(partial(next, inference.stream(of, prompts, **given)), argument, value)
     assert not compiled
 
 
@@ -257,7 +247,7 @@ def test_a_policy_of_another_model_is_refused(model):
     for layers, kv_heads in ((2, 4), (3, 2)):
         with use_mesh(model):
             policy = on_mesh(make_policy("streaming_llm:window=2"), layers, kv_heads)
-        for call in (sampling.prefill, sampling.sample):
+        for call in (inference.prefill, inference.generate):
             with pytest.raises(
                 UserError, match="policy streaming_llm is for another model than this of 3 layers × 4"
             ):
@@ -269,7 +259,7 @@ def test_a_table_of_another_model_is_refused(model):
     with pytest.raises(
         UserError, match="^policy random: rates is made for 2 layers × 4 kv heads, the model has 3 × 4$"
     ):
-        sampling.prefill(model, PROMPTS, policy=policy)
+        inference.prefill(model, PROMPTS, policy=policy)
 
 
 def test_a_policy_made_without_a_model_serves_any(model):
@@ -277,7 +267,7 @@ def test_a_policy_made_without_a_model_serves_any(model):
     for name, given in (("streaming_llm", {"window": 3, "sink": 1}), ("random", {"window": 3, "ratio": 0.5})):
         policies = make_policy({name: given}), make_policy({name: given}, model=model)
         kept = [
-            sampling.prefill(model, [np.arange(1, 40)], policy=policy).layers.length for policy in policies
+            inference.prefill(model, [np.arange(1, 40)], policy=policy).layers.length for policy in policies
         ]
         np.testing.assert_array_equal(*kept)
 
@@ -291,9 +281,11 @@ def test_numbers_of_any_kind_are_python_numbers():
 
 
 def test_prompts_and_stop_tokens_may_come_one_by_one(model):
-    plain = sampling.sample(model, PROMPTS, max_new_tokens=2, eos=())
-    assert plain.stop_reasons == ["length"]
+    plain = inference.generate(model, PROMPTS, SamplingParams(max_new_tokens=2, ignore_eos=True))
+    assert plain.finish_reasons == ["length"]
     stop = plain.tokens[0][0]
-    ended = sampling.sample(model, iter(PROMPTS), max_new_tokens=2, eos=iter([stop]))
-    assert ended.stop_reasons == ["eos"]
+    ended = inference.generate(
+        model, iter(PROMPTS), SamplingParams(max_new_tokens=2, ignore_eos=True, stop_token_ids=iter([stop]))
+    )
+    assert ended.finish_reasons == ["stop"]
     assert ended.tokens[0].size == 0

@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[1]
 CHECK = """
 import numpy as np
 import kvjax
+from kvjax import inference
 from kvjax.builtin import builtin_model
 model = kvjax.load_model(builtin_model("test_model"))
 for limit in (0.0, 1e9):
     policy = kvjax.make_policy(f"key_norm:limit={limit},window=4", model=model)
-    print(*set(kvjax.stats(kvjax.prefill(model, [np.arange(40)], policy=policy)).entries.flat))
+    print(*set(kvjax.stats(inference.prefill(model, [np.arange(40)], policy=policy)).entries.flat))
 """
 
 

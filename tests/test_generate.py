@@ -7,14 +7,15 @@ import shutil
 import subprocess
 import sys
 
-import jax
 import pytest
 
 import kvjax
+from kvjax import inference
 from kvjax.builtin import builtin_model
 from kvjax.command.launch import run_command
 from kvjax.errors import UserError
 from kvjax.generate import for_terminal, main
+from kvjax.sampling_params import SamplingParams
 
 SMALL = ["--model", str(builtin_model("test_model"))]
 
@@ -53,20 +54,20 @@ def test_a_stop_text_cuts_the_answer(capsys):
 
 @pytest.mark.thorough
 def test_several_answers_have_numbers_and_tokens_their_log_probabilities(capsys):
-    """As `kvjax.sample` draws them, each followed by its sum and by a line for each token."""
-    drawing = {"max_new_tokens": 4, "temperature": 1.0, "samples": 3}
+    """As `generate` draws them, each followed by its sum and by a line for each token."""
+    drawing = {"max_new_tokens": 4, "temperature": 1.0, "n": 3}
     options = [x for name, value in drawing.items() for x in (f"--{name.replace('_', '-')}", str(value))]
     main(["--prompt", "def main(", *SMALL, *options, "--seed", "5", "--logprobs"])
     said = capsys.readouterr()
     model, tokenizer = kvjax.load(builtin_model("test_model"))
-    key = jax.random.key(5)
-    found = kvjax.sample(model, ["def main("], tokenizer=tokenizer, key=key, logprobs=True, **drawing)
+    sampling = SamplingParams(seed=5, logprobs=0, **drawing)
+    found = inference.generate(model, ["def main("], sampling, tokenizer=tokenizer)
     expected = ""
     for index, (text, tokens, own) in enumerate(
         zip(found.texts, found.tokens, found.logprobs, strict=True), 1
     ):
-        expected += f"[{index}] {text}\nlog-probability {own.sum():.4f} of {len(tokens)} tokens\n"
-        for token, logprob in zip(tokens, own, strict=True):
+        expected += f"[{index}] {text}\nlog-probability {own.chosen.sum():.4f} of {len(tokens)} tokens\n"
+        for token, logprob in zip(tokens, own.chosen, strict=True):
             expected += f"{logprob:9.4f} {token:7} {tokenizer.decode([token])!r}\n"
     assert said.out == expected
     assert "full: 3 × 5 prompt + 12 new tokens; " in said.err
@@ -114,11 +115,11 @@ def test_a_method_that_has_texts_read_gets_the_model_s_tokenizer(tmp_path, capsy
         ("--top-k -2", "top_k must be a whole number of at least 0, got -2"),
         ("--capacity abc", "capacity 'abc': expected entries per kv head (4096), bytes (2GiB) or a share (30%)"),
         ("--capacity 0", "must be a whole number of at least 1, got 0"),
-        ("--max-new-tokens 0", "--max-new-tokens must be a whole number of at least 1, got 0"),
+        ("--max-new-tokens 0", "max_new_tokens must be a whole number of at least 1, got 0"),
         ("--page-size 0", "--page-size must be a whole number of at least 1, got 0"),
-        ("--seed -1", "--seed must be a whole number of at least 0, got -1"),
-        ("--samples 0", "--samples must be a whole number of at least 1, got 0"),
-        ("--samples 3", "samples=3 at temperature 0 would all be alike: give a temperature above 0"),
+        ("--seed -1", "seed must be a whole number of at least 0, got -1"),
+        ("--n 0", "n must be a whole number of at least 1, got 0"),
+        ("--n 3", "n=3 answers at temperature 0 would be alike: give a temperature above 0"),
         ("--stop ''", "stop must be a list of texts, none empty, got ['']"),
         ("--dtype float31", "dtype 'float31' is not supported, only float32, float16, bfloat16"),
     ],

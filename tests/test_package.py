@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 import kvjax
+from kvjax import inference
 from kvjax.__main__ import COMMANDS
 from kvjax.builtin import builtin_model
 from kvjax.policies import POLICIES
 from kvjax.policies.registry import WRAPPERS
+from kvjax.sampling_params import SamplingParams
 
 
 def test_importing_the_package_imports_nothing():
@@ -41,7 +43,7 @@ def test_every_name_is_there():
     assert set(kvjax.__all__) <= set(dir(kvjax))
 
 
-PUBLIC = [name for name in kvjax.__all__ if not name.endswith("Error")]
+PUBLIC = [name for name in kvjax.__all__ if name != "Output" and not name.endswith("Error")]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -49,7 +51,7 @@ def test_a_misspelt_argument_is_one_line_with_the_nearest_name(name):
     """Before anything else is looked at, a missing argument for one; `help` shows the signatures."""
     function = getattr(kvjax, name)
     known = [own for own in inspect.signature(function).parameters if own != "arguments"]
-    misspelt = {own[:-2] + own[-1] + own[-2]: own for own in known} or {"nothing": None}
+    misspelt = {own[:-2] + own[-1] + own[-2]: own for own in known if len(own) > 1} or {"nothing": None}
     for wrong, own in misspelt.items():
         with pytest.raises(kvjax.UserError) as error:
             function(**{wrong: None})
@@ -113,12 +115,14 @@ MODULES = "generate", "train", "evaluate", "plan", "export", "convert", "policie
 
 def test_what_is_shown_of_a_cache_and_of_answers_is_short():
     model, tokenizer = kvjax.load(builtin_model("test_model"))
-    cache = kvjax.prefill(model, ["def main("], tokenizer=tokenizer, max_new_tokens=8)
-    answer = kvjax.sample(model, ["x"] * 9, tokenizer=tokenizer, max_new_tokens=4, eos=())
+    cache = inference.prefill(model, ["def main("], tokenizer=tokenizer, max_new_tokens=8)
+    answer = inference.generate(
+        model, ["x"] * 9, SamplingParams(max_new_tokens=4, ignore_eos=True), tokenizer=tokenizer
+    )
     assert repr(cache).startswith("Cache(1 sequences, ")
     assert repr(kvjax.stats(cache)).startswith("Stats(1 sequences, 5 of 5 entries a kv head (100%), ")
     assert repr(answer).startswith(
-        "Sampled(9 answers of 4, 4, 4, 4, 4, 4, 4, 4, … tokens, ended 9 by length,"
+        "Generation(9 answers of 4, 4, 4, 4, 4, 4, 4, 4, … tokens, ended 9 by length,"
     )
     for one in (cache, kvjax.stats(cache), answer):
         assert "array" not in repr(one)

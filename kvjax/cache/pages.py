@@ -106,7 +106,7 @@ class LayerCache:
 
 @struct
 class Cache:
-    """Everything a model remembers of a batch of sequences. Made by `empty`, advanced by `kvjax.inference.sampling`."""
+    """Everything a model remembers of a batch of sequences. Made by `empty`, advanced by `kvjax.inference`."""
 
     pages: Pages
     """The storage, which all layers share."""

@@ -72,26 +72,6 @@ def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Pla
     return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
 
 
-def packed_shapes(cache: Cache) -> dict[str, jax.ShapeDtypeStruct]:
-    """Of what `packed` would give, by the cache's lengths alone."""
-    seen, length = np.asarray(cache.seen), np.asarray(cache.layers.length)
-    live, rows = int((seen > 0).sum()), length.shape[0] * length.shape[2]
-    dtype, stored = np.dtype(cache.pages.dtype), int(length.sum())
-    in_ring = int(np.minimum(seen, cache.window - 1).sum()) * rows
-    width = cache.pages.pool.shape[-1]
-    found = {
-        "entries": ((stored, width), dtype),
-        "ring": ((in_ring, width), dtype),
-        "seen": ((live,), seen.dtype),
-    }
-    found |= {f"plane.{name}": ((stored,), x.dtype) for name, x in cache.pages.planes.items()}
-    for name, x in leaves_by_path(_small(cache.layers)).items():
-        found[name] = (x.shape[0], live, *x.shape[2:]), x.dtype
-    for name, x in leaves_by_path({"trail": cache.trail}).items():
-        found[name] = (live, *x.shape[1:]), x.dtype
-    return {name: jax.ShapeDtypeStruct(*own) for name, own in found.items()}
-
-
 def _small(layers: LayerCache) -> dict[str, Any]:
     """What is saved of each layer and sequence beside its entries."""
     names = "length", "priority", "numbers", "state"

@@ -56,12 +56,8 @@ class Stats:
 def stats(cache: Cache, sequences: int | None = None) -> Stats:
     """Sizes of a cache; of its first `sequences` sequences where the batch was padded with empty ones."""
     if not isinstance(cache, Cache):
-        own = (
-            ": what was sampled has its own, .stats"
-            if isinstance(getattr(cache, "stats", None), Stats)
-            else ""
-        )
-        raise UserError(f"stats: cache must come from kvjax.prefill, got {type(cache).__name__}{own}")
+        own = ": use its stats" if isinstance(getattr(cache, "stats", None), Stats) else ""
+        raise UserError(f"stats: cache must come from prefill, got {type(cache).__name__}{own}")
     check_alive("stats", cache)
     if sequences is not None:
         sequences = whole_number("stats", "sequences", sequences, most=cache.seen.shape[0])

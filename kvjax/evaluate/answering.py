@@ -22,7 +22,7 @@ from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.inference.decode import Before, decode
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed
-from kvjax.inference.sampling import CHUNK
+from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import BATCH, P, batch_shards, put, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, View

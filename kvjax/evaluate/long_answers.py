@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.evaluate.answering import Answer
 from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
 from kvjax.files import write_text
 from kvjax.inference.footprint_log import footprint_log
-from kvjax.inference.sampling import stream
-from kvjax.inference.stop import decoded
+from kvjax.inference.generate import stream
+from kvjax.inference.text import decoded
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
+from kvjax.sampling_params import SamplingParams
 from kvjax.tasks.sample import Sample, Tokens, as_tokens
 
 BLOCK = 64
@@ -43,10 +42,13 @@ class Drawing:
     seed: int = 0
     """Of the draws."""
 
-    def key(self, problem: int, draw: int) -> jax.Array:
-        """That of an answer: of the seed, the problem's place and the draw, so that it is the same for every policy and
-        in every batch."""
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), problem), draw)
+    def sampling(self, problem: int, draw: int, tokens: int) -> SamplingParams:
+        """Return how an answer of at most `tokens` tokens is drawn. Its seed follows from the problem's place and the
+        draw, so that it is the same for every policy and in every batch."""
+        seed = int(np.random.SeedSequence((self.seed, problem, draw)).generate_state(1)[0]) >> 1
+        return SamplingParams(
+            max_new_tokens=tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=seed
+        )
 
 
 def measure_drawn(
@@ -60,8 +62,7 @@ def measure_drawn(
     tally = Tally()
     rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
     for group in groups(rows, manner.batch):
-        keys = jnp.stack([drawing.key(*row) for row in group])
-        _add(tally, model, policy, [problems[index] for index, _ in group], keys, drawing, manner)
+        _add(tally, model, policy, problems, group, drawing, manner)
     return dataclasses.replace(tally.total(), drawn=tally.drawn(drawing.draws))
 
 
@@ -93,23 +94,23 @@ def _add(
     tally: Tally,
     model: Decoder,
     policy: Policy,
-    group: Sequence[Sample],
-    keys: jax.Array,
+    problems: Sequence[Sample],
+    group: Sequence[tuple[int, int]],
     drawing: Drawing,
     manner: Manner,
 ) -> None:
-    """An answer to each problem of a group, all of which have room for equally long ones."""
-    watch = manner.watch
-    questions, prompts = [sample.questions[0] for sample in group], [sample.context for sample in group]
+    """Answer the problems of a group, given by their places and draws. Their answers have the same most tokens."""
+    watch, own = manner.watch, [problems[index] for index, _ in group]
+    questions, prompts = [sample.questions[0] for sample in own], [sample.context for sample in own]
+    sampling = [drawing.sampling(*row, questions[0].answer_tokens) for row in group]
     watch.lap()
     written = stream(
-        model, prompts, policy=policy, max_new_tokens=questions[0].answer_tokens, key=keys,
-        temperature=drawing.temperature, top_p=drawing.top_p, top_k=drawing.top_k, capacity=manner.capacity,
-        max_tokens=manner.length, page_size=manner.page_size, chunk=manner.chunk, block=BLOCK,
+        model, prompts, sampling, policy=policy, capacity=manner.capacity, max_tokens=manner.length,
+        page_size=manner.page_size, chunk=manner.chunk, block=BLOCK,
     )  # fmt: skip
     parts: list[list[Tokens]] = []
     with footprint_log() as log:
-        for part, held in written:
+        for part, held, _ in written:
             cache, seconds = held, watch.lap()
             if parts:
                 # a step costs the same however many of its rows are done

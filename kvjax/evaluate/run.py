@@ -46,7 +46,7 @@ from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
 from kvjax.exported.fingerprint import MadeFor
-from kvjax.inference.sampling import BLOCK
+from kvjax.inference.generate import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy

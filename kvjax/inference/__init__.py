@@ -1,8 +1,14 @@
-"""Running a model over its cache.
+"""Running a model over its cache: functions on a model, tokens and a cache. `kvjax.LLM` puts them together.
 
-sampling: prefill, logits, generation. forward: tokens through all layers, over the cache. attention: of one layer.
-capture: what layers computed, streamed to the host. schedule: when the cache is compacted. reread: prompts that are
-read again to score their entries. quota, compaction: how much stays, and what. room: space for what is to come.
-warm_up: compiling ahead. checks: what is refused before anything is run. footprint_log: what the cache held at each
-call.
+prefill: prompts into a new cache. generate: answers, in blocks of tokens. sampler: the next token of each sequence.
+text: what ends an answer. saving: caches on the disk. forward: tokens through all layers, over the cache. attention: of
+one layer. capture: what layers computed, streamed to the host. schedule: when the cache is compacted. reread: prompts
+that are read again to score their entries. quota, compaction: how much stays, and what. room: space for what is to
+come. checks: what is refused before anything is run. footprint_log: what the cache held at each call.
 """
+
+from kvjax.inference.generate import Generation, generate, stream
+from kvjax.inference.prefill import logits, prefill
+from kvjax.inference.saving import load_cache, save_cache
+
+__all__ = ["Generation", "generate", "load_cache", "logits", "prefill", "save_cache", "stream"]

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from kvjax.cache import CAPACITY_PLANES, Cache, check_alive, pages_for
-from kvjax.errors import UserError, one_of, shown, warn, whole_number
+from kvjax.errors import UserError, one_of, shown, warn
 from kvjax.mesh import HEADS, axis_size, batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
@@ -53,6 +53,16 @@ def tokens_of(
         encode(tokenizer, prompt, part) if isinstance(prompt, str) or is_chat(prompt) else prompt
         for prompt in prompts
     ]
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """True for a sequence of whole numbers."""
+    return (
+        not isinstance(prompt, str | Mapping)
+        and hasattr(prompt, "__len__")
+        and len(prompt) > 0
+        and all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
+    )
 
 
 def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
@@ -122,7 +132,7 @@ def check_arguments(
     for name, given, kind, source in (
         ("model", model, Decoder, "kvjax.load_model"),
         ("policy", policy, Policy | None, "kvjax.make_policy"),
-        ("cache", cache, Cache | None, "kvjax.prefill"),
+        ("cache", cache, Cache | None, "prefill"),
     ):
         if not isinstance(given, kind):
             both = "; kvjax.load gives a model and its tokenizer" if isinstance(given, tuple) else ""
@@ -141,37 +151,12 @@ def check_arguments(
             )
 
 
-def check_samples(samples: int, greedy: bool, cached: bool = False) -> None:
-    """Refuse several answers of a prompt where they would be alike, and of a cache."""
-    if samples > 1 and greedy:
-        raise UserError(
-            f"sample: samples={samples} at temperature 0 would all be alike: give a temperature above 0"
-        )
-    if samples > 1 and cached:
-        raise UserError(
-            f"sample: samples={samples} of a cache are branches of it, which share its pages: give share=True, too"
-        )
-
-
 def check_capacity(capacity: int | str) -> None:
     """Refuse what is no capacity, whatever the model: that of a page for one entry."""
     pages_for(
         capacity, expected=lambda tokens: np.ones((1, 1)), window=1, tokens=[1] * batch_shards(), layers=1,
         kv_heads=axis_size(*HEADS), page_size=1, page_bytes=1,
     )  # fmt: skip
-
-
-def stop_tokens(eos: Iterable[int]) -> tuple[int, ...]:
-    """The stop tokens that the user named."""
-    if isinstance(eos, str):
-        raise UserError(
-            f"sample: eos must be a list of token ids, got the text {eos!r}: stop=[{eos!r}] ends an answer at a text"
-        )
-    try:
-        tokens = tuple(eos)
-    except TypeError:
-        raise UserError(f"sample: eos must be a list of token ids, got {shown(eos)}") from None
-    return tuple(whole_number("sample", "a token id of eos", token, 0) for token in tokens)
 
 
 def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:

@@ -67,7 +67,7 @@ def layout_for(
     Args:
         batch: sequences, a multiple of the mesh's batch shards.
         tokens: at most, of each sequence or of all.
-        page_size: as in `kvjax.inference.sampling.prefill`.
+        page_size: as in `kvjax.inference.prefill.prefill`.
         capacity: as in `kvjax.cache.pages_for`.
         max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
         free: bytes that a device has for its pool; None: not looked at.
@@ -228,7 +228,7 @@ def begin(
 ) -> Cache:
     """Return an empty cache for prompts and `room` more tokens.
 
-    max_tokens: as in `kvjax.inference.sampling.prefill`. Raises UserError as `empty_cache`, and for a budget
+    max_tokens: as in `kvjax.inference.prefill.prefill`. Raises UserError as `empty_cache`, and for a budget
     below what always stays.
     """
     host = policy.host

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.capacity import POSITION
-from kvjax.cache.rows import Arrays, by_shard, packed, packed_shapes, pages_of, places, unpacked
+from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.exported.fingerprint import MadeFor, contents, model_name
@@ -58,7 +58,7 @@ def save_cache(path: str | Path, cache: Cache, model: Decoder, policy: Policy | 
     Only entries that are stored are written, whatever the pool's size; branches that share pages are written apart.
 
     Args:
-        cache: from `kvjax.prefill`, or as `kvjax.stream` yields it.
+        cache: from `prefill`, or as `stream` yields it.
         model, policy: those that it was made with.
 
     Returns:
@@ -131,7 +131,7 @@ def _path(where: str, path: Any) -> Path:
 def _check_arguments(where: str, cache: Any, model: Any, policy: Any) -> None:
     check_arguments(where, model, policy, cache=cache)
     if cache is None:
-        raise UserError(f"{where}: cache must come from kvjax.prefill, got None")
+        raise UserError(f"{where}: cache must come from prefill, got None")
 
 
 def _saved_as(
@@ -149,20 +149,6 @@ def _saved_as(
             "that it was made with"
         )
     return drop_observation_state(cache, compiled.decode), compiled
-
-
-@named_arguments()
-def saved_bytes(cache: Cache, model: Decoder, policy: Policy | None = None) -> int:
-    """Bytes of the arrays that `save_cache` would write, by the cache's lengths alone; files that describe them come on
-    top.
-
-    Raises:
-        UserError: as `save_cache`, of the cache, its model and policy.
-    """
-    _check_arguments("saved_bytes", cache, model, policy)
-    with use_mesh(model):
-        shapes = packed_shapes(_saved_as("saved_bytes", cache, model, policy)[0])
-    return sum(x.size * x.dtype.itemsize for x in shapes.values())
 
 
 def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arrays) -> dict[str, Any]:
@@ -265,7 +251,7 @@ def load_cache(
     Args:
         policy: as it was made with, or another one that needs to know no more of its tokens.
         page_size: tokens per page; None: as it was.
-        capacity: as in `kvjax.prefill`; None: the pool is as large as what is stored takes, and grows.
+        capacity: as in `prefill`; None: the pool is as large as what is stored takes, and grows.
 
     Raises:
         UserError: no whole saved cache, or one of another model, policy or dtype, or with what other gates or scorers

@@ -13,22 +13,22 @@ from kvjax.mesh import BATCH, batch_shards, put
 
 
 def contexts_of(share: Any, questions: int, contexts: int) -> list[int]:
-    """The context of each question. share: as in `kvjax.sample`. Raises UserError if it does not fit."""
+    """The context of each question. share: as in `generate`. Raises UserError if it does not fit."""
     if share is True:
         if questions % contexts:
             raise UserError(
-                f"sample: share=True asks of each of the cache's {contexts} contexts as many questions, one context's "
-                f"after another's, got {questions}; share=[0, 0, 1, …] says whose each is"
+                f"generate: share=True asks of each of the cache's {contexts} contexts as many questions, one "
+                f"context's after another's, got {questions}; share=[0, 0, 1, …] says whose each is"
             )
         return [index // (questions // contexts) for index in range(questions)]
     if not isinstance(share, Sequence | np.ndarray) or isinstance(share, str):
         raise UserError(
-            f"sample: share must be True, False or a list with each question's context, got {shown(share)}"
+            f"generate: share must be True, False or a list with each question's context, got {shown(share)}"
         )
-    found = [whole_number("sample", "a context in share", x, 0, contexts - 1) for x in share]
+    found = [whole_number("generate", "a context in share", x, 0, contexts - 1) for x in share]
     if len(found) != questions:
         raise UserError(
-            f"sample: share must say the context of each of {questions} questions, got {len(found)}"
+            f"generate: share must say the context of each of {questions} questions, got {len(found)}"
         )
     return found
 
@@ -53,7 +53,7 @@ def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cach
     """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
     pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
     (`kvjax.inference.room.with_room`)."""
-    check_in_front("sample", cache)
+    check_in_front("generate", cache)
     rows, order = places(cache, share, samples, answers)
     index = np.full((len(rows), max(map(len, rows))), -1, np.int32)
     for shard, of in enumerate(rows):

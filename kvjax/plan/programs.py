@@ -17,8 +17,10 @@ from kvjax.command.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
 from kvjax.exported.orbax import abstract
 from kvjax.inference.forward import last_logits, pieces
+from kvjax.inference.generate import BLOCK, decode_block
+from kvjax.inference.prefill import CHUNK
 from kvjax.inference.room import laid_out, layout_for
-from kvjax.inference.sampling import BLOCK, CHUNK, Draw, decode_block
+from kvjax.inference.sampler import make_sampler
 from kvjax.inference.schedule import recurring
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
@@ -33,6 +35,7 @@ from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
 from kvjax.policies.guidance import text
 from kvjax.policies.make import Described, parse_policy
 from kvjax.policies.registry import find_method
+from kvjax.sampling_params import SamplingParams
 from kvjax.struct import changed
 from kvjax.train.config import parse
 from kvjax.train.memory import batch_of
@@ -141,7 +144,7 @@ class ServeConfig:
     new: int = 128
     """Tokens of each answer."""
     chunk: int = CHUNK
-    """Prompt tokens in one call of prefill, as of kvjax.prefill: fewer take less memory."""
+    """Prompt tokens in one call of prefill, as in `LLM`: fewer take less memory."""
     dtype: str | None = None
     """float32, bfloat16 or float16; by default what config.json says of the weights."""
     search: bool = True
@@ -248,16 +251,18 @@ class Serving:
         )
         valid = self._array(jnp.int32, (self.rows,), BATCH)
         running = self._array(jnp.bool_, (self.rows,), BATCH)
-        draw = jax.tree.map(lambda x: self._array(x.dtype, np.shape(x)), Draw())
-        key = abstract(lambda: jax.random.key(0), self.mesh)
-        arguments = self.model, view, cache, valid, running, draw, key, self._array(jnp.int32, ())
+        eos, vocabulary = self.config.eos_ids, self.config.vocab_size
+        greedy = [SamplingParams()] * self.rows
+        sampler = abstract(lambda: make_sampler(greedy, [0] * self.rows, eos, vocabulary), self.mesh)
+        # no tokens are counted: nothing is penalised
+        arguments = self.model, view, cache, valid, running, sampler, self._array(jnp.int32, ()), None
         again = abstract(lambda cache: recurring(policy, cache), self.mesh, cache)
         return Program(
             decode_block,
             arguments,
             _parts(*arguments, again),
             donated=2,
-            static={"count": min(BLOCK, max(1, told.new - 1)), "greedy": True},
+            static={"count": min(BLOCK, max(1, told.new - 1))},
             named={"recurring": again},
         )
 

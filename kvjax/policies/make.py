@@ -25,6 +25,7 @@ from kvjax.mesh import use_mesh
 from kvjax.plugins import METHODS, names
 from kvjax.plugins import POLICIES as PLUGINS
 from kvjax.policies.budget import BUDGETS, budget
+from kvjax.policies.compiled import on_mesh
 from kvjax.policies.guidance import token_ids
 from kvjax.policies.interfaces import Eviction
 from kvjax.policies.moment import NOTHING, Moment, moment
@@ -107,15 +108,32 @@ def _without_origin(policy: Policy) -> Policy:
     return changed(policy, **{part: changed(x, made_for=None) for part, x in known.items()})
 
 
-def make_ahead(
-    policy: str | Mapping[str, Any], *, gates: Any = None, tokenizer: Any = None, force: bool = False
-) -> Policy | None:
-    """Make a policy before there is a model, so that mistakes are found before weights are read. Returns None if a
-    method waits for the tokenizer, or another package makes the policy of the model."""
-    parts = _parts(policy, gates)
-    if any(part.takes("model") for part in parts.values()) or (tokenizer is None and _read_texts(parts)):
-        return None
-    return _composed(parts, None, tokenizer, force)
+def check_policy(
+    policy: str | Mapping[str, Any] | Policy,
+    config: Any = None,
+    *,
+    gates: Any = None,
+    tokenizer: Any = None,
+    force: bool = False,
+) -> None:
+    """Check a policy before weights are read, as far as that can be: without a tokenizer no method that waits for it,
+    and no policy that another package makes of the model.
+
+    Args:
+        config: of the model (`ModelConfig`), if it is known.
+
+    Raises:
+        UserError: as `make_policy`.
+    """
+    if not isinstance(policy, Policy):
+        parts = _parts(policy, gates)
+        if any(part.takes("model") for part in parts.values()) or (tokenizer is None and _read_texts(parts)):
+            return
+        policy = _composed(parts, None, tokenizer, force)
+    if config is not None:
+        policy.check(config)
+        with use_mesh():
+            on_mesh(policy, config.num_layers, config.num_kv_heads)
 
 
 def takes_tokenizer(policy: str | Mapping[str, Any], gates: Any = None) -> bool:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from kvjax.inference.capture import captured_layers
-from kvjax.inference.sampling import prefill
+from kvjax.inference.prefill import prefill
 from kvjax.mesh import BATCH, HEADS, P, batch_shards, put
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy

@@ -16,18 +16,19 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
+from kvjax.exported.orbax import abstract
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
+from kvjax.inference.generate import decode_block
 from kvjax.inference.room import laid_out, owned, page_size_of
-from kvjax.inference.sampling import Draw, decode_block
+from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -35,6 +36,7 @@ from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, WriteGate
 from kvjax.policies.compiled import compile_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate
+from kvjax.sampling_params import SamplingParams
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
 from pallas_kernels.ahead import H100, TPUS
@@ -112,11 +114,11 @@ def programs(mesh, config, which="all"):
     chunk, valid = row(jnp.int32, (BATCH_SIZE, 1024), BATCH, None), row(jnp.int32, (BATCH_SIZE,), BATCH)
     yield "prefill", last_logits, (model, view, cache, chunk, valid), {}
 
-    draw = jax.tree.map(lambda x: row(x.dtype, np.shape(x)), Draw())
-    key = jax.eval_shape(lambda: jax.random.key(0))
+    greedy, eos = [SamplingParams()] * BATCH_SIZE, config.eos_ids
+    sampler = abstract(lambda: make_sampler(greedy, [0] * BATCH_SIZE, eos, config.vocab_size), mesh)
     running = row(jnp.bool_, (BATCH_SIZE,), BATCH)
-    arguments = model, view, cache, valid, running, draw, key, row(jnp.int32, ())
-    yield "decode", decode_block, arguments, {"count": 8, "greedy": True}
+    arguments = model, view, cache, valid, running, sampler, row(jnp.int32, ())
+    yield "decode", decode_block, arguments, {"count": 8}
 
     held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
@@ -142,13 +144,13 @@ def programs(mesh, config, which="all"):
     busy = jax.eval_shape(lambda: make_policy(h2o).compile(model).decode)
     cache = empty(busy, 4096)
     arguments = model, busy, cache, *arguments[3:]
-    yield "decode, counted and chosen", decode_block, arguments, {"count": 8, "greedy": True}
+    yield "decode, counted and chosen", decode_block, arguments, {"count": 8}
 
     if config.head_dim == TRAINED:
         gated = jax.eval_shape(functools.partial(fast_kvzip, config))
         options = {"recurring": Recurring(quota, row(jnp.int32, ()), over="model", ties="in")}
         arguments = model, gated, empty(gated, 4096), *arguments[3:]
-        yield "decode, compacting", decode_block, arguments, {"count": 8, "greedy": True} | options
+        yield "decode, compacting", decode_block, arguments, {"count": 8} | options
 
 
 def kernels(program: str) -> set[str]:

@@ -7,10 +7,11 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill, sample
+from kvjax.inference import generate, prefill
 from kvjax.mesh import make_mesh
 from kvjax.policies import KNorm, Policy, Quest, Ratio
 from kvjax.policies.interfaces import Keep
+from kvjax.sampling_params import SamplingParams
 from pallas_kernels.vertical_slash.api import FOREVER
 from tests.cache.kept import lists, positions
 from tests.inference.cached import LENGTH, cached_logits
@@ -89,9 +90,13 @@ def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model
     assert set(sizes.planes) == {"priority", "position"}
     assert sizes.bytes == sizes.pool_pages * 4 * (2 * 8 * 4 + 8)
     # a question and an answer leave the row as full as it was
-    got = sample(model, [tokens[1, :4]], policy=policy, cache=cache, max_new_tokens=9, eos=())
+    got = generate(
+        model, [tokens[1, :4]], SamplingParams(max_new_tokens=9, ignore_eos=True), policy=policy, cache=cache
+    )
     line = np.concatenate([prompt[0], tokens[1, :4]])
-    want = sample(model, [line], policy=policy, max_new_tokens=9, eos=(), page_size=4)
+    want = generate(
+        model, [line], SamplingParams(max_new_tokens=9, ignore_eos=True), policy=policy, page_size=4
+    )
     np.testing.assert_array_equal(got.tokens[0], want.tokens[0])
     assert got.stats.entries.max() == 13
     assert got.stats.pool_pages == sizes.pool_pages
@@ -107,8 +112,13 @@ def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
     cache = prefill(model, tokens[:1], policy=delayed(window=6, capacity=12), page_size=4)
     policy, said = delayed(window=6, **later), []
     for chunk in (16, 1):
-        got = sample(
-            model, [tokens[1, :12]], policy=policy, cache=cache, max_new_tokens=6, eos=(), chunk=chunk
+        got = generate(
+            model,
+            [tokens[1, :12]],
+            SamplingParams(max_new_tokens=6, ignore_eos=True),
+            policy=policy,
+            cache=cache,
+            chunk=chunk,
         )
         assert (got.stats.entries == 5 + 12).all()
         said.append(got.tokens[0])
@@ -122,4 +132,4 @@ def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):
             Policy(policy.admission, window=6, **part)
     cache = prefill(model, tokens[:1], policy=policy)
     with pytest.raises(UserError, match="with a capacity of its rows, policy delayed has no capacity"):
-        sample(model, [[1]], cache=cache, policy=delayed(window=6))
+        generate(model, [[1]], cache=cache, policy=delayed(window=6))

@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.builtin import builtin_model
-from kvjax.inference import room, sampling
+from kvjax.inference import room
+from kvjax.inference.generate import decode_block
 from kvjax.inference.room import empty_cache
+from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.cache.lists import PAGE
 from tests.tiny_models import tiny_gates
 
@@ -42,18 +46,9 @@ def test_decoding_carries_the_pool_and_never_copies_it(name, dtype):
         shape = {"layers": 2, "kv_heads": 4, "head_dim": model.config.head_dim}
         cache = empty_cache(policy, batch=2, **shape, tokens=16384, dtype=dtype, capacity=16384)
         token, running = put(np.zeros(2, np.int32), SEQUENCES), put(np.ones(2, bool), SEQUENCES)
-        draw = sampling.Draw()
-        program = sampling.decode_block.lower(
-            model,
-            policy.decode,
-            cache,
-            token,
-            running,
-            draw,
-            jax.random.key(0),
-            np.int32(1),
-            count=4,
-            greedy=True,
+        sampler = make_sampler([SamplingParams()] * 2, [0, 0], (), model.config.vocab_size)
+        program = decode_block.lower(
+            model, policy.decode, cache, token, running, sampler, np.int32(1), count=4
         ).compile()
     pool = cache.pages.pool
     for array in jax.tree.leaves((pool, cache.pages.bounds)):
@@ -83,8 +78,10 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
     prompts = [np.random.default_rng(size).integers(1, 200, size) for size in (40, 23)]
 
     def run():
-        cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, chunk=16, max_new_tokens=4)
-        said = sampling.sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=8)
+        cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, chunk=16, max_new_tokens=4)
+        said = inference.generate(
+            model, [[5, 6], [7]], SamplingParams(max_new_tokens=8), policy=policy, cache=cache
+        )
         return cache.pages, [list(tokens) for tokens in said.tokens]
 
     (bits, said), _ = run(), monkeypatch.setattr(room, "on_cpu", lambda: False)

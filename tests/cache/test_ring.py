@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill
+from kvjax.inference import prefill
 from tests.cache.lists import (
     BATCH,
     CALLS,

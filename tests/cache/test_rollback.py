@@ -8,8 +8,8 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.cache.rollback import marked, taken_back
+from kvjax.inference import prefill
 from kvjax.inference.forward import feed
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from tests.inference.delayed import delayed

@@ -6,11 +6,12 @@ import jax
 import numpy as np
 import pytest
 
-import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_gates
 
 
@@ -19,7 +20,7 @@ def test_memory_is_real(model):
     prompt = [np.random.default_rng(1).integers(0, 61, 600)]
     policy = make_policy("random:ratio=0.25,window=8", model=model)
     third = 600 // 3
-    cache = sampling.prefill(model, prompt, policy=policy, capacity=third)
+    cache = inference.prefill(model, prompt, policy=policy, capacity=third)
     sizes = caches.stats(cache)
     assert sizes.bytes <= sizes.full_bytes * 0.36
     assert 0.2 < sizes.kv_ratio < 0.32
@@ -28,9 +29,11 @@ def test_memory_is_real(model):
         with pytest.raises(UserError, match="^stats: sequences must be a whole number of at "):
             caches.stats(cache, sequences)
     with pytest.raises(CapacityError, match=r"policy full needs at least \d+ pages .* the pool has \d+"):
-        sampling.prefill(model, prompt, capacity=third)
+        inference.prefill(model, prompt, capacity=third)
     with pytest.raises(CapacityError, match="policy full"):
-        sampling.sample(model, [prompt[0][:190]], capacity=192, max_new_tokens=40, eos=())
+        inference.generate(
+            model, [prompt[0][:190]], SamplingParams(max_new_tokens=40, ignore_eos=True), capacity=192
+        )
 
 
 @pytest.mark.thorough
@@ -39,11 +42,12 @@ def test_the_capacity_that_an_error_names_is_enough(model, chunk):
     """For the rest of the prompt and for what is generated after it."""
     prompt = [np.random.default_rng(3).integers(0, 61, 190)]
     policy = make_policy("wgkv:tau=0.5,window=8", model=model, gates=tiny_gates(model))
-    options = {"policy": policy, "max_new_tokens": 40, "eos": (), "chunk": chunk}
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    options = {"sampling": sampling, "policy": policy, "chunk": chunk}
     with pytest.raises(CapacityError) as error:
-        sampling.sample(model, prompt, capacity=20, **options)
+        inference.generate(model, prompt, capacity=20, **options)
     named = re.search(r"a capacity of (\d+) entries per kv head, which is enough for", str(error.value))
     assert named is not None
-    found = sampling.sample(model, prompt, capacity=int(named[1]), **options)
+    found = inference.generate(model, prompt, capacity=int(named[1]), **options)
     assert found.tokens[0].size == 40
     assert int(named[1]) <= 190 + 40 + 16

@@ -16,7 +16,8 @@ jax.jit(lambda x: x + 1)(1.0)  # a program of the user's, before anything is kep
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 import kvjax
-kvjax.sample(kvjax.load_model({str(builtin_model("test_model"))!r}), [[1, 2]], max_new_tokens=2)
+llm = kvjax.LLM({str(builtin_model("test_model"))!r})
+llm.generate([[1, 2]], kvjax.SamplingParams(max_new_tokens=2))
 print(sum(event == "/jax/compilation_cache/cache_hits" for event in hits))
 """
 

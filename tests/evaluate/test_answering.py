@@ -8,8 +8,8 @@ import pytest
 from kvjax.command.stopwatch import Pace, Stopwatch
 from kvjax.evaluate import answering
 from kvjax.evaluate.answering import answer
+from kvjax.inference import logits, prefill
 from kvjax.inference.footprint_log import footprint_log
-from kvjax.inference.sampling import logits, prefill
 from kvjax.policies import make_policy
 from kvjax.tasks import Question
 from tests.tiny_models import tiny_gates, tiny_model

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.evaluate.footprint import (
     Occupancy,
@@ -14,9 +15,9 @@ from kvjax.evaluate.footprint import (
     occupancy,
     streaming_head,
 )
-from kvjax.inference import sampling
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_model
 
 LONG = 131072, 128
@@ -110,7 +111,9 @@ def test_a_real_cache_is_measured_step_by_step():
     policy = make_policy("streaming_llm:sink=1,window=3", model=model)
     prompts = [np.arange(8), np.arange(6)]
     with footprint_log() as log:
-        sampling.sample(model, prompts, policy=policy, chunk=4, max_new_tokens=3, eos=(), block=1)
+        inference.generate(
+            model, prompts, SamplingParams(max_new_tokens=3, ignore_eos=True), policy=policy, chunk=4, block=1
+        )
     for sequence, length in enumerate((8, 6)):
         found, planned = occupancy(log, sequence), streaming_head(length, 2, 4, sink=1, window=2)
         np.testing.assert_allclose(found.held, planned.held)
@@ -122,9 +125,9 @@ def test_a_real_cache_is_measured_step_by_step():
 def check_plan(policy, planned):
     """8 prompt and 2 new tokens in chunks of 4, by a real cache."""
     model = tiny_model(qk_norm=False)
-    options = {"chunk": 4, "max_new_tokens": 3, "eos": (), "block": 1}
+    sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
     with footprint_log() as log:
-        sampling.sample(model, [np.arange(8)], policy=policy(model), **options)
+        inference.generate(model, [np.arange(8)], sampling, policy=policy(model), chunk=4, block=1)
     found = occupancy(log, 0)
     np.testing.assert_allclose(found.held, planned.held)
     for measure in ("footprint", "peak", "final"):
@@ -150,9 +153,11 @@ def test_a_patch_is_free_in_the_papers_footprint_and_counted_in_what_was_held():
     model = tiny_model(qk_norm=False)
     policy = make_policy("snapkv:ratio=0.5,when=chunk,observers=prompt,chunk=8,observed=4", model=model)
     with footprint_log() as log:
-        cache = sampling.prefill(model, [np.arange(20)], policy=policy)
+        cache = inference.prefill(model, [np.arange(20)], policy=policy)
     with footprint_log(log) as asked:
-        sampling.sample(model, [[3, 4]], policy=policy, cache=cache, max_new_tokens=2, eos=())
+        inference.generate(
+            model, [[3, 4]], SamplingParams(max_new_tokens=2, ignore_eos=True), policy=policy, cache=cache
+        )
     assert len(log) == 5
     found = occupancy(asked, 0)
     # chunks of 8, 8 and 4, a patch of 4 behind the first two; half of each whole chunk stays, of the last the window
@@ -191,14 +196,14 @@ def test_calls_are_passing_if_later_ones_take_their_places():
 
 def test_a_log_is_of_one_batch_from_its_first_token():
     model = tiny_model()
-    cache = sampling.prefill(model, [np.arange(8)])
+    cache = inference.prefill(model, [np.arange(8)])
     with footprint_log() as log:
-        sampling.sample(model, [[3, 4]], cache=cache, max_new_tokens=1)
+        inference.generate(model, [[3, 4]], SamplingParams(max_new_tokens=1), cache=cache)
         with pytest.raises(UserError, match="this footprint log begins after 8 tokens: log the context too"):
             occupancy(log, 0)
         with pytest.raises(UserError, match="a footprint log is of one batch of sequences: open another one"):
-            sampling.prefill(model, [np.arange(8)])
-    sampling.prefill(model, [np.arange(8)])
+            inference.prefill(model, [np.arange(8)])
+    inference.prefill(model, [np.arange(8)])
     assert len(log) == 1
 
 

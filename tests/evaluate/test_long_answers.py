@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.evaluate.long_answers import Drawing, measure_drawn
 from kvjax.evaluate.measuring import Manner
-from kvjax.inference.sampling import sample
+from kvjax.inference import generate
 from kvjax.policies import make_policy
 from kvjax.tasks.sample import Question, Sample
 from tests.tiny_models import tiny_model, tiny_scorers
@@ -54,17 +54,15 @@ def full(model, problems):
 
 
 def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
-    """Worked out from the answers, which are those of `sample` with each one's key."""
+    """Worked out from the answers, which are those of `generate` with each one's seed."""
     right, cut, without = np.zeros((4, 3)), 0, 0
     for index, problem in enumerate(problems):
         for draw in range(3):
             (said,) = full.outputs[3 * index + draw]
-            alone = sample(
-                model, [problem.context], key=DRAWING.key(index, draw), temperature=1.5, top_p=0.95, top_k=20,
-                max_new_tokens=LENGTH - 14, max_tokens=LENGTH, page_size=4, block=64,
-            )  # fmt: skip
+            sampling = DRAWING.sampling(index, draw, LENGTH - 14)
+            alone = generate(model, [problem.context], sampling, max_tokens=LENGTH, page_size=4, block=64)
             np.testing.assert_array_equal(said, alone.tokens[0])
-            if alone.stop_reasons == ["length"]:
+            if alone.finish_reasons == ["length"]:
                 cut += 1
             elif concluded(said) is None:
                 without += 1

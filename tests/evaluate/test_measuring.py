@@ -13,12 +13,12 @@ from kvjax.command.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import measuring
 from kvjax.evaluate.measuring import Manner, measure, measure_together
-from kvjax.inference.sampling import logits
-from kvjax.inference.sampling import sample as generate
+from kvjax.inference import generate, logits
 from kvjax.mesh import AXES, gather, use_mesh
 from kvjax.models import load_model
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from kvjax.tasks import Needle, Question, Recall, Sample, builtin_task
 from kvjax.tasks.sample import one_question, question_aware, score_agreements
 from kvjax.tasks.text import continuation
@@ -104,7 +104,7 @@ def test_a_capacity_and_biases_last_while_questions_are_answered(model):
     assert found.kv_ratio == 10 / 30
     for sample_, (said,) in zip(samples, found.outputs, strict=True):
         line = np.concatenate([sample_.context, sample_.questions[0].prompt])
-        want = generate(model, [line], policy=policy, max_new_tokens=6, eos=())
+        want = generate(model, [line], SamplingParams(max_new_tokens=6, ignore_eos=True), policy=policy)
         np.testing.assert_array_equal(said, want.tokens[0])
 
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
-from kvjax import generate
+from kvjax import generate, inference
 from kvjax.builtin import GATES, builtin_gates, builtin_model
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
@@ -102,14 +101,14 @@ def test_gates_of_another_model_are_refused_and_forced(own, other, gates):
         make_policy("wgkv", model=other, gates=gates)
     assert "\n" not in str(caught.value)
     for policy in (make_policy("wgkv", gates=gates), Policy(WGKV(gates))):
-        kvjax.prefill(own, PROMPT, policy=policy)
+        inference.prefill(own, PROMPT, policy=policy)
         with pytest.raises(UserError, match=says):
-            kvjax.prefill(other, PROMPT, policy=policy)
+            inference.prefill(other, PROMPT, policy=policy)
     for policy in (
         make_policy("wgkv", gates=gates, force=True),
         make_policy("wgkv", model=other, gates=gates, force=True),
     ):
-        kvjax.prefill(other, PROMPT, policy=policy)
+        inference.prefill(other, PROMPT, policy=policy)
 
 
 def test_gates_that_say_no_model_serve_any(own, other, tmp_path):

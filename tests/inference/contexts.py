@@ -1,8 +1,11 @@
 """Contexts, questions of them, and policies of every kind that a cache may be made with."""
 
+import dataclasses
+
 import numpy as np
 
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_gates, tiny_sink_gates
 
@@ -10,7 +13,8 @@ RANDOM = np.random.default_rng(3)
 CONTEXTS = [RANDOM.integers(0, 61, 70), RANDOM.integers(0, 61, 40)]
 QUESTIONS = [RANDOM.integers(0, 61, length) for length in (5, 1, 9)]
 NEW = 20
-OPTIONS = {"max_new_tokens": NEW, "eos": ()}
+SAMPLING = SamplingParams(max_new_tokens=NEW, ignore_eos=True)
+WITH_LOGPROBS = dataclasses.replace(SAMPLING, logprobs=0)
 
 
 def policies(model):

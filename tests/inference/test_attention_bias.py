@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.inference import prefill
 from kvjax.inference.forward import forward
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from tests.inference.cached import LENGTH, TOKENS, cached_logits
 from tests.inference.delayed import delayed

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.inference import prefill
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_model

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import jaxtyping
 import pytest
 
-import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.policies.captured import PAGE
 from tests.tiny_models import filled, tiny_config, tiny_model, tiny_sink_gates
 
@@ -26,40 +27,42 @@ def in_halves():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda m: sampling.sample(m, []), "no prompt"),
-        (lambda m: sampling.sample(m, [[]]), "prompt 0 is empty"),
-        (lambda m: sampling.sample(m, [5, 6]), r"prompt 0 must be a list of whole token ids, got shape \(\)"),
-        (lambda m: sampling.sample(m, [[0.5]]), "must be a list of whole token ids"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="nan%"), "more than 0% and at most 100%"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="200%"), "more than 0% and at most 100%"),
+        (lambda m: inference.generate(m, []), "no prompt"),
+        (lambda m: inference.generate(m, [[]]), "prompt 0 is empty"),
         (
-            lambda m: sampling.sample(m, [[1]], cache=sampling.prefill(m, [[1]]), capacity=9),
+            lambda m: inference.generate(m, [5, 6]),
+            r"prompt 0 must be a list of whole token ids, got shape \(\)",
+        ),
+        (lambda m: inference.generate(m, [[0.5]]), "must be a list of whole token ids"),
+        (lambda m: inference.prefill(m, [[1]], capacity="nan%"), "more than 0% and at most 100%"),
+        (lambda m: inference.prefill(m, [[1]], capacity="200%"), "more than 0% and at most 100%"),
+        (
+            lambda m: inference.generate(m, [[1]], cache=inference.prefill(m, [[1]]), capacity=9),
             "capacity is stated where the cache is made",
         ),
         (
-            lambda m: sampling.sample(m, [[1]], cache=sampling.prefill(tiny_model(num_layers=2), [[1]])),
+            lambda m: inference.generate(m, [[1]], cache=inference.prefill(tiny_model(num_layers=2), [[1]])),
             r"the cache is for \(layers, kv heads, head_dim\) = \(2, 4, 8\), the model has \(3, 4, 8\)",
         ),
         (
-            lambda m: sampling.sample(m, [[1]] * 2, cache=sampling.prefill(in_halves(), [[1]]), share=True),
+            lambda m: inference.generate(
+                m, [[1]] * 2, cache=inference.prefill(in_halves(), [[1]]), share=True
+            ),
             "the cache has entries in bfloat16, the model is in float32",
         ),
-        (lambda m: sampling.sample(m, ["text"]), "must be token ids"),
-        (lambda m: sampling.sample(m, [[1, 61]]), r"token id 61, the model's vocabulary is 0 … 60"),
+        (lambda m: inference.generate(m, ["text"]), "must be token ids"),
+        (lambda m: inference.generate(m, [[1, 61]]), r"token id 61, the model's vocabulary is 0 … 60"),
+        (lambda m: inference.prefill(m, [[1]], capacity="12 apples"), "capacity '12 apples'"),
+        (lambda m: inference.prefill(m, [[1]], capacity="-3GiB"), "expected entries per kv head"),
         (
-            lambda m: sampling.sample(m, [[1]], max_new_tokens=0),
-            "max_new_tokens must be a whole number of at least 1",
+            lambda m: inference.prefill(m, [[1]], page_size=0),
+            "page_size must be a whole number of at least 1",
         ),
-        (lambda m: sampling.sample(m, [[1]], temperature=1.0), "needs key"),
-        (lambda m: sampling.sample(m, [[1]], top_p=0.0), "top_p"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="12 apples"), "capacity '12 apples'"),
-        (lambda m: sampling.prefill(m, [[1]], capacity="-3GiB"), "expected entries per kv head"),
-        (lambda m: sampling.prefill(m, [[1]], page_size=0), "page_size must be a whole number of at least 1"),
         (
-            lambda m: sampling.prefill(m, [[1] * 60], policy=make_policy("full:window=50"), capacity=20),
+            lambda m: inference.prefill(m, [[1] * 60], policy=make_policy("full:window=50"), capacity=20),
             "capacity 20: .* fewer than",
         ),
-        (lambda m: sampling.logits(m, [[1], [1, 2]]), "one length"),
+        (lambda m: inference.logits(m, [[1], [1, 2]]), "one length"),
     ],
 )
 def test_mistakes_are_named_in_one_line(model, call, says):
@@ -70,10 +73,10 @@ def test_mistakes_are_named_in_one_line(model, call, says):
 
 @pytest.mark.parametrize("policy", ["h2o", "r_kv"])
 def test_a_cache_that_knows_too_little_is_refused(model, prompts, policy):
-    cache = sampling.prefill(model, prompts, page_size=PAGE)
+    cache = inference.prefill(model, prompts, page_size=PAGE)
     evicting = make_policy({policy: {"entries": ENTRIES, "when": "every", "every": 4}}, model=model)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
-        sampling.sample(model, prompts, cache=cache, policy=evicting)
+        inference.generate(model, prompts, cache=cache, policy=evicting)
 
 
 @pytest.mark.thorough
@@ -86,37 +89,43 @@ def test_a_cache_that_decoded_without_its_eviction_is_refused(model, prompts, po
     at_prompt = make_policy({policy: {"entries": 200, "when": "prompt", **own}}, model=model)
     every = make_policy({policy: {"entries": 200, "when": "every", "every": 4, **own}}, model=model)
     for read_by in (at_prompt, every):
-        cache = sampling.prefill(model, prompts, policy=read_by, page_size=PAGE)
-        sampling.sample(model, prompts, cache=cache, policy=every, max_new_tokens=2)
-    *_, (_, cache) = sampling.stream(model, prompts, cache=cache, policy=at_prompt, max_new_tokens=2)
-    sampling.sample(model, prompts, cache=cache, policy=at_prompt, max_new_tokens=2)
+        cache = inference.prefill(model, prompts, policy=read_by, page_size=PAGE)
+        inference.generate(model, prompts, SamplingParams(max_new_tokens=2), cache=cache, policy=every)
+    *_, last = inference.stream(
+        model, prompts, SamplingParams(max_new_tokens=2), cache=cache, policy=at_prompt
+    )
+    cache = last.cache
+    inference.generate(model, prompts, SamplingParams(max_new_tokens=2), cache=cache, policy=at_prompt)
     with pytest.raises(UserError, match=f"the cache was not made with policy {policy}"):
-        sampling.sample(model, prompts, cache=cache, policy=every)
+        inference.generate(model, prompts, cache=cache, policy=every)
 
 
 @pytest.mark.parametrize(
     ("call", "says"),
     [
         (
-            lambda m: sampling.sample(m, [[1]], max_new_token=3),
-            r"sample has no argument 'max_new_token'; it has model, .*; the nearest: max_new_tokens",
+            lambda m: SamplingParams(max_new_token=3),
+            r"SamplingParams has no argument 'max_new_token'; it has .*; the nearest: max_new_tokens",
         ),
-        (lambda m: sampling.stream(m, [[1]], seed=0), "stream has no argument 'seed'; it has model, "),
+        (lambda m: inference.stream(m, [[1]], seed=0), "stream has no argument 'seed'; it has model, "),
         (
-            lambda m: sampling.prefill(m, [[1]], pageSize=16),
+            lambda m: inference.prefill(m, [[1]], pageSize=16),
             "prefill has no argument 'pageSize'; .* nearest: page_size",
         ),
         (
-            lambda m: sampling.sample(m, {"input_ids": [[1]], "attention_mask": [[1]]}),
+            lambda m: inference.generate(m, {"input_ids": [[1]], "attention_mask": [[1]]}),
             "prompts must be .*, got a dict of input_ids, attention_mask: give its 'input_ids', unpadded",
         ),
-        (lambda m: sampling.sample(m, "text"), r"prompts must be a list of prompts, got one text: \['text'\]"),
-        (lambda m: sampling.sample(m, [[1]], eos="</s>"), r"got the text '</s>': stop=\['</s>'\] ends an answer"),
+        (lambda m: inference.generate(m, "text"), r"prompts must be a list of prompts, got one text: \['text'\]"),
         (
-            lambda m: caches.stats(sampling.sample(m, [[1]], max_new_tokens=1)),
-            "stats: cache must come from kvjax.prefill, got Sampled: what was sampled has its own, .stats",
+            lambda m: SamplingParams(stop_token_ids="</s>"),
+            r"got the text '</s>': stop=\['</s>'\] ends an answer",
         ),
-        (lambda m: caches.stats(None), "stats: cache must come from kvjax.prefill, got NoneType$"),
+        (
+            lambda m: caches.stats(inference.generate(m, [[1]], SamplingParams(max_new_tokens=1))),
+            "stats: cache must come from prefill, got Generation: use its stats",
+        ),
+        (lambda m: caches.stats(None), "stats: cache must come from prefill, got NoneType$"),
         (lambda m: load_model(None), "a model is the path of a folder .* or 'builtin', got None"),
         (
             lambda m: make_mesh(fsdp=4, tensor=4),
@@ -133,7 +142,7 @@ def test_what_was_given_and_what_was_expected(model, monkeypatch, call, says):
 
 
 def test_the_help_of_a_call_names_its_arguments():
-    for call in (sampling.sample, sampling.stream, sampling.prefill):
+    for call in (inference.generate, inference.stream, inference.prefill):
         parameters = inspect.signature(call).parameters
-        assert {"policy", "max_new_tokens", "capacity"} <= set(parameters)
+        assert {"policy", "tokenizer", "capacity"} <= set(parameters)
         assert all(x.kind is not x.VAR_KEYWORD for x in parameters.values())

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.inference import sampling
+from kvjax import inference
 from kvjax.inference.attention import cached_attention
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.decoder import scan_layers
@@ -22,8 +22,8 @@ def model():
 
 def test_everything_kept_is_the_full_cache(model, prompts):
     policy = make_policy(f"snapkv:ratio=1,observed={OBSERVED},adakv", model=model)
-    kept = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
-    full = sampling.prefill(model, prompts, page_size=PAGE)
+    kept = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
+    full = inference.prefill(model, prompts, page_size=PAGE)
     for row in np.ndindex(3, 2, 4):
         np.testing.assert_array_equal(entries(kept, *row), entries(full, *row))
 
@@ -31,7 +31,7 @@ def test_everything_kept_is_the_full_cache(model, prompts):
 def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
     """The next token sees the entries that stayed and itself."""
     policy = make_policy("knorm:entries=9", model=model)
-    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     layer, c = 0, captured[0][0]
     stays = published.best(published.knorm(c), 9)
     with use_mesh(model):
@@ -64,20 +64,20 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
 )
 def test_a_mesh_keeps_the_same(model, prompts, named):
     policy = make_policy(named, model=model)
-    alone = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    alone = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
         split = tiny_model(qk_norm=False)
         policy = make_policy(named, model=split)
-        together = sampling.prefill(split, prompts, policy=policy, page_size=PAGE)
+        together = inference.prefill(split, prompts, policy=policy, page_size=PAGE)
     np.testing.assert_array_equal(together.layers.length, alone.layers.length)
 
 
 @pytest.mark.thorough
 def test_a_batch_equals_a_sequence_alone(model, prompts):
     policy = make_policy(f"snapkv:ratio=0.3,observed={OBSERVED},adakv", model=model)
-    together = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    together = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     # the shorter one was padded
-    alone = sampling.prefill(model, prompts[1:], policy=policy, page_size=PAGE)
+    alone = inference.prefill(model, prompts[1:], policy=policy, page_size=PAGE)
     np.testing.assert_array_equal(together.layers.length[:, 1], alone.layers.length[:, 0])
     for layer, head in np.ndindex(3, 4):
         ours, own = entries(together, layer, 1, head), entries(alone, layer, 0, head)

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.cache import CapacityError
-from kvjax.inference import sampling
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.policies import published
 from tests.policies.captured import (
     OBSERVED,
@@ -42,8 +43,8 @@ def test_scores_and_kept_sets_are_the_published_ones(model, prompts, admitted, g
     shared = {"entries": KEPT, "adakv": {"over": over, "pinned": 0.0}}
     policy = make_policy(admitted | {"snapkv": {"observed": OBSERVED} | how | shared}, model=model)
     scores = scored(model, policy, prompts)
-    before = sampling.prefill(model, prompts, policy=make_policy(admitted, model=model), page_size=PAGE)
-    after = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    before = inference.prefill(model, prompts, policy=make_policy(admitted, model=model), page_size=PAGE)
+    after = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(after)
     for b, prompt in enumerate(prompts):
         q = captured_layers(model, prompt)[0].q.reshape(4, 2, -1, 8)[:, :, -OBSERVED:]
@@ -72,7 +73,7 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
     wider = {name: told | {"window": OBSERVED}}
     policy = make_policy(wider | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
     scores = scored(model, policy, prompts)
-    before = sampling.prefill(model, prompts, policy=make_policy(wider, model=model), page_size=PAGE)
+    before = inference.prefill(model, prompts, policy=make_policy(wider, model=model), page_size=PAGE)
     newest = []
     for b, prompt in enumerate(prompts):
         c = captured_layers(model, prompt)[0]
@@ -93,9 +94,10 @@ def test_as_many_queries_as_the_window_has_tokens_are_causal(model, prompts, adm
 def test_gates_eviction_and_selection_at_once(model, prompts, gated):
     """All three: what reads every page answers like what selects none, what reads few does not."""
     both = gated | {"snapkv": {"observed": OBSERVED, "entries": KEPT}}
-    options = {"max_new_tokens": 12, "eos": (), "page_size": PAGE, "capacity": 100}
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    options = {"page_size": PAGE, "capacity": 100}
     said = [
-        sampling.sample(model, prompts, policy=policy, **options).tokens
+        inference.generate(model, prompts, sampling, policy=policy, **options).tokens
         for policy in (
             make_policy(both, model=model),
             make_policy(both | {"quest": {"tokens": 1000}}, model=model),
@@ -109,12 +111,14 @@ def test_gates_eviction_and_selection_at_once(model, prompts, gated):
 @pytest.mark.thorough
 def test_what_was_evicted_makes_room_for_what_is_admitted(model, prompts, gated):
     """A pool that is too small for an answer serves it where the overflow is evicted."""
-    options = {"max_new_tokens": 120, "eos": (), "page_size": PAGE, "capacity": 60, "block": 1}
+    sampling = SamplingParams(max_new_tokens=120, ignore_eos=True)
+    options = {"page_size": PAGE, "capacity": 60, "block": 1}
     with pytest.raises(CapacityError):
-        sampling.sample(model, prompts, policy=make_policy(gated, model=model), **options)
+        inference.generate(model, prompts, sampling, policy=make_policy(gated, model=model), **options)
     evicting = {"observed": OBSERVED, "entries": 24, "when": "overflow"}
     bounded = make_policy(gated | {"snapkv": evicting}, model=model)
-    *_, (_, cache) = sampling.stream(model, prompts, policy=bounded, **options)
+    *_, last = inference.stream(model, prompts, sampling, policy=bounded, **options)
+    cache = last.cache
     pages_are_whole(cache)
     assert np.asarray(cache.seen).min() >= 120 + min(map(len, prompts)) - 1
     assert np.asarray(cache.layers.length).mean() <= 24 - WINDOW + 2

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.inference import prefill
 from kvjax.inference.attention import cached_attention
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.policies import make_policy

@@ -7,10 +7,11 @@ import pytest
 
 import kvjax
 from kvjax.errors import UserError
+from kvjax.inference import generate, logits, prefill, stream
 from kvjax.inference.capture import captured_layers
-from kvjax.inference.sampling import logits, prefill, sample, stream
 from kvjax.mesh import use_mesh
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import filled, tiny_config, tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
 PROMPTS = [np.arange(1, 24), np.arange(30, 34)]
@@ -39,13 +40,14 @@ def model():
 
 
 def ask(model, prompts, **given):
-    return sample(model, prompts, max_new_tokens=4, eos=(), logprobs=True, **given)
+    return generate(model, prompts, SamplingParams(max_new_tokens=4, ignore_eos=True, logprobs=0), **given)
 
 
 def test_padding_may_hold_anything(model, clean):
     wanted, found = ask(clean, PROMPTS), ask(model, PROMPTS)
     np.testing.assert_array_equal(found.tokens, wanted.tokens)
-    np.testing.assert_array_equal(found.logprobs, wanted.logprobs)
+    for own, expected in zip(found.logprobs, wanted.logprobs, strict=True):
+        np.testing.assert_array_equal(own.chosen, expected.chosen)
 
 
 def spoilt(row, place):
@@ -78,14 +80,14 @@ def test_the_callers_cache_stays_usable(model):
 
 
 def test_no_token_follows_from_logits_that_are_not_finite(clean):
-    said = sample(clean, PROMPTS[:1], max_new_tokens=9, eos=()).tokens[0].tolist()
+    said = generate(clean, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True)).tokens[0].tolist()
     bad = next(x for x in said[2:] if x not in PROMPTS[0] and x not in said[:2])
     model = tiny_model(tied=False)
     with use_mesh(model):
         with_rows(model.embed, [bad])
-    blocks = stream(model, PROMPTS[:1], max_new_tokens=9, eos=(), block=1)
+    blocks = stream(model, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True), block=1)
     for token in said[: said.index(bad) + 1]:
-        assert next(blocks)[0][0].tolist() == [token]
+        assert next(blocks).tokens[0].tolist() == [token]
     with pytest.raises(UserError, match="not finite"):
         next(blocks)
     with use_mesh(model):
@@ -125,7 +127,7 @@ def test_gates_and_scorers_that_give_nan_choose_nothing(clean, name):
     with use_mesh(clean):
         policy = damaged_policy(name, clean)
     with pytest.raises(UserError, match="its gates or its scorers are damaged"):
-        sample(clean, PROMPTS[:1], policy=policy, max_new_tokens=9, eos=())
+        generate(clean, PROMPTS[:1], SamplingParams(max_new_tokens=9, ignore_eos=True), policy=policy)
 
 
 def test_float16_suggests_another_dtype():
@@ -137,14 +139,13 @@ def test_float16_suggests_another_dtype():
 
 
 def test_a_donated_cache_is_one_line(clean, tmp_path):
-    blocks = stream(clean, PROMPTS, max_new_tokens=4, eos=(), block=1)
-    _, cache = next(blocks)
+    blocks = stream(clean, PROMPTS, SamplingParams(max_new_tokens=4, ignore_eos=True), block=1)
+    cache = next(blocks).cache
     next(blocks)
     for use in (
         lambda: kvjax.stats(cache),
         lambda: ask(clean, PROMPTS, cache=cache),
         lambda: kvjax.save_cache(tmp_path / "a", cache, clean),
-        lambda: kvjax.saved_bytes(cache, clean),
         lambda: next(captured_layers(clean, make_policy("full"), cache, PROMPTS, ["k"])),
     ):
         with pytest.raises(UserError, match="donated to a later step and is gone"):

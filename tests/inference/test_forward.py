@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.inference import prefill
 from kvjax.inference.forward import MEMORIES, forward
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from tests.inference.cached import LENGTH, cached_logits

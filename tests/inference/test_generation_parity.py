@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.inference.sampling import sample
+from kvjax.inference import generate
 from kvjax.models import load_model, save_model
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_model
 
 torch = pytest.importorskip("torch", reason="the parity extra is not installed")
@@ -30,7 +31,7 @@ def test_random_model(tmp_path):
     model = load_model(tmp_path / "model")
     for length in (1, 40):
         prompt = np.random.default_rng(length).integers(1, 61, length)
-        ours = sample(model, [prompt], max_new_tokens=24, block=7)
+        ours = generate(model, [prompt], SamplingParams(max_new_tokens=24), block=7)
         np.testing.assert_array_equal(ours.tokens[0], twin_tokens(tmp_path / "model", prompt, 24))
 
 
@@ -39,6 +40,9 @@ def test_builtin_model_to_its_stop_token():
 
     prompt = builtin_text("evaluate")[:200]
     model = load_model("builtin")
-    ours, theirs = sample(model, [prompt], max_new_tokens=64), twin_tokens(builtin_model(), prompt, 64)
+    ours, theirs = (
+        generate(model, [prompt], SamplingParams(max_new_tokens=64)),
+        twin_tokens(builtin_model(), prompt, 64),
+    )
     stops = np.flatnonzero(np.isin(theirs, model.config.eos_ids))
     np.testing.assert_array_equal(ours.tokens[0], theirs[: stops[0]] if stops.size else theirs)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-import kvjax
+from kvjax import inference
 from kvjax.inference import checks
 from kvjax.models import load_tokenizer, read_config
 from kvjax.models.rope import RopeConfig
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_config, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -31,22 +32,28 @@ def said(run):
 
 def test_a_prompt_with_its_answer_is_counted(model):
     prompt = [[1] * 8, [1] * 24]
-    assert not said(lambda: kvjax.sample(model, prompt, max_new_tokens=16, eos=()))
-    (line,) = said(lambda: kvjax.sample(model, prompt, max_new_tokens=17, eos=(), block=2))
+    assert not said(
+        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=16, ignore_eos=True))
+    )
+    (line,) = said(
+        lambda: inference.generate(model, prompt, SamplingParams(max_new_tokens=17, ignore_eos=True), block=2)
+    )
     assert line.startswith("24 tokens and up to 17 new ones are more than the 40 that the model declares")
     assert "\n" not in line
 
 
 def test_it_is_said_once(model):
-    (line,) = said(lambda: kvjax.prefill(model, [[1] * 41]))
+    (line,) = said(lambda: inference.prefill(model, [[1] * 41]))
     assert line.startswith("41 tokens are more than the 40 ")
-    assert not said(lambda: kvjax.sample(model, [[1] * 50], max_new_tokens=4))
+    assert not said(lambda: inference.generate(model, [[1] * 50], SamplingParams(max_new_tokens=4)))
 
 
 @pytest.mark.thorough
 def test_a_question_counts_behind_its_context(model):
-    cache = kvjax.prefill(model, [[1] * 30])
-    (line,) = said(lambda: kvjax.sample(model, [[1] * 6], cache=cache, max_new_tokens=5))
+    cache = inference.prefill(model, [[1] * 30])
+    (line,) = said(
+        lambda: inference.generate(model, [[1] * 6], SamplingParams(max_new_tokens=5), cache=cache)
+    )
     assert line.startswith("36 tokens and up to 5 new ones are more than the 40 ")
 
 

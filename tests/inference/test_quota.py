@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from kvjax.policies.registry import WRAPPERS
 from tests.policies import published
@@ -23,10 +23,10 @@ def test_the_window_of_an_admission_is_part_of_the_budget(model, prompts):
     a share nothing but the window is left."""
     given = {"full": {"window": 21}}
     with pytest.raises(UserError, match="the budget of 18 entries per kv head is below the 20 that always"):
-        sampling.prefill(
+        inference.prefill(
             model, prompts, policy=make_policy(given | {"knorm": {"entries": 18}}), page_size=PAGE
         )
-    cache = sampling.prefill(
+    cache = inference.prefill(
         model, prompts, policy=make_policy(given | {"knorm": {"ratio": 0.45}}), page_size=PAGE
     )
     for b, stay in enumerate((int(0.45 * 60) - 20, 0)):
@@ -57,10 +57,10 @@ def test_short_contexts_are_kept_whole_beside_a_long_one(model, prompts, capture
         given |= {"observed": 12, name: {}}
     policy = make_policy({"snapkv" if name in WRAPPERS else name: given}, model=model)
     rows = [prompts[0], *(prompts[0][:count] for count in (20, 6, 4))]
-    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
+    cache = inference.prefill(model, rows, policy=policy, page_size=PAGE, capacity=60)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
-    alone = sampling.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE, capacity=60)
+    alone = inference.prefill(model, rows[:1] * 4, policy=policy, page_size=PAGE, capacity=60)
     np.testing.assert_array_equal(length[:, 0], np.asarray(alone.layers.length)[:, 3])
     for layer, head in np.ndindex(3, 4):
         np.testing.assert_allclose(entries(cache, layer, 0, head), entries(alone, layer, 3, head), atol=1e-5)
@@ -90,7 +90,7 @@ def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, capture
     """SnapKV's 64 and R-KV's 8 queries, and no prompt that has so many."""
     given = {"snapkv": budget | {"adakv": {}}} if name == "adakv" else {name: budget}
     policy, rows = make_policy(given, model=model), [prompts[0][:5], prompts[0][:3]]
-    cache = sampling.prefill(model, rows, policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, rows, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     kept = (2, 3) if name == "expected_attention" and "ratio" in budget else (5, 3)
     for layer, b, head in np.ndindex(3, 2, 4):
@@ -110,7 +110,7 @@ def test_where_all_prompts_are_short_they_are_kept_whole(model, prompts, capture
 )
 def test_of_a_budget_below_what_always_stays_the_newest_stay(model, prompts, captured, name, given, kept):
     policy = make_policy({name: given}, model=model)
-    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
+    cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE, capacity=60)
     for layer, head in np.ndindex(3, 4):
         keys = captured[0][layer].k[head]
         np.testing.assert_allclose(entries(cache, layer, 0, head), keys[len(keys) - kept :], atol=1e-4)
@@ -122,7 +122,7 @@ def test_a_threshold_keeps_what_scores_above_it(model, prompts, over):
     captured = [captured_layers(model, prompt) for prompt in prompts]
     limit = float(np.median(np.concatenate([published.knorm(c).ravel() for c in captured[0]])))
     policy = make_policy({"knorm": {"threshold": limit, "adakv": {"pinned": 0.0, "over": over}}}, model=model)
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     for b, layers in enumerate(captured):
         for layer, c in enumerate(layers):

@@ -5,13 +5,14 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-import kvjax.inference.sampling as sampling
 from kvjax import cache as caches
+from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.inference.room import new_cache, page_size_of, with_room
 from kvjax.inference.sharing import branched
 from kvjax.mesh import AXES, make_mesh, use_mesh
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.inference.counting import START, admitted, counting
 from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
 from tests.tiny_models import tiny_gates, tiny_model
@@ -35,15 +36,15 @@ def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens):
 @pytest.mark.thorough
 def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
     """But for pools below a MiB, which are powers of two."""
-    full = caches.stats(sampling.prefill(model, [np.zeros(600, np.int64)]))
+    full = caches.stats(inference.prefill(model, [np.zeros(600, np.int64)]))
     assert full.kv_ratio == 1
     assert full.pool_pages == 512
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     prompt = [np.zeros(600, np.int64)]
     policy = make_policy("random:ratio=0.1,window=8", model=model)
-    sizes = caches.stats(sampling.prefill(model, prompt, policy=policy))
+    sizes = caches.stats(inference.prefill(model, prompt, policy=policy))
     assert sizes.bytes < 0.25 * sizes.full_bytes
-    full = caches.stats(sampling.prefill(model, prompt))
+    full = caches.stats(inference.prefill(model, prompt))
     assert full.kv_ratio == 1
     assert full.full_bytes <= full.bytes <= 1.125 * full.full_bytes
 
@@ -54,9 +55,9 @@ def test_the_default_pool_holds_what_chance_admits(model):
     prompt = [np.arange(25)]
     for seed in range(8):
         policy = make_policy({"random": {"ratio": 0.5, "window": 1, "seed": seed}}, model=model)
-        assert caches.stats(sampling.prefill(model, prompt, policy=policy)).kv_ratio < 0.8
+        assert caches.stats(inference.prefill(model, prompt, policy=policy)).kv_ratio < 0.8
     nothing = make_policy("streaming_llm:sink=0,window=1", model=model)
-    assert caches.stats(sampling.prefill(model, prompt, policy=nothing)).entries.sum() == 0
+    assert caches.stats(inference.prefill(model, prompt, policy=nothing)).entries.sum() == 0
 
 
 @pytest.mark.thorough
@@ -64,25 +65,27 @@ def test_the_pool_shrinks_to_what_stayed(model, prompts, monkeypatch):
     """With room for what was announced, and none of it lost: the answer is that of a cache of stated size."""
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
-    small = sampling.prefill(model, prompts, **options)
+    small = inference.prefill(model, prompts, **options)
     pages_are_whole(small)
     assert caches.stats(small).pages <= small.pages.pool.shape[0] <= 1.125 * caches.stats(small).pages
     assert (
         caches.stats(small).bytes
-        < 0.35 * caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes
+        < 0.35 * caches.stats(inference.prefill(model, prompts, page_size=PAGE)).bytes
     )
-    more = {"max_new_tokens": 9, "eos": ()}
-    fixed = sampling.sample(model, prompts, capacity=max(LENGTHS) + 12, **options, **more)
-    grown = sampling.sample(model, prompts, **options, **more)
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    fixed = inference.generate(model, prompts, sampling, capacity=max(LENGTHS) + 12, **options)
+    grown = inference.generate(model, prompts, sampling, **options)
     np.testing.assert_array_equal(grown.tokens, fixed.tokens)
 
 
 def test_freed_pages_are_used_again(model, prompts):
     """The question and the answer fit into what the evicted entries left."""
     policy = make_policy("keydiff:ratio=0.25", model=model)
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=max(LENGTHS))
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=max(LENGTHS))
     questions = [prompt[:9] for prompt in prompts]
-    out = sampling.sample(model, questions, policy=policy, cache=cache, max_new_tokens=8, eos=())
+    out = inference.generate(
+        model, questions, SamplingParams(max_new_tokens=8, ignore_eos=True), policy=policy, cache=cache
+    )
     assert out.stats.bytes == cache.pages.pool.nbytes
     assert [len(x) for x in out.tokens] == [8, 8]
 
@@ -104,17 +107,25 @@ def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape)
     with jax.set_mesh(make_mesh(**shape)):
         split, policy = tiny_model(qk_norm=False), counting(window=window)
         for chunk in (max(LENGTHS), 16):
-            cache = sampling.prefill(split, prompts, policy=policy, chunk=chunk, page_size=PAGE)
+            cache = inference.prefill(split, prompts, policy=policy, chunk=chunk, page_size=PAGE)
             counts, lengths = np.asarray(cache.layers.state.admission), np.asarray(cache.layers.length)
             for b, length in enumerate(LENGTHS):
                 np.testing.assert_array_equal(counts[:, b], START + 2 + length)
                 np.testing.assert_array_equal(lengths[:, b], admitted(length, window=window))
-        out = sampling.sample(split, [question] * 2, policy=policy, cache=cache, max_new_tokens=4, eos=())
+        out = inference.generate(
+            split,
+            [question] * 2,
+            SamplingParams(max_new_tokens=4, ignore_eos=True),
+            policy=policy,
+            cache=cache,
+        )
     # of the last token that was said, nothing is stored
     held = np.stack([admitted(length + 9 + 3, window=window) for length in LENGTHS], 1)
     np.testing.assert_array_equal(out.stats.entries, held + window - 1)
     lines = [np.concatenate([prompt, question]) for prompt in prompts]
-    alone = sampling.sample(unnormed(), lines, policy=counting(window=window), max_new_tokens=4, eos=())
+    alone = inference.generate(
+        unnormed(), lines, SamplingParams(max_new_tokens=4, ignore_eos=True), policy=counting(window=window)
+    )
     np.testing.assert_array_equal(out.tokens, alone.tokens)
 
 
@@ -136,18 +147,18 @@ def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
     with jax.set_mesh(make_mesh(**shape)):
         split = tiny_model()
         options = {"page_size": PAGE, "chunk": 16}
-        more = {"max_new_tokens": 40, "eos": ()}
+        sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
         small, large = (admitting(split, rate) for rate in (0.01, 1.0))
-        grown = sampling.prefill(split, prompts, policy=small, **options)
+        grown = inference.prefill(split, prompts, policy=small, **options)
         first = caches.stats(new_cache(split, small.compile(split), prompts, 0, PAGE, None)).pool_pages
-        held, room = caches.stats(grown), sampling.prefill(split, prompts, policy=large, **options)
+        held, room = caches.stats(grown), inference.prefill(split, prompts, policy=large, **options)
         assert held.pool_pages > first
         np.testing.assert_array_equal(held.entries, caches.stats(room).entries)
         if not shape:
             pages_are_whole(grown)
         questions = [prompt[:30] for prompt in prompts]
         told = [
-            sampling.sample(split, questions, policy=policy, cache=cache, **more)
+            inference.generate(split, questions, sampling, policy=policy, cache=cache)
             for policy, cache in ((small, grown), (large, room))
         ]
     np.testing.assert_array_equal(told[0].tokens, told[1].tokens)
@@ -157,24 +168,24 @@ def test_a_pool_that_is_too_small_grows(prompts, shape, monkeypatch):
 @pytest.mark.thorough
 def test_a_pool_is_halved_while_less_was_admitted_than_expected(prompts, monkeypatch):
     """And what is said is the same; a small one, and one of stated size, stay."""
-    model, more = tiny_model(), {"max_new_tokens": 20, "eos": ()}
+    model, sampling = tiny_model(), SamplingParams(max_new_tokens=20, ignore_eos=True)
     policy = admitting(model, 1.0, tau=0.9)
     options = {"policy": policy, "page_size": PAGE}
-    stays = caches.stats(sampling.prefill(model, prompts, **options))
+    stays = caches.stats(inference.prefill(model, prompts, **options))
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     with jax.set_mesh(make_mesh()):
         first = caches.stats(new_cache(model, policy.compile(model), prompts, 0, PAGE, None)).pool_pages
     assert stays.pool_pages >= first
-    small = sampling.prefill(model, prompts, **options)
+    small = inference.prefill(model, prompts, **options)
     held = caches.stats(small)
     assert held.pool_pages in (first // 2, first // 4, first // 8)
     assert held.pages <= held.pool_pages < 2 * held.pages + 8 * len(prompts)
     np.testing.assert_array_equal(held.entries, stays.entries)
     pages_are_whole(small)
-    stated = sampling.prefill(model, prompts, capacity=max(LENGTHS), **options)
+    stated = inference.prefill(model, prompts, capacity=max(LENGTHS), **options)
     assert caches.stats(stated).pool_pages > held.pool_pages
-    told = sampling.sample(model, prompts, **options, **more)
-    fixed = sampling.sample(model, prompts, capacity=max(LENGTHS) + 20, **options, **more)
+    told = inference.generate(model, prompts, sampling, **options)
+    fixed = inference.generate(model, prompts, sampling, capacity=max(LENGTHS) + 20, **options)
     np.testing.assert_array_equal(told.tokens, fixed.tokens)
 
 
@@ -184,7 +195,7 @@ def test_a_pool_follows_each_sequence(model, monkeypatch, window):
     monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     policy = make_policy("full") if window == 1 else make_policy({"streaming_llm": {"window": window}})
     lengths = [400, *[40] * 7]
-    cache = sampling.prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
+    cache = inference.prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
     sizes = caches.stats(cache)
     assert sizes.bytes <= 1.2 * sizes.full_bytes
     assert sizes.pages <= sizes.pool_pages == cache.pages.pool.shape[0]
@@ -194,24 +205,24 @@ def test_a_pool_follows_each_sequence(model, monkeypatch, window):
 
 def test_what_no_device_could_hold_is_refused(model):
     with pytest.raises(UserError, match=r"of up to 2000000002 tokens, .* GiB free; \d+ tokens would fit"):
-        sampling.sample(model, [[1, 2]], max_new_tokens=2_000_000_000)
+        inference.generate(model, [[1, 2]], SamplingParams(max_new_tokens=2_000_000_000))
 
 
 def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
     monkeypatch.setattr(caches, "device_bytes", lambda **_: 10**6)
     policy = make_policy("full")
     with pytest.raises(UserError) as error:
-        sampling.sample(model, [np.arange(50)] * 2, policy=policy, max_new_tokens=10**5)
+        inference.generate(model, [np.arange(50)] * 2, SamplingParams(max_new_tokens=10**5), policy=policy)
     named = int(str(error.value).split()[-4])
-    sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
+    inference.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
     with pytest.raises(UserError, match=f"{named} tokens would fit"):
-        sampling.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
+        inference.prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
 
 
 def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
     """Of a cache that is continued, and of what its branches copy of it; what is free beyond that is taken."""
     policy = make_policy("h2o:entries=60,when=every,every=8", model=model)
-    cache = sampling.prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
     pool = cache.pages.pool.shape[0]
     page_bytes = cache.pages.nbytes // pool
 
@@ -229,7 +240,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
             ):
                 asked(share, least - 1)
     with pytest.raises(caches.CapacityError, match="is copied") as error:
-        sampling.sample(model, [[1, 2]] * 4, policy=policy, cache=cache, share=True)
+        inference.generate(model, [[1, 2]] * 4, policy=policy, cache=cache, share=True)
     assert "\n" not in str(error.value)
 
 
@@ -243,7 +254,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
 def test_short_prompts_are_kept_whole(model, named):
     """Beside a long one that is not."""
     policy = make_policy(named)
-    sizes = caches.stats(sampling.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
+    sizes = caches.stats(inference.prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
     assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
 
 
@@ -256,8 +267,8 @@ def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token
     monkeypatch.setattr(caches.sizes, "device_bytes", lambda **_: 10**6)
     policy = make_policy("streaming_llm:sink=60,window=20")
     with pytest.raises(caches.CapacityError, match="that the windows of") as error:
-        sampling.prefill(model, prompts, policy=policy, capacity=capacity)
+        inference.prefill(model, prompts, policy=policy, capacity=capacity)
     enough = caches.parse_capacity(str(error.value).split("; ")[1].split()[0])
     assert type(enough) is type(capacity)
-    cache = sampling.prefill(model, prompts, policy=policy, capacity=enough)
+    cache = inference.prefill(model, prompts, policy=policy, capacity=enough)
     np.testing.assert_array_equal(caches.stats(cache).entries[0, :, 0], np.minimum(LENGTHS, 60 + 19))

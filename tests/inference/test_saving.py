@@ -17,11 +17,11 @@ from kvjax.cache.rows import packed
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
 from kvjax.exported.orbax import export
-from kvjax.inference.sampling import prefill, sample
-from kvjax.inference.saving import _digests, checked_place, load_cache, save_cache, saved_bytes
+from kvjax.inference import generate, prefill
+from kvjax.inference.saving import _digests, checked_place, load_cache, save_cache
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
-from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, policies
+from tests.inference.contexts import CONTEXTS, QUESTIONS, WITH_LOGPROBS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
@@ -35,7 +35,9 @@ def model():
 
 
 def asked(model, policy, cache):
-    return sample(model, ASKED, policy=policy, cache=cache, logprobs=True, **OPTIONS)
+    """Answers, and the log-probabilities of their tokens."""
+    found = generate(model, ASKED, WITH_LOGPROBS, policy=policy, cache=cache)
+    return found.tokens, [own.chosen for own in found.logprobs]
 
 
 @pytest.mark.parametrize(
@@ -45,14 +47,12 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE, chunk=32)
     expected = asked(model, policy, cache)
-    size = save_cache(tmp_path / "saved", cache, model, policy)
-    assert size == saved_bytes(cache, model, policy)
+    save_cache(tmp_path / "saved", cache, model, policy)
     loaded = load_cache(tmp_path / "saved", model, policy)
     pages_are_whole(loaded)
     np.testing.assert_array_equal(caches.stats(loaded).entries, caches.stats(cache).entries)
     found = asked(model, policy, loaded)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
     loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=110)
     assert (loaded.page_size, loaded.bounded) == (6, True)
     found = asked(model, policy, loaded)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
-    np.testing.assert_allclose(found.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     with use_mesh(model):
         stored = packed(cache)
     with jax.set_mesh(make_mesh(fsdp=4, tensor=2)):
@@ -78,8 +77,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
         apart = load_cache(tmp_path, split, same, page_size=6)
         jax.tree.map(np.testing.assert_array_equal, packed(apart), stored)
         others = asked(split, same, apart)
-    np.testing.assert_array_equal(others.tokens, expected.tokens)
-    np.testing.assert_allclose(others.logprobs, expected.logprobs, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(others, expected, rtol=0, atol=2e-6)
 
 
 def test_only_what_is_stored_is_written(model, tmp_path):
@@ -257,7 +255,7 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
     (others / DESCRIPTION).write_text('{"mine": 1}')
     long = tmp_path / ("x" * 300)
     for saved, policy, path, said in (
-        (None, None, tmp_path / "a", "save_cache: cache must come from kvjax.prefill, got None"),
+        (None, None, tmp_path / "a", "save_cache: cache must come from prefill, got None"),
         (cache, None, None, "save_cache: path must be a folder's, got None"),
         (cache, None, others, "it is there and holds no saved cache"),
         (cache, None, others / DESCRIPTION / "below", "cannot be written there .* is no folder to write in"),
@@ -267,9 +265,8 @@ def test_what_cannot_be_saved_or_read_is_one_line(model, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=said):
             save_cache(path, saved, model, policy)
     assert json.loads((others / DESCRIPTION).read_text()) == {"mine": 1}
-    for write in (lambda: save_cache(tmp_path / "a", cache, "model"), lambda: saved_bytes(cache, "model")):
-        with pytest.raises(UserError, match="model must come from kvjax.load_model, got 'model'"):
-            write()
+    with pytest.raises(UserError, match="model must come from kvjax.load_model, got 'model'"):
+        save_cache(tmp_path / "a", cache, "model")
     with pytest.raises(UserError, match=r"cannot be read \(File name too long"):
         load_cache(long, model)
     save_cache(tmp_path / "kept", cache, model)

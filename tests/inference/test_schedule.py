@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference import sampling, schedule
+from kvjax import inference
+from kvjax.inference import schedule
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.room import begin
 from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.policies.captured import PAGE, captured_layers, entries, pages_are_whole, unnormed
 
 NEW = 30
@@ -24,14 +26,15 @@ def model():
     return unnormed()
 
 
-def held_by(model, prompts, policy, **options):
+def held_by(model, prompts, policy, max_new_tokens=NEW, **options):
     """The answers, and the entries of a kv head before each decoded token, by sequence."""
     # one pool and one length of blocks: few programs
-    options = {"max_new_tokens": NEW, "eos": (), "page_size": PAGE, "block": 1} | options
+    options = {"page_size": PAGE, "block": 1} | options
+    sampling = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True)
     if "cache" not in options:
         options = {"capacity": 100} | options
     with footprint_log() as log:
-        out = sampling.sample(model, prompts, policy=policy, **options)
+        out = inference.generate(model, prompts, sampling, policy=policy, **options)
     return out, np.array([call.held for call in log[1:]]).T
 
 
@@ -52,7 +55,7 @@ def test_a_budget_is_met_every_so_many_tokens(model, prompts, periodic):
     assert held[0].tolist() == (ENTRIES + fed % EVERY).tolist()
     assert held[1].tolist() == [10 + n if n < 16 else ENTRIES + n % EVERY for n in fed]
     # the pool has room for the budget and what comes between two cuts, not for the answer
-    assert out.stats.bytes <= caches.stats(sampling.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
+    assert out.stats.bytes <= caches.stats(inference.prefill(model, prompts, page_size=PAGE)).bytes * 0.8
 
 
 @pytest.mark.thorough
@@ -97,7 +100,7 @@ def test_an_overflow_of_ragged_rows_is_their_sum(model, prompts):
 
 
 def test_a_question_may_follow_and_the_cache_is_not_changed(model, prompts, overflowing):
-    cache = sampling.prefill(model, prompts, policy=overflowing, page_size=PAGE, capacity=100)
+    cache = inference.prefill(model, prompts, policy=overflowing, page_size=PAGE, capacity=100)
     before = np.asarray(cache.layers.length).copy()
     assert before.max() <= ENTRIES
     questions = [prompt[:7] for prompt in prompts]
@@ -129,13 +132,13 @@ def test_a_prompt_too_short_to_be_looked_at_grows_first(model, prompts, budget, 
 
 
 def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, periodic):
-    cache = sampling.prefill(model, prompts, policy=periodic, page_size=PAGE)
+    cache = inference.prefill(model, prompts, policy=periodic, page_size=PAGE)
     most = []
     for _ in range(3):
         questions = [prompt[:17] for prompt in prompts]
-        *_, (_, cache) = sampling.stream(
-            model, questions, policy=periodic, cache=cache, max_new_tokens=3, eos=(), block=1
-        )
+        sampling = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        *_, last = inference.stream(model, questions, sampling, policy=periodic, cache=cache, block=1)
+        cache = last.cache
         most.append(np.asarray(cache.layers.length).max())
         pages_are_whole(cache)
     assert most == [ENTRIES + 2] * 3
@@ -144,7 +147,7 @@ def test_every_turn_of_a_conversation_ends_within_the_budget(model, prompts, per
 def test_nothing_protected_overflows(model, prompts):
     """However much goes at a time: the last entries stay, and the others among which most are lost."""
     policy = make_policy("snapkv:observed=16,entries=40,when=overflow,drop=0.9", model=model)
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=100)
     captured = captured_layers(model, prompts[0])
     for layer, c in enumerate(captured):
         for head in range(4):
@@ -164,9 +167,11 @@ def test_the_decoding_loop_looks_back_further_than_its_rows_have_places(model, p
     """A sequence below the budget, whose table is shorter than what is observed, comes to a multiple: nothing goes."""
     policy = make_policy("snapkv:observed=80,entries=90,when=position,every=16", model=model)
     row = prompts[0][:10]
-    found = sampling.sample(model, [row], policy=policy, max_new_tokens=20, eos=(), page_size=PAGE)
+    found = inference.generate(
+        model, [row], SamplingParams(max_new_tokens=20, ignore_eos=True), policy=policy, page_size=PAGE
+    )
     (answer,) = found.tokens
-    said = sampling.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
+    said = inference.logits(model, [np.concatenate([row, answer[:-1]])])[0, len(row) - 1 :]
     np.testing.assert_array_equal(said.argmax(-1), answer)
     assert (found.stats.entries == 29).all()
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference import sampling
+from kvjax import inference
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, captured_layers, entries, pages_are_whole, unnormed
 
@@ -31,7 +32,7 @@ def read(model, prompts, *, name="snapkv", **options):
         name = "snapkv"
     policy = make_policy({name: options}, model=model)
     # one pool: few programs
-    return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
+    return inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
 
 
 def chunk_score(c, start, stop):
@@ -156,7 +157,7 @@ def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name
 def test_a_number_of_entries_bounds_the_cache(model):
     """Every chunk competes with what earlier ones left, and the pool is as large as both."""
     policy = make_policy({"keydiff": {"entries": 9, "when": "chunk", "chunk": CHUNK}}, model=model)
-    cache = sampling.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 9).all()
     assert cache.pages.pool.shape[0] <= 12 * 56 / PAGE * 0.8
     pages_are_whole(cache)
@@ -172,7 +173,7 @@ def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
         make_policy(admission | {"knorm": {"entries": 12}}, model=model),
         make_policy(admission, model=model),
     )
-    a, b, everything = (sampling.prefill(model, prompts, policy=x, page_size=PAGE) for x in policies)
+    a, b, everything = (inference.prefill(model, prompts, policy=x, page_size=PAGE) for x in policies)
     pages_are_whole(a)
     assert (np.asarray(everything.layers.length) > 12 - 4).any()
     assert (np.asarray(a.layers.length) <= 12 - 4).all()
@@ -185,14 +186,16 @@ def test_chunks_of_an_admission_keep_what_one_compaction_would(model, prompts):
 @pytest.mark.thorough
 def test_the_answer_may_be_longer_than_what_was_held_while_reading(model, prompts):
     policy = make_policy({"knorm": {"ratio": 0.3, "when": "chunk", "chunk": CHUNK}}, model=model)
-    out = sampling.sample(model, prompts, policy=policy, page_size=PAGE, max_new_tokens=90, eos=())
+    out = inference.generate(
+        model, prompts, SamplingParams(max_new_tokens=90, ignore_eos=True), policy=policy, page_size=PAGE
+    )
     assert [len(x) for x in out.tokens] == [90, 90]
 
 
 def test_a_last_chunk_shorter_than_what_is_observed_is_all_kept(model):
     prompt = np.random.default_rng(3).permutation(61)[:44]
     policy = make_policy("snapkv:ratio=0.45,observed=6,when=chunk,chunk=20", model=model)
-    cache = sampling.prefill(model, [prompt], policy=policy, page_size=PAGE, capacity=60)
+    cache = inference.prefill(model, [prompt], policy=policy, page_size=PAGE, capacity=60)
     assert (np.asarray(cache.layers.length)[:, 0] == 9 + 9 + 4).all()
     keys = captured_layers(model, prompt)[0].k
     for head in range(4):

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import (
     TOVA,
     Adaptive,
@@ -45,7 +45,7 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
     without them; and the cache stands before them."""
     policy, behind = make_policy({"snapkv": {"entries": 20, "observed": OBSERVED}}, model=model), 2
     rows, observers = [prompt[:-behind] for prompt in prompts], [prompt[-behind:] for prompt in prompts]
-    cache = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    cache = inference.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
     pages_are_whole(cache)
     np.testing.assert_array_equal(cache.seen, [len(row) for row in rows])
     for b, layers in enumerate(captured):
@@ -56,12 +56,12 @@ def test_what_observes_is_read_and_gone(model, prompts, captured):
                 own = entries(cache, layer, b, head)
                 np.testing.assert_allclose(own, c.k[head, :-behind][mask], atol=1e-4)
     with pytest.raises(UserError, match="observers are one row a prompt, got 1 for 2"):
-        sampling.prefill(model, rows, policy=policy, observers=observers[:1])
+        inference.prefill(model, rows, policy=policy, observers=observers[:1])
     busy = make_policy(
         {"snapkv": {"entries": 20, "observed": OBSERVED, "when": "every", "every": 4}}, model=model
     )
     with pytest.raises(UserError, match="observers look at a prompt's end, and snapkv compacts while it"):
-        sampling.prefill(model, rows, policy=busy, observers=observers)
+        inference.prefill(model, rows, policy=busy, observers=observers)
 
 
 def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
@@ -69,14 +69,14 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
     keeps as a prompt."""
     tokens = (3, 9, 27, 20, 7, 11, 50, 2)
     rule: dict[str, Any] = {"ratio": 0.4, "observed": OBSERVED}
-    given = sampling.prefill(
+    given = inference.prefill(
         model,
         prompts,
         policy=make_policy({"snapkv": rule}, model=model),
         observers=[list(tokens)] * 2,
         page_size=PAGE,
     )
-    own = sampling.prefill(
+    own = inference.prefill(
         model,
         prompts,
         policy=make_policy({"snapkv": {"observers": tokens, **rule}}, model=model),
@@ -86,9 +86,9 @@ def test_guidance_looks_at_every_prompt_and_every_chunk(model, prompts):
     parts = make_policy(
         {"snapkv": {"when": "chunk", "chunk": 16, "observers": list(tokens), **rule}}, model=model
     )
-    long = sampling.prefill(model, prompts, policy=parts, page_size=PAGE)
+    long = inference.prefill(model, prompts, policy=parts, page_size=PAGE)
     pages_are_whole(long)
-    first = sampling.prefill(
+    first = inference.prefill(
         model, [row[:16] for row in prompts],
         policy=make_policy({"snapkv": {"observers": tokens, **rule}}, model=model), page_size=PAGE,
     )  # fmt: skip
@@ -106,8 +106,8 @@ def test_what_observes_passes_by_the_ring(model, prompts, admitted):
     """Its queries are the newest that are looked back at; the ring and what is stored are those of the prompt alone."""
     rows, observers = [prompt[:-2] for prompt in prompts], [prompt[-2:] for prompt in prompts]
     policy = make_policy(admitted | {"snapkv": {"entries": KEPT, "observed": OBSERVED}}, model=model)
-    before = sampling.prefill(model, rows, policy=make_policy(admitted, model=model), page_size=PAGE)
-    after = sampling.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
+    before = inference.prefill(model, rows, policy=make_policy(admitted, model=model), page_size=PAGE)
+    after = inference.prefill(model, rows, policy=policy, observers=observers, page_size=PAGE)
     pages_are_whole(after)
     np.testing.assert_array_equal(after.seen, [len(row) for row in rows])
     for b, prompt in enumerate(prompts):
@@ -128,7 +128,7 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
     """An admission may refuse it: nothing of the prompt goes in its place."""
     parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA(), "budget": Entries(40)}
     alone, observed = (
-        sampling.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
+        inference.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
         for when in (AtPrompt(), AtPrompt(observers=(1, 2, 3)))
     )
     np.testing.assert_array_equal(observed.layers.length, 20)
@@ -153,7 +153,7 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
 )
 def test_observers_of_a_policy_that_does_not_look_are_refused(model, prompts, policy, why):
     with pytest.raises(UserError) as error:
-        sampling.prefill(model, prompts, policy=policy, observers=prompts)
+        inference.prefill(model, prompts, policy=policy, observers=prompts)
     assert str(error.value) == (
         f"prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and {why}"
     )

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import kvjax
+from kvjax import inference
 from kvjax.errors import UserError
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import last_logits
 from kvjax.inference.room import begin
 from kvjax.mesh import HEADS, make_mesh, token_axis
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import TRAINED, tiny_config, tiny_model
 
 PATTERN = {"pattern": np.arange(12).reshape(3, 4) % 3 == 0, "sink": 2, "window": 6}
@@ -42,9 +43,13 @@ def outcome(name, **shape):
         trained = TRAINED[name](model) if name in TRAINED else {}
         policy = make_policy({name.split()[0]: POLICIES[name] | trained}, model=model)
         # in pieces of 16 tokens and one of 3, which no axis divides
-        cache = kvjax.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
-        said = kvjax.sample(
-            model, [[5], [6]], policy=policy, cache=cache, max_new_tokens=6, logprobs=True, eos=[]
+        cache = inference.prefill(model, ROWS, policy=policy, page_size=4, chunk=19, max_new_tokens=8)
+        said = inference.generate(
+            model,
+            [[5], [6]],
+            SamplingParams(max_new_tokens=6, logprobs=0, ignore_eos=True, stop_token_ids=[]),
+            policy=policy,
+            cache=cache,
         )
         sizes = {shard.data.nbytes for shard in cache.pages.pool.addressable_shards}
     return np.asarray(cache.layers.length), said, sizes

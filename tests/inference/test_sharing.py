@@ -8,10 +8,11 @@ import kvjax
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill, sample, stream
+from kvjax.inference import generate, prefill, stream
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
-from tests.inference.contexts import CONTEXTS, OPTIONS, QUESTIONS, RANDOM, policies
+from kvjax.sampling_params import SamplingParams
+from tests.inference.contexts import CONTEXTS, QUESTIONS, RANDOM, SAMPLING, WITH_LOGPROBS, policies
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model
 
@@ -31,11 +32,13 @@ def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model,
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
     before = jax.device_get(cache)
-    alone = [sample(model, [row], policy=policy, cache=cache, **OPTIONS).tokens[0] for row in QUESTIONS]
+    alone = [
+        generate(model, [row], policy=policy, cache=cache, sampling=SAMPLING).tokens[0] for row in QUESTIONS
+    ]
     parts = []
-    for new, held in stream(model, QUESTIONS, policy=policy, cache=cache, share=True, **OPTIONS):
-        pages_are_whole(held)
-        parts.append(new)
+    for block in stream(model, QUESTIONS, SAMPLING, policy=policy, cache=cache, share=True):
+        pages_are_whole(block.cache)
+        parts.append(block.tokens)
     together = list(map(np.concatenate, zip(*parts, strict=True)))
     np.testing.assert_array_equal(together, alone)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache), before)
@@ -46,18 +49,19 @@ def test_another_question_beside_it_changes_no_bit_of_a_branch_s_answer(model, n
     policy = policies(model)[name]()
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, chunk=32)
     asked, beside, other = QUESTIONS[2], QUESTIONS[2][::-1], (QUESTIONS[2] + 1) % 61
-    options = {"policy": policy, "cache": cache, "share": True, "logprobs": True} | OPTIONS
-    one, another = (sample(model, [asked, row], **options) for row in (beside, other))
+    options = {"policy": policy, "cache": cache, "share": True, "sampling": WITH_LOGPROBS}
+    one, another = (generate(model, [asked, row], **options) for row in (beside, other))
     np.testing.assert_array_equal(one.tokens[0], another.tokens[0])
-    np.testing.assert_array_equal(one.logprobs[0], another.logprobs[0])
-    assert (one.logprobs[1] != another.logprobs[1]).any()
+    np.testing.assert_array_equal(one.logprobs[0].chosen, another.logprobs[0].chosen)
+    assert (one.logprobs[1].chosen != another.logprobs[1].chosen).any()
 
 
 def test_sixteen_questions_take_little_more_than_one(model):
     policy, questions = make_policy("full"), [RANDOM.integers(0, 61, 4) for _ in range(16)]
     cache = prefill(model, [np.tile(CONTEXTS[0], 30)], policy=policy)
-    options = {"policy": policy, "cache": cache, "max_new_tokens": 12, "eos": ()}
-    one, all_ = sample(model, questions[:1], **options), sample(model, questions, share=True, **options)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    options = {"sampling": sampling, "policy": policy, "cache": cache}
+    one, all_ = generate(model, questions[:1], **options), generate(model, questions, share=True, **options)
     np.testing.assert_array_equal(all_.tokens[0], one.tokens[0])
     assert (one.stats.entries == 2100 + 4 + 11).all()
     assert all_.stats.bytes <= 1.3 * one.stats.bytes
@@ -74,42 +78,43 @@ def test_each_context_has_its_own_questions(shape):
         model = tiny_model(qk_norm=False)
         policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
         cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
-        options = {"policy": policy, "cache": cache, "logprobs": True} | OPTIONS
-        found = sample(model, QUESTIONS, share=[1, 0, 1], **options)
+        options = {"policy": policy, "cache": cache, "sampling": WITH_LOGPROBS}
+        found = generate(model, QUESTIONS, share=[1, 0, 1], **options)
         for place, context in enumerate([1, 0, 1]):
-            alone = sample(model, [QUESTIONS[place]] * 2, **options)
+            alone = generate(model, [QUESTIONS[place]] * 2, **options)
             np.testing.assert_array_equal(found.tokens[place], alone.tokens[context])
-            np.testing.assert_allclose(found.logprobs[place], alone.logprobs[context], atol=1e-5)
+            np.testing.assert_allclose(
+                found.logprobs[place].chosen, alone.logprobs[context].chosen, atol=1e-5
+            )
             np.testing.assert_array_equal(found.stats.entries[:, place], alone.stats.entries[:, context])
             assert found.stats.tokens[place] == alone.stats.tokens[context]
         assert found.stats.tokens.shape == (3,)
 
 
 @pytest.mark.thorough
-def test_samples_of_a_question_are_branches_too(model):
+def test_answers_of_a_question_are_branches_too(model):
     policy = make_policy("full")
     cache = prefill(model, CONTEXTS, policy=policy)
-    options = {"policy": policy, "temperature": 1.0, "samples": 2, "max_new_tokens": 8, "eos": ()}
-    keys = jax.random.split(jax.random.key(0), 8)
-    found = sample(model, [*QUESTIONS[:2]] * 2, cache=cache, share=True, key=keys, **options)
+    sampling = SamplingParams(max_new_tokens=8, temperature=1.0, n=2, ignore_eos=True)
+    found = generate(model, [*QUESTIONS[:2]] * 2, sampling, policy=policy, cache=cache, share=True)
     lines = [np.concatenate([CONTEXTS[of // 2], QUESTIONS[of % 2]]) for of in range(4)]
-    np.testing.assert_array_equal(found.tokens, sample(model, lines, key=keys, **options).tokens)
+    np.testing.assert_array_equal(found.tokens, generate(model, lines, sampling, policy=policy).tokens)
 
 
 @pytest.mark.thorough
 def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(model):
     policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
     cache = prefill(model, CONTEXTS, policy=policy, page_size=PAGE)
-    for _, held in stream(model, QUESTIONS[:2], policy=policy, cache=cache, share=[0, 0], **OPTIONS):
-        last = held
-    again = sample(model, [QUESTIONS[2]] * 4, policy=policy, cache=last, share=True, **OPTIONS)
+    for block in stream(model, QUESTIONS[:2], SAMPLING, policy=policy, cache=cache, share=[0, 0]):
+        last = block.cache
+    again = generate(model, [QUESTIONS[2]] * 4, policy=policy, cache=last, share=True, sampling=SAMPLING)
     np.testing.assert_array_equal(again.tokens[0], again.tokens[1])
     np.testing.assert_array_equal(again.tokens[2], again.tokens[3])
-    first = sample(model, [QUESTIONS[0]] * 2, policy=policy, cache=cache, **OPTIONS).tokens[0]
+    first = generate(model, [QUESTIONS[0]] * 2, policy=policy, cache=cache, sampling=SAMPLING).tokens[0]
     line = np.concatenate([CONTEXTS[0], QUESTIONS[0], first[:-1], QUESTIONS[2]])
     # tokens that were said last are not yet read
     assert int(last.seen[0]) == 70 + 5 + 20 - 1
-    whole = sample(model, [line], policy=policy, page_size=PAGE, **OPTIONS)
+    whole = generate(model, [line], policy=policy, page_size=PAGE, sampling=SAMPLING)
     np.testing.assert_array_equal(again.tokens[0], whole.tokens[0])
     assert int(np.asarray(last.layers.length)[:, :2].sum()) == int(np.asarray(last.layers.length).sum())
 
@@ -125,11 +130,11 @@ def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_
             {"knorm": {"entries": 130, "when": "position", "every": 8, "adakv": {"over": over}}}, model=model
         )
         cache = prefill(model, [np.tile(CONTEXTS[0], 6)], policy=make_policy("full"), page_size=PAGE)
-        options = {"policy": policy, "cache": cache} | OPTIONS
+        options = {"policy": policy, "cache": cache, "sampling": SAMPLING}
         questions = [*QUESTIONS] * 4
-        together = sample(model, questions, share=True, **options)
+        together = generate(model, questions, share=True, **options)
         for place, question in enumerate(QUESTIONS):
-            alone = sample(model, [question], **options)
+            alone = generate(model, [question], **options)
             np.testing.assert_array_equal(together.tokens[place::3], np.tile(alone.tokens, (4, 1)))
         assert alone.stats.entries[..., :2].sum() > 0.8 * alone.stats.entries.sum()
 
@@ -137,7 +142,7 @@ def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_
 def test_a_stated_capacity_is_a_bound_for_branches_too(model):
     cache = prefill(model, CONTEXTS[:1], policy=make_policy("full"), capacity=80, page_size=PAGE)
     with pytest.raises(CapacityError, match="policy full needs"):
-        sample(model, QUESTIONS, cache=cache, share=True, **OPTIONS)
+        generate(model, QUESTIONS, cache=cache, share=True, sampling=SAMPLING)
 
 
 @pytest.mark.parametrize(
@@ -152,28 +157,28 @@ def test_a_stated_capacity_is_a_bound_for_branches_too(model):
 def test_a_share_that_does_not_fit_is_refused(model, share, questions, said):
     cache = prefill(model, CONTEXTS)
     with pytest.raises(UserError, match=said) as caught:
-        sample(model, QUESTIONS[:questions], cache=cache, share=share)
+        generate(model, QUESTIONS[:questions], cache=cache, share=share)
     assert "\n" not in str(caught.value)
 
 
 def test_what_is_shared_must_be_a_cache(model):
     with pytest.raises(UserError, match="share is for questions of a cache"):
-        sample(model, QUESTIONS, share=True)
+        generate(model, QUESTIONS, share=True)
     with pytest.raises(UserError, match="share=True asks several of each"):
-        sample(model, QUESTIONS, cache=prefill(model, CONTEXTS[:1]))
-    assert caches.stats(kvjax.prefill(model, CONTEXTS[:1])).pages > 0
+        generate(model, QUESTIONS, cache=prefill(model, CONTEXTS[:1]))
+    assert caches.stats(prefill(model, CONTEXTS[:1])).pages > 0
 
 
 def test_compactions_of_branches_find_room_in_a_pool_for_all_lengths(model):
     policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]
-    options = {"policy": policy, "max_new_tokens": 20, "eos": (), "logprobs": True}
+    options = {"policy": policy, "sampling": WITH_LOGPROBS}
     cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, max_tokens=110)
-    found = sample(model, questions, cache=cache, share=True, **options)
+    found = generate(model, questions, cache=cache, share=True, **options)
     for place in (0, 11):
-        alone = sample(model, questions[place : place + 1], cache=cache, **options)
+        alone = generate(model, questions[place : place + 1], cache=cache, **options)
         np.testing.assert_array_equal(found.tokens[place], alone.tokens[0])
-        np.testing.assert_allclose(found.logprobs[place], alone.logprobs[0], atol=1e-5)
+        np.testing.assert_allclose(found.logprobs[place].chosen, alone.logprobs[0].chosen, atol=1e-5)
 
 
 @pytest.mark.thorough
@@ -181,11 +186,11 @@ def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place
     with jax.set_mesh(make_mesh(fsdp=2)):
         model, policy = tiny_model(qk_norm=False), make_policy("full")
         cache = prefill(model, CONTEXTS, policy=policy)
-        for _, held in stream(model, QUESTIONS, policy=policy, cache=cache, share=[1, 0, 1], **OPTIONS):
-            branches = held
+        for block in stream(model, QUESTIONS, SAMPLING, policy=policy, cache=cache, share=[1, 0, 1]):
+            branches = block.cache
         for ask in (
-            lambda: sample(model, QUESTIONS, policy=policy, cache=branches, **OPTIONS),
-            lambda: sample(model, QUESTIONS, policy=policy, cache=branches, share=True, **OPTIONS),
+            lambda: generate(model, QUESTIONS, policy=policy, cache=branches, sampling=SAMPLING),
+            lambda: generate(model, QUESTIONS, policy=policy, cache=branches, share=True, sampling=SAMPLING),
             lambda: kvjax.save_cache(tmp_path, branches, model, policy),
         ):
             with pytest.raises(UserError, match="branches of which the mesh's devices have unequally many"):

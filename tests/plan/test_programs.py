@@ -1,5 +1,7 @@
 """The programs, against real arrays and what a run gives its own."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,14 @@ from flax import nnx
 
 from kvjax import cache as caches
 from kvjax.command.launch import MeshShape
-from kvjax.inference.sampling import sample
+from kvjax.inference import generate
 from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.plan.ahead import TEMPORARIES, memory
 from kvjax.plan.programs import POOL, WEIGHTS, ServeConfig, Serving, update
 from kvjax.policies import make_policy
 from kvjax.policies.make import parse_policy
+from kvjax.sampling_params import SamplingParams
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
@@ -102,7 +105,7 @@ ANSWERS = "fast_kvzip:when=position,every=16,buffer=16,entries=32,protected.last
     ("stage", "program", "policy"),
     [
         ("prefill", "forward.last_logits", "kvzip:ratio=0.5"),
-        ("decode", "sampling.decode_block", ANSWERS),
+        ("decode", "generate.decode_block", ANSWERS),
     ],
 )
 def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, policy, monkeypatch):
@@ -111,7 +114,8 @@ def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, pol
     def call(*arguments, **named):
         raise Called(arguments, named)
 
-    monkeypatch.setattr(f"kvjax.inference.{program}", call)
+    module, name = program.split(".")
+    monkeypatch.setattr(importlib.import_module(f"kvjax.inference.{module}"), name, call)
     config = ServeConfig(policy=policy, context=64, batch=4, new=17)
     with jax.set_mesh(mesh):
         model = filled(shape, jnp.bfloat16)
@@ -120,7 +124,9 @@ def test_a_program_is_given_what_a_run_gives_it(mesh, shape, stage, program, pol
         told |= texts if name == "kvzip" else {"gates": tiny_sink_gates(model)}
         policy = make_policy({name: told}, model=model)
         with pytest.raises(Called) as came:
-            sample(model, [np.arange(64)] * 4, policy=policy, max_new_tokens=17, eos=())
+            generate(
+                model, [np.arange(64)] * 4, SamplingParams(max_new_tokens=17, ignore_eos=True), policy=policy
+            )
         planned = getattr(Serving(config, shape, "bfloat16", mesh), stage)()
     (arguments, named), cache = came.value.args, planned.donated
     for given, ours in zip(arguments, planned.arguments, strict=True):

@@ -8,9 +8,10 @@ import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache.trail import by_layer
-from kvjax.inference import compaction, sampling
+from kvjax.inference import compaction
 from kvjax.inference import quota as quotas
 from kvjax.inference.forward import feed
+from kvjax.inference.prefill import CHUNK
 from kvjax.inference.room import new_cache
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
 from kvjax.models.decoder import scan_layers
@@ -74,7 +75,7 @@ def scored(model, policy, prompts):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, prompts, 0, PAGE, None)
         quota = quotas.quota(compiled.host, cache, [len(x) for x in prompts])
-        cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, sampling.CHUNK)
+        cache, _ = feed(model, compiled.host, compiled.read, cache, prompts, CHUNK)
         heads = jax.sharding.reshard(jnp.arange(4), P(HEADS))
         output = gather(model.layers.o[...], "fsdp")
 

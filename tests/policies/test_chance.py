@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference import sampling
+from kvjax import inference
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.chance import text_hash, uniform
@@ -58,7 +58,7 @@ def test_the_hashes_are_the_formulas():
 
 def prefilled(model, name, prompts, chunk):
     policy = make_policy({name: METHODS[name]}, model=model)
-    return sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60, chunk=chunk)
+    return inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60, chunk=chunk)
 
 
 def places(model, cache, row, prompt) -> list[set[int]]:

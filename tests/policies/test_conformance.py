@@ -11,8 +11,8 @@ from kvjax import cache as caches
 from kvjax import policies
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
+from kvjax.inference import prefill
 from kvjax.inference.forward import forward
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.policy import EVERYTHING

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax.inference import prefill
 from kvjax.inference.forward import forward
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy

@@ -37,7 +37,7 @@ from kvjax.policies import (
 )
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Eviction
-from kvjax.policies.make import format_policy, make_ahead, parse_policy
+from kvjax.policies.make import check_policy, format_policy, parse_policy
 from kvjax.struct import static, struct
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.tiny_models import TRAINED, tiny_gates, tiny_model, tiny_scorers
@@ -181,20 +181,20 @@ def test_a_policy_that_is_made_without_a_model_waits_for_one(model, name):
 
 
 def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
-    """Until there is one nothing is made ahead."""
+    """Until there is one the policy is not checked ahead."""
     tokenizer = byte_tokenizer()
     model = tiny_model(vocab_size=258)
     for text in ("kvzip:ratio=0.5", "kvzip:ratio=0.5,prefix=3,adakv"):
-        assert make_ahead(text) is None
-        policy = make_ahead(text, tokenizer=tokenizer)
-        for one in (policy, make_policy(text, model=model, tokenizer=tokenizer)):
-            (first, *_) = one.eviction.passes(np.arange(9))
-            assert tokenizer.decode(first.tokens).startswith("\n\nRepeat the previous")
+        check_policy(text)
+        check_policy(text, model.config, tokenizer=tokenizer)
+        policy = make_policy(text, model=model, tokenizer=tokenizer)
+        (first, *_) = policy.eviction.passes(np.arange(9))
+        assert tokenizer.decode(first.tokens).startswith("\n\nRepeat the previous")
         with pytest.raises(UserError, match="kvzip needs tokenizer="):
             make_policy(text, model=model)
     for text in ("oraclekv:ratio=0.5", "oraclekv:ratio=0.5,adakv", "tova:ratio=0.5,guidance=T1"):
-        assert make_ahead(text) is None
-        policy = make_ahead(text, tokenizer=tokenizer)
+        check_policy(text)
+        policy = make_policy(text, tokenizer=tokenizer)
         assert tokenizer.decode(policy.when.guidance).startswith("\n\nNext, you will be")
     # others have no use for it
     assert repr(make_policy("knorm:ratio=0.5", tokenizer=tokenizer)) == repr(make_policy("knorm:ratio=0.5"))

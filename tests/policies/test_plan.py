@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import make_policy
 from kvjax.policies.budget import Entries, Ratio, Shares
 from kvjax.policies.interfaces import Ahead
@@ -61,7 +61,7 @@ def test_a_pool_has_room_for_a_patch(model):
     """50 chunks of 8 of which 4 stay, and one that may be rounded up, the chunk that is read, and 4 that look at it."""
     policy = make_policy("snapkv:ratio=0.5,observed=4,when=chunk,observers=prompt,chunk=8", model=model)
     assert policy.expected_entries(400, 1).max() == 50 * 5 + 8 + 4
-    sampling.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
+    inference.prefill(model, [np.arange(400) % 61], policy=policy, page_size=1, chunk=8)
 
 
 @pytest.mark.parametrize("when", ["every", "overflow"])
@@ -72,7 +72,7 @@ def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, whe
     with pytest.raises(
         UserError, match="the budget of 5 entries per kv head is below the 6 that always stay"
     ):
-        sampling.prefill(model, [np.arange(4)], policy=policy)
+        inference.prefill(model, [np.arange(4)], policy=policy)
 
 
 def ranges(plan, tokens, chunk):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill
+from kvjax.inference import prefill
 from kvjax.mesh import HEADS, P, make_mesh, use_mesh
 from kvjax.policies import (
     H2O,

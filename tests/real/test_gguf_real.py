@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.inference.sampling import sample
+from kvjax.inference import generate
 from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model, read_config
 from kvjax.models.chat import encode
+from kvjax.sampling_params import SamplingParams
 from tests.models.make_goldens import GOLDENS, QUESTION, TEXT
 from tests.models.pieces import ends
 
@@ -60,7 +61,7 @@ def test_logits_are_those_of_transformers(model, golden):
 
 
 def test_the_answer_is_that_of_transformers(model, golden):
-    answer = sample(model, [golden["prompt"]], max_new_tokens=32).tokens[0]
+    answer = generate(model, [golden["prompt"]], SamplingParams(max_new_tokens=32)).tokens[0]
     # a stop token is no part of ours
     assert golden["answer"][-1] in model.config.eos_ids
     np.testing.assert_array_equal(answer, golden["answer"][:-1])

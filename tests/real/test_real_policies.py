@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
-from kvjax.inference.sampling import logits, prefill, sample
+from kvjax.inference import generate, logits, prefill
 from kvjax.models import load_model, save_model
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from kvjax.tasks import PromptEncoder
 from kvjax.tasks.ruler import Files, make_ruler_task
 
@@ -29,12 +30,16 @@ def answered(model, tokenizer, prompt, draft, policy, *, known=False) -> tuple[f
     """The answer's score and the cache's sizes; `known`: the question is read with the context."""
     question = prompt.questions[0].prompt
     if known:
-        said = sample(
-            model, [np.concatenate([prompt.context, question])], policy=policy, max_new_tokens=16, chunk=512
+        said = generate(
+            model,
+            [np.concatenate([prompt.context, question])],
+            SamplingParams(max_new_tokens=16),
+            policy=policy,
+            chunk=512,
         )
     else:
         cache = prefill(model, [prompt.context], policy=policy, chunk=512)
-        said = sample(model, [question], policy=policy, cache=cache, max_new_tokens=16)
+        said = generate(model, [question], SamplingParams(max_new_tokens=16), policy=policy, cache=cache)
     return draft.questions[0].score(tokenizer.decode(said.tokens[0])), said.stats
 
 

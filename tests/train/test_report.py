@@ -8,7 +8,7 @@ import pytest
 from kvjax.cache import stats
 from kvjax.evaluate.calibrated import Rivals
 from kvjax.evaluate.teacher_forcing import Outcome
-from kvjax.inference.sampling import prefill
+from kvjax.inference import prefill
 from kvjax.train import report as report_module
 from kvjax.train.recipe import UNTRAINED
 from kvjax.train.recipes.wgkv import WriteGates

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kvjax.inference import sampling
+from kvjax import inference
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, entries, scored
 
@@ -17,7 +17,7 @@ def assert_published(policy, formula, model, prompts, captured, *, first=0, last
     score to compare; recent: the share of the kept ones that are the last.
     """
     scores = scored(model, policy, prompts)
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         length, kept = LENGTHS[b], int(RATIO * LENGTHS[b])
         place = np.arange(length)

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import Adaptive, KNorm, Policy, Pyramid, Ratio, SnapKV, make_policy
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
@@ -25,7 +25,7 @@ SHARES = {
 @pytest.mark.parametrize("name", SHARES)
 def test_heads_and_layers_share_the_budget(model, prompts, name):
     policy = Policy(eviction=SHARES[name], budget=Ratio(0.4))
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
     assert (length >= OBSERVED).all()
@@ -62,7 +62,7 @@ def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(mod
     for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
         scores = OfHeads(np.tile(np.float32(levels), (3, 1)))
         policy = Policy(eviction=Adaptive(scores, pinned=0.5), budget=Ratio(0.4))
-        cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+        cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
         np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], [expected] * 3)
 
 
@@ -74,7 +74,7 @@ def test_a_pyramid_needs_layers(prompts, when):
         make_policy({"snapkv": {"ratio": 0.5, "observed": 6, "pyramidkv": {}} | when}, model=model)
     policy = make_policy({"knorm": {"ratio": 0.5, "pyramidkv": {}} | when})
     with pytest.raises(UserError, match=says):
-        sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+        inference.prefill(model, prompts, policy=policy, page_size=PAGE)
 
 
 @pytest.mark.parametrize(

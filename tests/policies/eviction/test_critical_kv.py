@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from kvjax.inference.sampling import prefill
+from kvjax.inference import prefill
 from kvjax.policies import CriticalKV, FastKVzip, Policy, Ratio, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries

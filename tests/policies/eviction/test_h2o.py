@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from tests.policies import published
 from tests.policies.captured import PAGE, captured_layers, entries
 from tests.policies.eviction.kept_sets import RATIO, assert_published
@@ -20,9 +21,10 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
     """Of the prompt's queries and the answer's, against the columns' sums in float64."""
     policy = make_policy("h2o:entries=1000,when=every,every=4", model=model)
     prompt = prompts[0]
-    options = {"max_new_tokens": 9, "eos": (), "chunk": 30, "block": 4, "page_size": PAGE, "capacity": 100}
-    blocks = list(sampling.stream(model, [prompt], policy=policy, **options))
-    answer, cache = np.concatenate([block for (block,), _ in blocks]), blocks[-1][1]
+    sampling = SamplingParams(max_new_tokens=9, ignore_eos=True)
+    options = {"chunk": 30, "block": 4, "page_size": PAGE, "capacity": 100}
+    blocks = list(inference.stream(model, [prompt], sampling, policy=policy, **options))
+    answer, cache = np.concatenate([block.tokens[0] for block in blocks]), blocks[-1].cache
     for layer, c in enumerate(captured_layers(model, np.concatenate([prompt, answer[:8]]))):
         want = published.h2o(c)
         for head in range(4):
@@ -34,7 +36,7 @@ def test_h2o_counts_all_attention_in_chunks_and_in_decoding(model, prompts):
 @pytest.mark.thorough
 def test_what_was_counted_moves_with_its_entry(model, prompts):
     policy = make_policy("h2o:entries=20,when=every,every=64", model=model)
-    cache = sampling.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
     c = captured_layers(model, prompts[0])[0]
     for head, score in enumerate(published.h2o(c)):
         stays = published.best(np.where(np.arange(60) >= 50, np.inf, score), 20)
@@ -49,9 +51,10 @@ def test_what_was_counted_moves_with_its_entry(model, prompts):
 def test_only_what_was_read_is_counted(model, prompts):
     """Beside Quest: every query's attention adds up to one."""
     policy = make_policy("h2o:entries=1000,when=every,every=64+quest:tokens=16", model=model)
-    *_, (_, cache) = sampling.stream(
-        model, prompts, policy=policy, max_new_tokens=8, eos=(), block=1, page_size=PAGE, capacity=100
-    )
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    options = {"block": 1, "page_size": PAGE, "capacity": 100}
+    *_, last = inference.stream(model, prompts, sampling, policy=policy, **options)
+    cache = last.cache
     table, pool = np.asarray(cache.layers.page_table), cache.pages.pool.shape[0]
     counted = np.append(np.asarray(cache.pages.planes["attention"]).sum(1), 0)[np.minimum(table, pool)].sum(
         -1

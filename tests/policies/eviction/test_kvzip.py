@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.inference import prefill
 from kvjax.inference import reread as rereading
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.reread import reread
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode

@@ -10,11 +10,12 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill, sample
+from kvjax.inference import generate, prefill
 from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, make_policy
 from kvjax.policies.budget import whole
 from kvjax.policies.guidance import TEXTS, text, token_ids
 from kvjax.policies.registry import EVICTIONS
+from kvjax.sampling_params import SamplingParams
 from kvjax.step import Stored
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
@@ -116,13 +117,14 @@ def test_of_a_whole_budget_nothing_is_changed(model, prompts):
         cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
         np.testing.assert_array_equal(cache.seen, LENGTHS)
         stored.append(held(cache))
-        options = {"max_new_tokens": 8, "logprobs": True}
-        answers.append(sample(model, question, policy=policy, cache=cache, **options))
+        sampling = SamplingParams(max_new_tokens=8, logprobs=0)
+        answers.append(generate(model, question, sampling, policy=policy, cache=cache))
     for rows, answer in zip(stored[1:], answers[1:], strict=True):
         for own, alone in zip(rows, stored[0], strict=True):
             np.testing.assert_array_equal(own, alone)
         np.testing.assert_array_equal(answer.tokens, answers[0].tokens)
-        np.testing.assert_array_equal(answer.logprobs, answers[0].logprobs)
+        for own, expected in zip(answer.logprobs, answers[0].logprobs, strict=True):
+            np.testing.assert_array_equal(own.chosen, expected.chosen)
 
 
 def test_the_true_question_as_guidance_is_snapkv_that_knows_it(model, prompts):
@@ -141,9 +143,13 @@ def test_questions_leave_the_cache_as_it_is(model, prompts):
     policy = make_policy({"oraclekv": {"ratio": RATIO, "guidance": GUIDANCE}}, model=model)
     cache = prefill(model, prompts, policy=policy, max_new_tokens=12, page_size=PAGE)
     before = [entries(cache, *row).copy() for row in np.ndindex(3, 2, 4)]
-    first = sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=6).tokens
-    sample(model, [[8, 9], [10, 11]], policy=policy, cache=cache, max_new_tokens=6)
-    again = sample(model, [[5, 6], [7]], policy=policy, cache=cache, max_new_tokens=6).tokens
+    first = generate(
+        model, [[5, 6], [7]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache
+    ).tokens
+    generate(model, [[8, 9], [10, 11]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache)
+    again = generate(
+        model, [[5, 6], [7]], SamplingParams(max_new_tokens=6), policy=policy, cache=cache
+    ).tokens
     np.testing.assert_array_equal(first, again)
     for row, was in zip(np.ndindex(3, 2, 4), before, strict=True):
         np.testing.assert_array_equal(entries(cache, *row), was)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import sampling
 from kvjax.policies import KNorm, Protected, make_policy
 from tests.policies import published
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, entries
@@ -17,7 +17,7 @@ def test_what_a_person_protects_stays_and_takes_places(model, prompts, captured,
         {"snapkv": {"entries": 20, "observed": OBSERVED, "protected": {"first": first, "last": last}}},
         model=model,
     )
-    cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     for b, layers in enumerate(captured):
         place = np.arange(LENGTHS[b])
         kept_anyway = (place < first) | (place >= LENGTHS[b] - last)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.inference import sampling
+from kvjax import inference
 from kvjax.policies import make_policy
 from tests.policies import published
 from tests.policies.captured import PAGE
@@ -32,5 +32,5 @@ def test_what_is_no_number_scores_worst_and_is_not_lost(model, when):
         {"r_kv": {"observed": 8, "entries": 8, "when": when, "protected": {"first": 0}, **options}},
         model=model,
     )
-    cache = sampling.prefill(model, [np.arange(9)], policy=policy, page_size=PAGE)
+    cache = inference.prefill(model, [np.arange(9)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 8).all()

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 
-from kvjax.inference import sampling
+from kvjax import inference
 from kvjax.policies import make_policy
 from tests.policies.captured import PAGE, captured_layers, entries
 
@@ -12,7 +12,7 @@ from tests.policies.captured import PAGE, captured_layers, entries
 def test_random_evictions_differ_by_seed_layer_and_head_and_not_by_neighbours(model, prompts):
     def kept(prompts, seed):
         policy = make_policy({"random_eviction": {"entries": 20, "seed": seed}}, model=model)
-        cache = sampling.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
+        cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE, capacity=60)
         return {row: entries(cache, *row) for row in np.ndindex(3, len(prompts), 4)}
 
     def places(keys, layer, head):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.inference.sampling import prefill
+from kvjax.inference import prefill
 from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
+from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference import forward, sampling
+from kvjax.inference import forward, prefill
 from kvjax.inference.attention import cached_attention
-from kvjax.inference.sampling import prefill
 from kvjax.mesh import BATCH, P, make_mesh, put, use_mesh
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.models.decoder import scan_layers
@@ -256,7 +256,7 @@ def test_a_cache_without_bounds_is_refused_in_one_line(model, evicted):
     policy, (cache, _) = make_policy("full+quest:tokens=8", model=model), evicted[0]
     cache = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, bounds=None))
     with pytest.raises(UserError) as error:
-        sampling.sample(model, [[1], [2]], cache=cache, policy=policy)
+        inference.generate(model, [[1], [2]], cache=cache, policy=policy)
     assert str(error.value) == (
         "policy quest selects pages by bounds of their keys, which this cache has none of: make it with a policy "
         "that selects, too"

@@ -16,10 +16,11 @@ from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import POLICIES
 from kvjax.exported.fingerprint import MadeFor
 from kvjax.exported.folder import load_arrays
-from kvjax.inference.sampling import sample
+from kvjax.inference import generate
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
 from kvjax.struct import leaves_by_path
 from kvjax.train import loop, recipes
 from kvjax.train.config import parse
@@ -227,7 +228,7 @@ def test_a_run_that_was_stopped_ends_like_one_that_was_not(method, tmp_path, mon
         policy = make_policy({used_as: USED.get(method, {})}, gates=exported, model=model)
         own = recipe.deploy(whole.params, whole.model)
         read, kept = (
-            sample(whose, [tokens, tokens], policy=rule, max_new_tokens=8)
+            generate(whose, [tokens, tokens], SamplingParams(max_new_tokens=8), policy=rule)
             for whose, rule in ((model, policy), (whole.model, own))
         )
     np.testing.assert_array_equal(read.tokens[0], kept.tokens[0])

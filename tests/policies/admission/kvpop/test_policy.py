@@ -11,11 +11,12 @@ import pytest
 
 from kvjax import cache as caches
 from kvjax.errors import UserError
-from kvjax.inference.sampling import stream
+from kvjax.inference import stream
 from kvjax.mesh import put, use_mesh
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.kvpop import KVPOP, load_scorers, save_scorers
 from kvjax.policies.compiled import on_mesh
+from kvjax.sampling_params import SamplingParams
 from kvjax.struct import changed, struct
 from kvjax.train.objective import Deployed, deployed_mask, from_the_start, student
 from tests.cache.kept import lists, positions
@@ -230,8 +231,9 @@ def test_a_cache_has_one_size_whatever_comes():
 
     def said(prompt, count, **told):
         """Greedily drawn tokens, and the cache of all but the last of them."""
-        blocks = list(stream(model, [prompt], policy=policy, max_new_tokens=count, eos=(), **told))
-        return [int(x) for parts, _ in blocks for x in parts[0]], blocks[-1][1]
+        sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
+        blocks = list(stream(model, [prompt], sampling, policy=policy, **told))
+        return [int(x) for block in blocks for x in block.tokens[0]], blocks[-1].cache
 
     def sizes(cache):
         return sum(x.nbytes for x in jax.tree.leaves(cache)), caches.stats(cache).pages

@@ -7,15 +7,18 @@ import numpy as np
 import pytest
 
 from kvjax import cache as caches
+from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.inference import sampling, schedule
+from kvjax.inference import schedule
 from kvjax.inference.forward import last_logits, padded
+from kvjax.inference.prefill import CHUNK
 from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.chat import encode
 from kvjax.policies import make_policy
 from kvjax.policies.eviction.fast_kvzip import FastKVzip, save_gates
+from kvjax.sampling_params import SamplingParams
 from tests.policies.captured import entries, pages_are_whole
 from tests.policies.eviction.fast_kvzip import masked
 from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer
@@ -36,7 +39,7 @@ def gates(model):
     return tiny_sink_gates(model)
 
 
-def read(model, policy, rows, chunk=sampling.CHUNK):
+def read(model, policy, rows, chunk=CHUNK):
     """The cache, and the logits after each prompt."""
     with use_mesh(model):
         compiled = policy.compile(model)
@@ -172,12 +175,12 @@ def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates)
     """Nothing is compacted once the first prompt was read, so no later token needs a score."""
     told, new = READ[4], 6
     policy = make_policy({"fast_kvzip": {"short": 0, **told}}, model=model, gates=gates)
-    held = sampling.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
+    held = inference.prefill(model, ROWS[:1], policy=policy, page_size=PAGE)
     tokens, said = ROWS[0], {}
     for question in ([3, 1, 4], [1, 5]):
-        options = {"policy": policy, "max_new_tokens": new, "eos": ()}
-        blocks = list(sampling.stream(model, [question], cache=held, **options))
-        answer, held = np.concatenate([part for (part,), _ in blocks]), blocks[-1][1]
+        sampling = SamplingParams(max_new_tokens=new, ignore_eos=True)
+        blocks = list(inference.stream(model, [question], sampling, policy=policy, cache=held))
+        answer, held = np.concatenate([block.tokens[0] for block in blocks]), blocks[-1].cache
         tokens = np.concatenate([tokens, question, answer[:-1]])
         said[len(tokens)] = answer
     kept = masked.read(model, gates, ROWS[0], **told)[0]
@@ -190,7 +193,7 @@ def test_a_second_prompt_after_an_answer_keeps_every_token_of_both(model, gates)
     np.testing.assert_array_equal(held.layers.length[:, 0], stays.sum(-1))
 
 
-LONG = {"max_new_tokens": 30, "page_size": PAGE, "eos": ()}
+LONG = {"sampling": SamplingParams(max_new_tokens=30, ignore_eos=True), "page_size": PAGE}
 
 
 @pytest.mark.parametrize(
@@ -203,14 +206,17 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
         {"fast_kvzip": {"when": "position", "buffer": buffer, **told}}, model=model, gates=gates
     )
     rows, answers = ROWS[:2], [[], []]
-    for new, cache in sampling.stream(model, rows, policy=policy, **LONG, block=4):
+    for block in inference.stream(model, rows, policy=policy, **LONG, block=4):
+        cache = block.cache
         pages_are_whole(cache)
-        for answer, tokens in zip(answers, new, strict=True):
+        for answer, tokens in zip(answers, block.tokens, strict=True):
             answer.extend(tokens)
         held = jax.tree.map(np.asarray, cache)
     for row, (prompt, answer) in enumerate(zip(rows, answers, strict=True)):
         tokens = np.concatenate([prompt, answer[:-1]])
-        kept, keys, logits = masked.decode(model, gates, tokens, len(prompt), **told)
+        kept, keys, logits = masked.decode(
+            model, gates, tokens, len(prompt), entries=14, every=8, first=2, last=last
+        )
         np.testing.assert_array_equal(logits[len(prompt) - 1 :].argmax(-1), answer)
         np.testing.assert_array_equal(held.layers.length[:, row], kept.sum(-1))
         holds(cache, row, kept, keys)
@@ -227,7 +233,7 @@ def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
     def answered(buffer):
         model = tiny_model()
         own = told | {"gates": tiny_sink_gates(model, inputs=inputs), "buffer": buffer}
-        found = sampling.sample(
+        found = inference.generate(
             model, ROWS[:2], policy=make_policy({"fast_kvzip": own}, model=model), **LONG, block=30
         )
         return [tokens.tolist() for tokens in found.tokens], found.stats.entries.tolist()
@@ -244,7 +250,7 @@ def test_the_decoding_loop_waits_for_no_host(model, gates):
     policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     sizes = []
     for block in (4, 30):
-        found = sampling.sample(model, ROWS[:2], policy=policy, **LONG, block=block)
+        found = inference.generate(model, ROWS[:2], policy=policy, **LONG, block=block)
         sizes.append(([tokens.tolist() for tokens in found.tokens], found.stats.entries.tolist()))
     assert sizes[0] == sizes[1]
 
@@ -283,9 +289,9 @@ def test_no_page_is_lost_or_shared_whatever_comes(model, gates, when):
         for longest in (41, 7, 7):
             read = random.permutation([longest, random.integers(1, longest + 1)])
             rows, blocks = [random.integers(0, 61, count) for count in read], random.integers(1, 5)
-            turn = sampling.stream(model, rows, policy=policy, cache=cache, **LONG, block=4)
+            turn = inference.stream(model, rows, policy=policy, cache=cache, **LONG, block=4)
             decoded = -1  # the last token that was said is not stored
-            for new, now in itertools.islice(turn, blocks):
+            for new, now, _ in itertools.islice(turn, blocks):
                 decoded += len(new[0])
                 pages_are_whole(now)
                 np.testing.assert_array_equal(now.seen, seen + read + decoded)
@@ -355,8 +361,13 @@ def test_a_pool_that_runs_out_between_two_looks_of_the_host_is_named(model, gate
     told = {"entries": 40, "buffer": 16, "every": 16, "protected": {"last": 16, "first": 4}}
     policy = make_policy({"fast_kvzip": {"when": "position", **told}}, model=model, gates=gates)
     with pytest.raises(CapacityError):
-        sampling.sample(
-            model, [ROWS[0][:20]], policy=policy, max_new_tokens=100, page_size=PAGE, capacity=54, eos=()
+        inference.generate(
+            model,
+            [ROWS[0][:20]],
+            SamplingParams(max_new_tokens=100, ignore_eos=True),
+            policy=policy,
+            page_size=PAGE,
+            capacity=54,
         )
 
 
@@ -371,7 +382,7 @@ def test_what_is_pinned_stays_where_it_fills_all_places(model, gates):
 def test_a_budget_below_what_always_stays_is_refused_before_anything_runs(model, gates):
     policy = make_policy("fast_kvzip:entries=100,when=position", model=model, gates=gates)
     with pytest.raises(UserError, match="the budget of 100 entries per kv head is below the 132 that always"):
-        sampling.sample(model, ROWS[:1], policy=policy)
+        inference.generate(model, ROWS[:1], policy=policy)
 
 
 def test_pyramids_are_of_whole_prompts(model, gates):

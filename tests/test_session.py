@@ -7,18 +7,20 @@ import jaxtyping
 import numpy as np
 import pytest
 
-import kvjax
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.errors import UserError
-from kvjax.inference.sampling import prefill, sample, stream
+from kvjax.inference import generate, prefill, stream
 from kvjax.inference.saving import save_cache
-from kvjax.inference.session import Session
+from kvjax.llm import LLM
 from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
+from kvjax.session import Session
 from tests.tasks.model_tokenizers import CHAT_TEMPLATE, byte_tokenizer
 from tests.tiny_models import tiny_gates, tiny_model
 
 SAID = "Who wrote Emma?", "When?", "And before that?"
 NEW = 12
+SHORT = SamplingParams(max_new_tokens=NEW)
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +38,23 @@ def policy(model):
     return make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model))
 
 
+@pytest.fixture(scope="module")
+def llm(model, tokenizer, policy):
+    return LLM(model, policy, tokenizer=tokenizer)
+
+
 def with_stops(model):
     """One whose answers end: a token that it says often ends them."""
-    said = sample(model, [np.arange(65, 100)], max_new_tokens=40).tokens[0]
+    said = generate(model, [np.arange(65, 100)], SamplingParams(max_new_tokens=40)).tokens[0]
     common = int(np.bincount(said[5:]).argmax())
     return dataclasses.replace(model.config, eos_ids=(common,))
 
 
-def test_the_last_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer, policy):
-    session = Session(model, policy, tokenizer, system="Be brief.")
+def test_the_last_answer_is_that_of_the_whole_text_read_at_once(llm, model, tokenizer, policy):
+    session = Session(llm, system="Be brief.")
     for index, text in enumerate(SAID):
         before = len(session.tokens)
-        answer = session.say(text, max_new_tokens=NEW)
+        answer = session.say(text, SHORT)
         assert session.messages[1 + 2 * index :] == [
             {"role": "user", "content": text},
             {"role": "assistant", "content": answer},
@@ -58,7 +65,7 @@ def test_the_last_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer
         ids = session.tokens[: len(session.tokens) - NEW]
         assert tokenizer.decode(ids) == prompt
         assert ids[:before] == session.tokens[:before]
-    whole = sample(model, [ids], policy=policy, max_new_tokens=NEW, tokenizer=tokenizer)
+    whole = generate(model, [ids], SHORT, policy=policy, tokenizer=tokenizer)
     assert whole.texts == [answer]
     assert session.stats.tokens.tolist() == [len(session.tokens) - 1]
 
@@ -66,71 +73,71 @@ def test_the_last_answer_is_that_of_the_whole_text_read_at_once(model, tokenizer
 def test_a_policy_goes_on_compressing(model, tokenizer):
     """At the points of a prefill, questions and answers of the same tokens."""
     policy = make_policy("r_kv:entries=40,when=every,every=8", model=model)
-    session, cache, line = Session(model, policy, tokenizer), None, []
+    session, cache, line = Session(LLM(model, policy, tokenizer=tokenizer)), None, []
     for text in SAID:
-        session.say(text, max_new_tokens=NEW)
+        session.say(text, SHORT)
         assert session.stats.entries.max() <= 40 + 8
         new = session.tokens[0 if cache is None else int(cache.seen[0]) : -NEW]
-        blocks = list(stream(model, [new], policy=policy, cache=cache, max_new_tokens=NEW))
-        line += np.concatenate([parts[0] for parts, _ in blocks]).tolist()
-        cache = blocks[-1][1]
+        blocks = list(stream(model, [new], SHORT, policy=policy, cache=cache))
+        line += np.concatenate([block.tokens[0] for block in blocks]).tolist()
+        cache = blocks[-1].cache
         assert line[-NEW:] == session.tokens[-NEW:]
 
 
-def test_forks_share_a_beginning_and_nothing_else(model, tokenizer, policy):
-    session = Session(model, policy, tokenizer)
-    session.say(SAID[0], max_new_tokens=NEW)
+def test_forks_share_a_beginning_and_nothing_else(llm):
+    session = Session(llm)
+    session.say(SAID[0], SHORT)
     other = session.fork()
-    mine, theirs = session.say(SAID[1], max_new_tokens=NEW), other.say(SAID[2], max_new_tokens=NEW)
+    mine, theirs = session.say(SAID[1], SHORT), other.say(SAID[2], SHORT)
     assert len(session.messages) == len(other.messages) == 4
     assert session.messages[2:] != other.messages[2:]
-    alone = Session(model, policy, tokenizer)
-    alone.say(SAID[0], max_new_tokens=NEW)
-    assert alone.fork().say(SAID[1], max_new_tokens=NEW) == mine
-    assert alone.say(SAID[2], max_new_tokens=NEW) == theirs
+    alone = Session(llm)
+    alone.say(SAID[0], SHORT)
+    assert alone.fork().say(SAID[1], SHORT) == mine
+    assert alone.say(SAID[2], SHORT) == theirs
 
 
-def test_a_saved_conversation_goes_on(model, tokenizer, policy, tmp_path):
-    session = Session(model, policy, tokenizer, system="Be brief.")
-    session.say(SAID[0], max_new_tokens=NEW)
+def test_a_saved_conversation_goes_on(llm, tmp_path):
+    session = Session(llm, system="Be brief.")
+    session.say(SAID[0], SHORT)
     session.save(tmp_path)
-    loaded = Session.load(tmp_path, model, policy, tokenizer)
+    loaded = Session.load(tmp_path, llm)
     found = describe_cache(tmp_path)
     found["turns"]["tokens"][0] = "first"
     (tmp_path / DESCRIPTION).write_text(json.dumps(found | {"sha256": sealed(found)}))
     with pytest.raises(UserError, match="damaged .turns is"):
-        Session.load(tmp_path, model, policy, tokenizer)
+        Session.load(tmp_path, llm)
     assert loaded.messages == session.messages
-    assert loaded.say(SAID[1], max_new_tokens=NEW) == session.say(SAID[1], max_new_tokens=NEW)
+    assert loaded.say(SAID[1], SHORT) == session.say(SAID[1], SHORT)
 
 
 def test_an_answer_that_ends_by_itself_is_closed_by_the_template(tokenizer):
     model = tiny_model(vocab_size=len(tokenizer), qk_norm=False)
     model.config = with_stops(model)
-    session = Session(model, None, tokenizer)
+    session = Session(LLM(model, tokenizer=tokenizer))
     ended = []
     for text in SAID:
-        session.say(text, max_new_tokens=40)
+        session.say(text, SamplingParams(max_new_tokens=40))
         prompt = tokenizer.apply_chat_template(
             session.messages[:-1], add_generation_prompt=True, tokenize=False
         )
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        whole = sample(model, [ids], max_new_tokens=40, tokenizer=tokenizer)
-        ended += whole.stop_reasons
+        whole = generate(model, [ids], SamplingParams(max_new_tokens=40), tokenizer=tokenizer)
+        ended += whole.finish_reasons
         assert session.messages[-1]["content"] == whole.texts[0]
-    assert "eos" in ended
+    assert "stop" in ended
 
 
 @pytest.mark.thorough
 def test_without_a_template_a_conversation_is_one_text(model, policy):
     bare = byte_tokenizer()
     bare.chat_template = None
-    session = Session(model, policy, bare)
-    first = session.say("Once ", max_new_tokens=NEW)
-    second = session.say(" and then ", max_new_tokens=NEW)
+    session = Session(LLM(model, policy, tokenizer=bare))
+    first = session.say("Once ", SHORT)
+    second = session.say(" and then ", SHORT)
     ids = [*bare("Once ")["input_ids"], *session.tokens[5 : 5 + NEW], *bare(" and then ")["input_ids"]]
     assert session.tokens[: len(ids)] == ids
-    whole = sample(model, [ids], policy=policy, max_new_tokens=NEW, tokenizer=bare)
+    whole = generate(model, [ids], SHORT, policy=policy, tokenizer=bare)
     assert (second, first) == (
         whole.texts[0],
         bare.decode(session.tokens[5 : 5 + NEW], skip_special_tokens=True),
@@ -156,28 +163,26 @@ def test_a_template_that_changes_what_was_read_is_refused_and_nothing_is_lost(
 ):
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
-    session = Session(model, policy, tokenizer)
-    session.say(SAID[0], max_new_tokens=NEW)
+    session = Session(LLM(model, policy, tokenizer=tokenizer))
+    session.say(SAID[0], SHORT)
     before = session.tokens[:], session.messages[:]
     if goes_on:
-        session.say(SAID[1], max_new_tokens=NEW)
+        session.say(SAID[1], SHORT)
         return
     with pytest.raises(UserError, match="shows earlier turns otherwise once there is a later one") as caught:
-        session.say(SAID[1], max_new_tokens=NEW)
+        session.say(SAID[1], SHORT)
     assert "\n" not in str(caught.value)
     assert (session.tokens, session.messages) == before
 
 
-def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path, monkeypatch):
+def test_what_cannot_be_is_one_line(llm, model, tokenizer, policy, tmp_path, monkeypatch):
     # as users run it, without the tests' type checks
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(UserError, match="tokenizer must come from kvjax.load"):
-        kvjax.Session(model)
-    with pytest.raises(UserError, match="Session: policy must come from kvjax.make_policy, got 'snapkv'"):
-        kvjax.Session(model, "snapkv", tokenizer)
+    with pytest.raises(UserError, match=r"Session: llm must be a kvjax\.LLM, got"):
+        Session(model)
     with pytest.raises(UserError, match="Session: system must be a text, got 3"):
-        kvjax.Session(model, policy, tokenizer, system=3)
-    session = Session(model, policy, tokenizer)
+        Session(llm, system=3)
+    session = Session(llm)
     with pytest.raises(UserError, match="expected a text, got ''"):
         session.say("")
     with pytest.raises(UserError, match="character 1 is none"):
@@ -185,23 +190,22 @@ def test_what_cannot_be_is_one_line(model, tokenizer, policy, tmp_path, monkeypa
     for what in (lambda: session.save(tmp_path), lambda: session.stats):
         with pytest.raises(UserError, match="nothing was said yet"):
             what()
-    with pytest.raises(UserError, match="has no argument 'max_length'"):
-        session.say("a", max_length=3)
+    with pytest.raises(UserError, match="has no argument 'max_new_tokens'"):
+        session.say("a", max_new_tokens=3)
+    with pytest.raises(UserError, match="sampling must be one SamplingParams with n=1, got 3"):
+        session.say("a", 3)
+    with pytest.raises(UserError, match="stop must be tokens of the tokenizer, got .'ab'.: "):
+        session.say("a", SamplingParams(stop=("ab", "<|im_end|>")))
     with pytest.raises(UserError, match=r"Session\.save has no argument 'paths'; it has path"):
         session.save(paths=tmp_path)
-    with pytest.raises(
-        UserError, match=r"Session\.load has no argument 'tokeniser'; .* nearest: tokenizer"
-    ) as caught:
-        Session.load(tmp_path, model, policy, tokeniser=tokenizer)
-    assert "it has path, model, policy, tokenizer" in str(caught.value)
     save_cache(tmp_path / "cache", prefill(model, [[1, 2, 3]], policy=policy), model, policy)
     with pytest.raises(UserError, match="a cache that is no conversation"):
-        Session.load(tmp_path / "cache", model, policy, tokenizer)
+        Session.load(tmp_path / "cache", llm)
     with pytest.warns(UserWarning, match="compacts the first turn alone"):
-        Session(model, make_policy("snapkv:ratio=0.5"), tokenizer)
+        Session(LLM(model, "snapkv:ratio=0.5", tokenizer=tokenizer))
     # a warning is an error: one that looks at what is stored alone goes on, too
-    Session(model, make_policy("knorm:entries=20,when=every,every=8"), tokenizer)
+    Session(LLM(model, "knorm:entries=20,when=every,every=8", tokenizer=tokenizer))
     bare = byte_tokenizer()
     bare.chat_template = None
     with pytest.raises(UserError, match="system= needs a tokenizer with a chat template"):
-        Session(model, policy, bare, system="Be brief.")
+        Session(LLM(model, policy, tokenizer=bare), system="Be brief.")

@@ -2,22 +2,19 @@
 
 import copy
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn
-from kvjax.inference.checks import check_arguments
-from kvjax.inference.sampling import stream
+from kvjax.inference.generate import GREEDY, stream, whole_answers
 from kvjax.inference.saving import read_cache, write_cache
-from kvjax.inference.stop import decoded
-from kvjax.models.decoder import Decoder
-from kvjax.policies import make_policy
-from kvjax.policies.policy import Policy
+from kvjax.inference.text import stop_tokens_of
+from kvjax.llm import LLM
+from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
 """Of a saved cache's description: who said what."""
@@ -26,7 +23,7 @@ TURNS = "turns"
 class Session:
     """A conversation with a model.
 
-        session = kvjax.Session(model, policy, tokenizer)
+        session = kvjax.Session(llm)
         print(session.say("Who wrote Emma?"))
         other = session.fork()
 
@@ -34,29 +31,26 @@ class Session:
     as in one long text. Without a template a conversation is one text.
 
     Args:
-        policy: from `make_policy`; None is the full cache. One that compacts at a prompt's end compacts the first turn
-            alone, which is said: `when="every"` or `when="overflow"` go on.
-        tokenizer: from `kvjax.load`.
+        llm: model, tokenizer and policy. A policy that compacts at a prompt's end compacts the first turn alone, with a
+            warning: `when=every` or `when=overflow` go on.
         system: what the template's system turn says.
 
     Raises:
-        UserError: no tokenizer, or a system turn that the template does not take or has no place for.
+        UserError: no LLM, or a system turn that the template does not take or has no place for.
     """
 
-    @named_arguments()
-    def __init__(self, model: Decoder, policy: Policy | None = None, tokenizer: Any = None, system: str = ""):
-        if tokenizer is None or not callable(tokenizer):
-            raise UserError(f"Session: tokenizer must come from kvjax.load, got {shown(tokenizer)}")
-        check_arguments("Session", model, policy)
+    @named_arguments(where="Session")
+    def __init__(self, llm: LLM, system: str = ""):
+        if not isinstance(llm, LLM):
+            raise UserError(f"Session: llm must be a kvjax.LLM, got {shown(llm)}")
         if not isinstance(system, str):
             raise UserError(f"Session: system must be a text, got {shown(system)}")
         check_unicode(system)
-        self.model, self.tokenizer = model, cast(Any, tokenizer)
-        self.policy = make_policy("full") if policy is None else policy
-        if self.policy.when is not None and not self.policy.when.while_decoding:
+        self.llm = llm
+        if llm.policy.when is not None and not llm.policy.compacts_answers:
             warn(
-                f"Session: policy {self.policy.name} compacts the first turn alone, and all later ones stay: "
-                'when="every" or when="overflow" goes on',
+                f"Session: policy {llm.policy.name} compacts the first turn alone, and all later ones stay: "
+                "when=every or when=overflow goes on",
                 stacklevel=2,
             )
         self.cache: Cache | None = None
@@ -72,7 +66,7 @@ class Session:
 
     @property
     def _templated(self) -> bool:
-        return bool(getattr(self.tokenizer, "chat_template", None))
+        return bool(getattr(self.llm.tokenizer, "chat_template", None))
 
     @property
     def stats(self) -> Stats:
@@ -84,40 +78,40 @@ class Session:
             raise UserError(f"Session.{what}: nothing was said yet")
         return self.cache
 
-    @named_arguments()
-    def say(
-        self,
-        text: str,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        key: jax.Array | None = None,
-    ) -> str:
-        """The model's answer to a turn. The other arguments are as in `kvjax.sample`.
+    @named_arguments(where="Session.say")
+    def say(self, text: str, sampling: SamplingParams = GREEDY) -> str:
+        """Return the model's answer to a turn.
 
         Raises:
-            UserError: no text, or a chat template that shows earlier turns otherwise once there is a later one; the
-                conversation is then as it was.
+            UserError: no text, several answers, a stop text that is no token, or a chat template that shows earlier
+                turns otherwise once there is a later one; the conversation is then as it was.
         """
         if not isinstance(text, str) or not text:
             raise UserError(f"Session.say: expected a text, got {shown(text)}")
         check_unicode(text)
         new = self._next(text)
-        ids = token_ids(self.tokenizer, new, add_special_tokens=not (self._templated or self._parts))
+        ids = token_ids(self.llm.tokenizer, new, add_special_tokens=not (self._templated or self._parts))
         read = 0 if self.cache is None else int(np.asarray(self.cache.seen)[0])
-        tokens, answer, cache = self.tokens + ids, [], self.cache
-        for parts, held in stream(
-            self.model, [np.asarray(tokens[read:])], policy=self.policy, cache=cache, max_new_tokens=max_new_tokens,
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, key=key,
-        ):  # fmt: skip
-            answer += parts[0].tolist()
-            cache = held
-        if answer and answer[-1] in self.model.config.eos_ids:
-            answer.pop()
-        said = decoded(self.tokenizer, answer)
+        if not isinstance(sampling, SamplingParams) or sampling.n != 1:
+            raise UserError(
+                f"Session.say: sampling must be one SamplingParams with n=1, got {shown(sampling)}"
+            )
+        if stop := stop_tokens_of(sampling.stop, self.llm.tokenizer)[0]:
+            raise UserError(
+                f"Session.say: stop must be tokens of the tokenizer, got {shown(list(stop))}: a longer text is found "
+                "when the cache has read more"
+            )
+        tokens, blocks, llm = self.tokens + ids, [], self.llm
+        options = {"policy": llm.policy, "tokenizer": llm.tokenizer, "chunk": llm.chunk, "cache": self.cache}
+        if self.cache is None:
+            options |= {"capacity": llm.capacity, "page_size": llm.page_size}
+        for block in stream(llm.model, [np.asarray(tokens[read:])], sampling, **options):
+            blocks.append(block)
+        cache = blocks[-1].cache
+        eos, sizes = llm.model.config.eos_ids, caches.stats(cache, 1)
+        found = whole_answers(blocks, [sampling], [0], sizes, eos, llm.tokenizer)
+        assert found.texts is not None
+        answer, said = found.tokens[0].tolist(), found.texts[0]
         self.cache, self.tokens = cache, tokens + answer
         self._parts += [new, said]
         self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": said}]
@@ -127,7 +121,7 @@ class Session:
         """What a user's turn adds to the text so far."""
         if not self._templated:
             return text
-        whole = templated(self.tokenizer, [*self.messages, {"role": "user", "content": text}])
+        whole = templated(self.llm.tokenizer, [*self.messages, {"role": "user", "content": text}])
         if not self._parts:
             return whole
         # an answer may be shown without the white space around it
@@ -154,29 +148,27 @@ class Session:
     def save(self, path: str | Path) -> int:
         """Write it into a folder, for `load`: as `kvjax.save_cache`, which says what is returned and raised."""
         turns = {"messages": self.messages, "tokens": self.tokens, "parts": self._parts}
-        return write_cache(path, self._begun("save"), self.model, self.policy, {TURNS: turns})
+        cache = self._begun("save")
+        return write_cache(path, cache, self.llm.model, self.llm.policy, {TURNS: turns})
 
     @classmethod
     @named_arguments(where="Session.load")
-    def load(
-        cls, path: str | Path, model: Decoder, policy: Policy | None = None, tokenizer: Any = None
-    ) -> "Session":
-        """The conversation that `save` wrote.
+    def load(cls, path: str | Path, llm: LLM) -> "Session":
+        """Return the conversation that `save` wrote.
 
         Args:
-            model, policy: as of `kvjax.load_cache`.
-            tokenizer: the one that it was held with, from `kvjax.load`: what is said next is read behind what its chat
-                template made of the turns before.
+            llm: the model and tokenizer that it was held with, since what is said next is read behind what the chat
+                template made of the turns before, and a policy as `kvjax.load_cache` takes it.
 
         Raises:
-            UserError: no tokenizer, a saved cache that is no conversation, or one that `kvjax.load_cache` refuses.
+            UserError: no LLM, a saved cache that is no conversation, or one that `kvjax.load_cache` refuses.
         """
-        session = cls(model, policy, tokenizer)
-        cache, found = read_cache(path, model, policy)
+        session = cls(llm)
+        cache, found = read_cache(path, llm.model, llm.policy)
         turns = found.get(TURNS)
         if turns is None:
             raise UserError(f"{path}: a cache that is no conversation: kvjax.load_cache reads it")
-        if not _whole(turns, int(np.asarray(cache.seen)[0]), model.config.vocab_size):
+        if not _whole(turns, int(np.asarray(cache.seen)[0]), llm.model.config.vocab_size):
             raise UserError(f"{path}: damaged (turns is {shown(turns)})")
         session.cache, session.messages, session.tokens = cache, turns["messages"], turns["tokens"]
         session._parts = turns["parts"]

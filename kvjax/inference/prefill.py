@@ -1,0 +1,129 @@
+"""Reading prompts into a new cache."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax import cache as caches
+from kvjax.cache import Cache
+from kvjax.errors import UserError, named_arguments, whole_number
+from kvjax.inference import schedule
+from kvjax.inference.checks import (
+    Prompts,
+    check_arguments,
+    check_length,
+    check_observers,
+    token_rows,
+    tokens_of,
+)
+from kvjax.inference.forward import padded
+from kvjax.inference.room import begin
+from kvjax.mesh import use_mesh
+from kvjax.models.decoder import Decoder
+from kvjax.policies import make_policy
+from kvjax.policies.compiled import CompiledPolicy
+from kvjax.policies.policy import Policy
+
+CHUNK = 16384
+"""Prompt tokens in one call; longer prompts come in chunks of it."""
+
+
+def compiled_policy(policy: Policy | None, model: Decoder) -> CompiledPolicy:
+    """Compile a policy for a model, on the current mesh; the full cache where none is given."""
+    return (make_policy("full") if policy is None else policy).compile(model)
+
+
+@named_arguments()
+def prefill(
+    model: Decoder,
+    tokens: Prompts,
+    *,
+    tokenizer: Any = None,
+    policy: Policy | None = None,
+    max_new_tokens: int = 0,
+    capacity: int | str | None = None,
+    max_tokens: int | None = None,
+    page_size: int | None = None,
+    chunk: int = CHUNK,
+    observers: Prompts | None = None,
+    implementation: str | None = None,
+) -> Cache:
+    """Run prompts and keep what the policy keeps of them.
+
+    Args:
+        tokens: token ids, one sequence a prompt, of any lengths; with a tokenizer also texts, and chats as lists of
+            messages: they go through its chat template, where it has one, and leave the user's turn open for what a
+            later call of `generate` asks.
+        tokenizer: from `kvjax.load`, for text.
+        policy: from `make_policy`; None is the full cache.
+        max_new_tokens: room for what will follow. Without a stated capacity `generate` makes room itself.
+        capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
+            device's memory ("30%"). It is a bound. None: the policy's expected need with a margin, and what more turns
+            out to be needed, up to the devices' memory.
+        max_tokens: the longest prompt with its answer that is to share compiled programs: pool and tables are made for
+            it and keep their size, so that every shorter context and question runs the programs of the first. None:
+            pools follow each prompt, and programs are shared by those of about one length.
+        page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
+            policy with a selection, which chooses among pages.
+        chunk: prompt tokens in one call; the result does not depend on it.
+        observers: token ids behind each prompt that an eviction looks with when it compacts at the prompt's end, among
+            the last tokens that it observes. They are then gone: the cache stands at the prompt's end.
+
+    Returns:
+        The cache, to pass to `generate(…, cache=cache)` with a question, as often as wanted.
+
+    Raises:
+        UserError: an empty prompt, a token outside the vocabulary, a capacity below the window, observers of a policy
+            that compacts while it decodes, or that looks at no tokens; activations or scores that are not finite.
+        CapacityError: the pool ran out, naming policy, capacity and need.
+    """
+    check_arguments("prefill", model, policy, implementation=implementation)
+    max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
+    max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
+    page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
+    chunk = whole_number("prefill", "chunk", chunk)
+    tokens = tokens_of(tokens, tokenizer, "beginning")
+    observers = None if observers is None else tokens_of(observers, tokenizer, "end")
+    with use_mesh(model):
+        compiled = compiled_policy(policy, model)
+        rows, behind = token_rows(model, tokens), None
+        room = max_new_tokens
+        if observers is not None:
+            behind = token_rows(model, observers)
+            room = max(room, *(row.size for row in behind))
+            check_observers(compiled.host, rows, behind)
+        cache = begin(model, compiled, rows, room, page_size, capacity, max_tokens)
+        check_length(model, rows, max_new_tokens)
+        arguments = max_new_tokens, chunk, implementation, behind
+        cache = schedule.read(model, compiled, cache, rows, *arguments)[0]
+        caches.check(cache, compiled.host.name, max_new_tokens)
+        return cache
+
+
+@named_arguments()
+def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
+    """Next-token logits after every token of sequences of one length, by plain causal attention (float32).
+
+    Raises UserError for sequences of several lengths, and if the logits are not finite.
+    """
+    check_arguments("logits", model)
+    with use_mesh(model):
+        rows = token_rows(model, tokens)
+        if len({row.size for row in rows}) > 1:
+            raise UserError(
+                f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"
+            )
+        batch, valid = padded(rows, rows[0].size)
+        found, finite = _all_logits(model, batch, valid)
+        if not np.asarray(finite):
+            raise caches.not_finite(model.embed.dtype)
+        return np.asarray(found)[: len(rows)]
+
+
+@jax.jit
+def _all_logits(model, tokens, valid):
+    found = model.logits(model.hidden(tokens))
+    return found, (jnp.isfinite(found).all((1, 2)) | (valid == 0)).all()

@@ -1,0 +1,231 @@
+"""`LLM`: a model, its tokenizer and a policy, to read contexts and generate text with."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.cache import Cache
+from kvjax.errors import UserError, named_arguments, shown
+from kvjax.inference.checks import is_token_ids
+from kvjax.inference.generate import GREEDY, Generation, generate, stream
+from kvjax.inference.prefill import CHUNK, prefill
+from kvjax.inference.text import LiveText
+from kvjax.mesh import use_mesh
+from kvjax.models import load_model, load_tokenizer, read_config
+from kvjax.models.chat import is_chat
+from kvjax.models.decoder import Decoder, check_mesh
+from kvjax.models.folder import find_model
+from kvjax.policies import Policy, make_policy
+from kvjax.policies.make import check_policy
+from kvjax.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, str]]
+"""A text, token ids, or the messages of a chat."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One answer."""
+
+    prompt: int
+    """Index of its prompt among those given."""
+    text: str
+    tokens: list[int]
+    """Without the stop token."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: a stop token or a stop text came. `length`: it has `max_new_tokens` tokens."""
+    kv_ratio: float
+    """Entries that the cache held at the end, as a share of a full cache's."""
+    logprobs: Float[np.ndarray, " t"] | None = None
+    """Log-probability of each token by the model's own distribution."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """The most likely tokens at each place, with their log-probabilities."""
+
+
+class LLM:
+    """A model, its tokenizer and the policy that decides what its cache keeps.
+
+        llm = kvjax.LLM("Qwen/Qwen3-8B", policy="snapkv:ratio=0.25")
+        for out in llm.generate(["Why is the sky blue?"]):
+            print(out.text)
+
+    Args:
+        model: a Hugging Face folder or hub id, a GGUF file, `builtin`, or what `kvjax.load_model` returned.
+        policy: a policy's text (`snapkv:ratio=0.25`), mapping or object, as `kvjax.make_policy` takes it.
+        gates: what was trained for the policy: a folder, a file or a hub id of published gates.
+        tokenizer: by default the model's own; needed beside a model that was loaded before.
+        mesh: from `kvjax.make_mesh`; by default one device.
+        dtype: float32, bfloat16 or float16; by default that of the weights.
+        max_length: tokens of the longest prompt with its answer; by default what the model declares.
+        capacity: size of the page pool, a bound: entries per KV head on average (4096), bytes (`2GiB`) or a share of
+            each device's memory (`30%`). By default the pool follows the policy's expected need.
+        page_size: tokens per page; by default 64 on a TPU and 16 elsewhere and for a policy with a selection.
+        chunk: prompt tokens that are read in one call.
+        force: accept gates and patterns that were made for another model of the same shape.
+
+    Raises:
+        UserError: a model, policy or gates that cannot be read or do not fit each other; before weights are read where
+            that can be known.
+    """
+
+    @named_arguments(where="LLM")
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | Decoder,
+        policy: str | Mapping[str, Any] | Policy = "full",
+        *,
+        gates: str | os.PathLike[str] | None = None,
+        tokenizer: Any = None,
+        mesh: jax.sharding.Mesh | None = None,
+        dtype: Any = None,
+        max_length: int | None = None,
+        capacity: int | str | None = None,
+        page_size: int | None = None,
+        chunk: int = CHUNK,
+        force: bool = False,
+    ):
+        self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
+        if isinstance(model, Decoder):
+            if tokenizer is None:
+                raise UserError(
+                    "LLM: a model that was loaded before needs tokenizer=, from kvjax.load_tokenizer"
+                )
+            self.model, self.tokenizer = model, tokenizer
+            with use_mesh(model):
+                self.policy = make_policy(policy, model=model, gates=gates, tokenizer=tokenizer, force=force)
+            return
+        with use_mesh() if mesh is None else jax.set_mesh(mesh):
+            self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
+            config = read_config(find_model(model), max_length)
+            check_mesh(config)
+            check_policy(policy, config, gates=gates, tokenizer=self.tokenizer, force=force)
+            self.model = load_model(model, dtype=dtype, max_length=max_length)
+            self.policy = make_policy(
+                policy, model=self.model, gates=gates, tokenizer=self.tokenizer, force=force
+            )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"policy": self.policy, "tokenizer": self.tokenizer, "chunk": self.chunk}
+
+    @named_arguments(where="LLM.prefill")
+    def prefill(self, prompts: Prompt | Sequence[Prompt], *, max_new_tokens: int = 0) -> Cache:
+        """Read contexts and keep what the policy keeps of them.
+
+        Args:
+            prompts: one prompt or a list of them. A text or a chat leaves the user's turn open for the question.
+            max_new_tokens: tokens of a question with its answer to leave space for; the pool grows without it, too.
+
+        Returns:
+            The cache, for `generate(…, context=cache)`, as often as wanted.
+
+        Raises:
+            UserError: a prompt that is empty or no prompt. CapacityError: `capacity` is too small.
+        """
+        return prefill(
+            self.model,
+            listed(prompts),
+            max_new_tokens=max_new_tokens,
+            capacity=self.capacity,
+            page_size=self.page_size,
+            **self._options,
+        )
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = ...,
+        *,
+        context: Cache | None = ...,
+        stream: Literal[False] = ...,
+    ) -> list[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = ...,
+        *,
+        context: Cache | None = ...,
+        stream: Literal[True],
+    ) -> Iterator[str]: ...
+
+    @named_arguments(where="LLM.generate")
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        context: Cache | None = None,
+        stream: bool = False,
+    ) -> list[Output] | Iterator[str]:
+        """Answer prompts, as one batch.
+
+        Args:
+            prompts: one prompt or a list of them.
+            sampling: one for all prompts or one for each.
+            context: from `prefill`. Each prompt continues it; where it holds several contexts, as many prompts continue
+                each, one context's after another's.
+            stream: yield the text of one answer in pieces, as it is made.
+
+        Returns:
+            the answers in the prompts' order, the n of a prompt one after another; with `stream` an iterator of texts.
+
+        Raises:
+            UserError: a prompt that is empty or no prompt, a token id outside the vocabulary, `stream` for several
+                answers. CapacityError: `capacity` is too small.
+        """
+        asked = listed(prompts)
+        options = self._options
+        if context is None:
+            options |= {"capacity": self.capacity, "page_size": self.page_size}
+        else:
+            options |= {"cache": context, "share": True}
+        if stream:
+            if len(asked) != 1 or not isinstance(sampling, SamplingParams) or sampling.n != 1:
+                raise UserError(f"LLM.generate: stream=True is for one answer, got {len(asked)} prompts")
+            return self._pieces(asked, sampling, options)
+        return outputs(generate(self.model, asked, sampling, **options))
+
+    def _pieces(self, prompts: list[Any], sampling: SamplingParams, options: dict[str, Any]) -> Iterator[str]:
+        live = LiveText(self.tokenizer, sampling.stop)
+        for block in stream(self.model, prompts, sampling, **options):
+            if piece := live.more(block.tokens[0].tolist()):
+                yield piece
+        if piece := live.end():
+            yield piece
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Return a list of prompts, of one prompt or of several."""
+    if isinstance(prompts, str) or is_chat(prompts) or is_token_ids(prompts):
+        return [prompts]
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__"):
+        raise UserError(f"prompts must be a text, token ids, a chat or a list of these, got {shown(prompts)}")
+    return list(prompts)
+
+
+def outputs(found: Generation) -> list[Output]:
+    """Return the answers one by one."""
+    layers, _, heads = found.stats.entries.shape
+    shares = found.stats.entries.sum((0, 2)) / np.maximum(1, layers * heads * found.stats.tokens)
+    return [
+        Output(
+            prompt=found.prompts[i],
+            text="" if found.texts is None else found.texts[i],
+            tokens=found.tokens[i].tolist(),
+            finish_reason=found.finish_reasons[i],
+            kv_ratio=float(shares[i]),
+            logprobs=None if found.logprobs is None else found.logprobs[i].chosen,
+            top_logprobs=None if found.logprobs is None else found.logprobs[i].alternatives,
+        )
+        for i in range(len(found.tokens))
+    ]

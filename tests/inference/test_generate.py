@@ -1,0 +1,219 @@
+"""Answers, greedy and drawn, against logits and probabilities; many questions over one context."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from kvjax import cache as caches
+from kvjax import inference
+from kvjax.builtin import builtin_model
+from kvjax.errors import UserError
+from kvjax.inference.forward import last_logits
+from kvjax.inference.generate import BLOCK, decode_block
+from kvjax.inference.text import final_length, stop_place, stop_tokens_of
+from kvjax.mesh import make_mesh
+from kvjax.models import load
+from kvjax.policies import Adaptive, Entries, Policy, SnapKV
+from kvjax.sampling_params import SamplingParams
+from tests.tiny_models import policies_for, tiny_model
+
+
+def test_sampling_greedily_is_the_argmax_of_the_logits(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :4]]
+    out = inference.generate(model, prompts, SamplingParams(max_new_tokens=7, ignore_eos=True), block=3)
+    assert out.finish_reasons == ["length", "length"]
+    for prompt, new in zip(prompts, out.tokens, strict=True):
+        line = np.concatenate([prompt, new])
+        after = inference.logits(model, [line])[0]
+        np.testing.assert_array_equal(after[len(prompt) - 1 : -1].argmax(-1), new)
+
+
+def test_a_cache_serves_many_questions(model, tokens):
+    policy = policies_for(model, 6)["wgkv"]
+    context, questions = tokens[:, :20], [tokens[:, 20:24], tokens[:, 30:38]]
+    # calls of 8 and of 4 tokens, and one pool: few programs
+    stated = {"policy": policy, "chunk": 8, "capacity": 40}
+    cache = inference.prefill(model, context, **stated)
+    before = caches.stats(cache)
+    for question in questions * 2:
+        got = inference.generate(
+            model, question, SamplingParams(max_new_tokens=5, ignore_eos=True), policy=policy, cache=cache
+        )
+        line = np.concatenate([context, question], 1)
+        want = inference.generate(model, line, SamplingParams(max_new_tokens=5, ignore_eos=True), **stated)
+        np.testing.assert_array_equal(np.stack(got.tokens), np.stack(want.tokens))
+        np.testing.assert_array_equal(got.stats.entries, want.stats.entries)
+    after = caches.stats(cache)
+    np.testing.assert_array_equal(before.entries, after.entries)
+    assert before.bytes == after.bytes
+
+
+def test_stop_tokens_end_a_row_and_write_nothing_more(model, tokens):
+    free = inference.generate(model, tokens[:, :12], SamplingParams(max_new_tokens=13, ignore_eos=True))
+    stop = int(free.tokens[0][4])
+    first = int(np.flatnonzero(free.tokens[0] == stop)[0])
+    out = inference.generate(
+        model,
+        tokens[:, :12],
+        SamplingParams(max_new_tokens=13, ignore_eos=True, stop_token_ids=(stop, 60)),
+        block=4,
+    )
+    np.testing.assert_array_equal(out.tokens[0], free.tokens[0][:first])
+    assert out.finish_reasons[0] == "stop"
+    assert out.stats.tokens[0] == 12 + first
+
+
+def test_drawing_repeats_with_its_seed_and_respects_top_k_and_top_p(model, tokens):
+    def drawn(block=BLOCK, **more):
+        sampling = SamplingParams(max_new_tokens=5, temperature=1.5, ignore_eos=True, **more)
+        return inference.generate(model, tokens[:, :10], sampling, block=block).tokens
+
+    one, again, other = (drawn(seed=seed) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, again)
+    assert not np.array_equal(one, other)
+    np.testing.assert_array_equal(one, drawn(block=2))
+    greedy = inference.generate(
+        model, tokens[:, :10], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    ).tokens
+    for limit in ({"top_k": 1}, {"top_p": 1e-6}):
+        np.testing.assert_array_equal(drawn(seed=3, **limit), greedy)
+
+
+def test_log_probabilities_are_the_model_s_own(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :4]]
+    drawing = {"max_new_tokens": 7, "temperature": 1.5, "top_k": 9, "ignore_eos": True}
+    out = inference.generate(model, prompts, SamplingParams(**drawing, logprobs=2), block=3)
+    plain = inference.generate(model, prompts, SamplingParams(**drawing), block=3)
+    assert plain.logprobs is None
+    np.testing.assert_array_equal(np.stack(out.tokens), np.stack(plain.tokens))
+    for prompt, new, own in zip(prompts, out.tokens, out.logprobs, strict=True):
+        after = inference.logits(model, [np.concatenate([prompt, new])])[0]
+        every = np.asarray(jax.nn.log_softmax(after[len(prompt) - 1 : -1]))
+        np.testing.assert_allclose(own.chosen, every[np.arange(7), new], atol=2e-5)
+        assert own.chosen.dtype == np.float32
+        for place, likely in zip(every, own.alternatives, strict=True):
+            assert list(likely) == np.argsort(-place)[:2].tolist()
+            np.testing.assert_allclose(list(likely.values()), -np.sort(-place)[:2], atol=2e-5)
+
+
+def test_answers_of_a_prompt_differ_and_stand_in_order(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :9]]
+    sampling = SamplingParams(max_new_tokens=5, temperature=1.5, n=3, ignore_eos=True)
+    out = inference.generate(model, prompts, sampling)
+    assert out.prompts == [0, 0, 0, 1, 1, 1]
+    assert len({line.tobytes() for line in out.tokens[:3]}) == 3
+    for place, prompt in enumerate(prompts):
+        alone = inference.generate(model, [prompt], sampling)
+        np.testing.assert_array_equal(out.tokens[3 * place : 3 * place + 3], alone.tokens)
+    # the first of several is the only one of n=1
+    one = inference.generate(model, prompts, dataclasses.replace(sampling, n=1))
+    np.testing.assert_array_equal(one.tokens, out.tokens[::3])
+    with pytest.raises(UserError, match="give share=True"):
+        inference.generate(model, prompts, sampling, cache=inference.prefill(model, prompts))
+
+
+def test_prompts_have_sampling_parameters_of_their_own_and_the_same_answer_in_any_batch(model, tokens):
+    prompts = [tokens[0, :9], tokens[1, :4], tokens[1, 2:9]]
+    each = [
+        SamplingParams(max_new_tokens=6, temperature=1.5, top_k=20, seed=5, ignore_eos=True),
+        SamplingParams(max_new_tokens=3, ignore_eos=True, repetition_penalty=1.5),
+        SamplingParams(max_new_tokens=6, temperature=0.7, n=2, ignore_eos=True, logit_bias={7: 3.0}),
+    ]
+    found = inference.generate(model, prompts, each, block=4)
+    assert [line.size for line in found.tokens] == [6, 3, 6, 6]
+    assert found.prompts == [0, 1, 2, 2]
+    alone = [
+        line
+        for prompt, own in zip(prompts, each, strict=True)
+        for line in inference.generate(model, [prompt], own, block=4).tokens
+    ]
+    for one, other in zip(found.tokens, alone, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with jax.set_mesh(make_mesh(fsdp=2)):
+        meshed = inference.generate(tiny_model(), prompts, each, block=4).tokens
+    for one, other in zip(found.tokens, meshed, strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(UserError, match="one SamplingParams or one for each of 3 prompts"):
+        inference.generate(model, prompts, each[:2])
+
+
+def test_prompts_of_about_one_length_share_programs(model):
+    """Also where they end at another number of pages, and whatever the method is called."""
+    programs = last_logits, decode_block
+    counts = []
+    for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
+        policy = Policy(eviction=eviction, budget=Entries(40))
+        inference.generate(
+            model,
+            [np.arange(length) % 61],
+            SamplingParams(max_new_tokens=3, ignore_eos=True),
+            policy=policy,
+            page_size=2,
+        )
+        counts.append([program._cache_size() for program in programs])
+    assert counts[0] == counts[1] == counts[2]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load(builtin_model("test_model"))
+
+
+def test_text_in_and_text_out(loaded):
+    model, tokenizer = loaded
+    texts = ["def main(", "import os\n"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    want = inference.generate(model, ids, SamplingParams(max_new_tokens=6))
+    assert want.texts is None
+    got = inference.generate(model, texts, SamplingParams(max_new_tokens=6), tokenizer=tokenizer)
+    for line, text, expected in zip(got.tokens, got.texts, want.tokens, strict=True):
+        np.testing.assert_array_equal(line, expected)
+        assert text == tokenizer.decode(expected, skip_special_tokens=True)
+    cache = inference.prefill(model, texts, tokenizer=tokenizer)
+    asked = inference.generate(
+        model, ["x", "y"], SamplingParams(max_new_tokens=6), tokenizer=tokenizer, cache=cache
+    )
+    more = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in "xy"]
+    whole = inference.generate(
+        model, [a + b for a, b in zip(ids, more, strict=True)], SamplingParams(max_new_tokens=6)
+    )
+    np.testing.assert_array_equal(np.stack(asked.tokens), np.stack(whole.tokens))
+
+
+def test_a_stop_text_ends_an_answer_before_it(loaded):
+    model, tokenizer = loaded
+    given = {"tokenizer": tokenizer, "block": 4}
+    sampling = SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=0)
+    free = inference.generate(model, ["def main(", "import os\n"], sampling, **given)
+    text = free.texts[0]
+    stop = next(text[i : i + 3] for i in range(4, len(text)) if text.find(text[i : i + 3]) == i)
+    assert stop not in free.texts[1]
+    out = inference.generate(
+        model, ["def main(", "import os\n"], dataclasses.replace(sampling, stop=("never", stop)), **given
+    )
+    assert out.finish_reasons == ["stop", "length"]
+    assert out.texts == [text[: text.find(stop)], free.texts[1]]
+    count = out.tokens[0].size
+    np.testing.assert_array_equal(out.tokens[0], free.tokens[0][:count])
+    np.testing.assert_array_equal(out.logprobs[0].chosen, free.logprobs[0].chosen[:count])
+    assert text[: text.find(stop)].startswith(tokenizer.decode(out.tokens[0]))
+    assert not text[: text.find(stop)].startswith(tokenizer.decode(free.tokens[0][: count + 1]))
+    # not all of it was made
+    assert out.stats.tokens[0] < out.stats.tokens[1]
+
+
+def test_a_stop_text_that_is_a_token_is_a_stop_token(loaded):
+    model, tokenizer = loaded
+    ids = stop_tokens_of(["<|copy|>", "x"], tokenizer)
+    assert ids == (("x",), (tokenizer.convert_tokens_to_ids("<|copy|>"),))
+    with pytest.raises(UserError, match="needs a tokenizer"):
+        inference.generate(model, [[1]], SamplingParams(stop=["x"]))
+
+
+def test_what_may_begin_a_stop_text_is_not_shown():
+    assert final_length("a line\n", ["\n\n", "END"]) == 6
+    assert final_length("a line E", ["\n\n", "END"]) == 7
+    assert final_length("a line", ["\n\n", "END"]) == 6
+    assert stop_place("x END y\n\n", ["\n\n", "END"]) == 2

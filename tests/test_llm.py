@@ -1,0 +1,129 @@
+"""`LLM`: prompts of every kind, contexts, several answers and streams give what the functions below it give."""
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from kvjax.builtin import builtin_model
+from kvjax.cache import stats
+from kvjax.errors import UserError
+from kvjax.inference import generate
+from kvjax.llm import LLM
+from kvjax.policies import make_policy
+from kvjax.policies.admission.wgkv import save_gates
+from kvjax.sampling_params import SamplingParams
+from tests.tasks.model_tokenizers import byte_tokenizer
+from tests.tiny_models import tiny_gates, tiny_model
+
+SHORT = SamplingParams(max_new_tokens=12)
+TEXT, CHAT = "Who wrote Emma?", [{"role": "user", "content": "When?"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return tiny_model(vocab_size=len(tokenizer), qk_norm=False)
+
+
+@pytest.fixture(scope="module")
+def llm(model, tokenizer):
+    return LLM(model, tokenizer=tokenizer)
+
+
+def test_prompts_are_texts_token_ids_or_chats_one_or_several(llm, model, tokenizer):
+    prompts = [TEXT, [65, 66, 67], CHAT]
+    found = llm.generate(prompts, SHORT)
+    want = generate(model, prompts, SHORT, tokenizer=tokenizer)
+    assert [out.text for out in found] == want.texts
+    assert [out.prompt for out in found] == [0, 1, 2]
+    for out, tokens in zip(found, want.tokens, strict=True):
+        assert out.tokens == tokens.tolist()
+        assert (out.finish_reason, out.kv_ratio, out.logprobs) == ("length", 1, None)
+    for prompt, out in zip((TEXT, np.array([65, 66, 67]), CHAT), found, strict=True):
+        (alone,) = llm.generate(prompt, SHORT)
+        assert alone.text == out.text
+
+
+def test_a_context_is_read_once_and_asked_often(model, tokenizer):
+    """Every question is answered as if it were the only one, and the context stays as it was."""
+    llm = LLM(model, "knorm:ratio=0.5", tokenizer=tokenizer)
+    context = llm.prefill("A novel. " * 8)
+    kept, questions = stats(context), ["Who wrote it?", "When?"]
+    together = llm.generate(questions, SHORT, context=context)
+    for index, question in enumerate(questions):
+        (alone,) = llm.generate(question, SHORT, context=context)
+        assert (alone.text, alone.kv_ratio) == (together[index].text, together[index].kv_ratio)
+    assert all(kept.kv_ratio < out.kv_ratio < 1 for out in together)
+    np.testing.assert_array_equal(stats(context).entries, kept.entries)
+    # two contexts, with one question each
+    both = llm.prefill(["A novel. " * 8, "A letter."])
+    asked = llm.generate(questions, SHORT, context=both)
+    assert asked[0].text == together[0].text
+
+
+def test_several_answers_of_a_prompt_stand_in_order(llm):
+    sampling = SamplingParams(max_new_tokens=12, temperature=1.5, n=2, logprobs=1)
+    found = llm.generate([TEXT, "When?"], sampling)
+    assert [out.prompt for out in found] == [0, 0, 1, 1]
+    assert found[0].text != found[1].text
+    for out in found:
+        assert out.logprobs.shape == (len(out.tokens),)
+        assert list(map(len, out.top_logprobs)) == [1] * len(out.tokens)
+    each = llm.generate([TEXT, "When?"], [SamplingParams(max_new_tokens=3), sampling])
+    assert [(out.prompt, len(out.tokens)) for out in each] == [(0, 3), (1, 12), (1, 12)]
+    assert [out.text for out in each[1:]] == [out.text for out in found[2:]]
+
+
+def test_pieces_of_a_stream_are_the_text_of_the_answer(llm):
+    """Also where a stop text ends it, which is never shown."""
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.5, seed=3)
+    (whole,) = llm.generate(TEXT, sampling)
+    pieces = list(llm.generate(TEXT, sampling, stream=True))
+    assert "".join(pieces) == whole.text
+    assert len(pieces) > 1
+    stop = whole.text[20:22]
+    sampling = SamplingParams(max_new_tokens=40, temperature=1.5, seed=3, stop=(stop,))
+    (cut,) = llm.generate(TEXT, sampling)
+    assert cut.finish_reason == "stop"
+    assert "".join(llm.generate(TEXT, sampling, stream=True)) == cut.text
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_gates_come_from_a_folder(model, tokenizer, tmp_path):
+    gates = tiny_gates(model)
+    save_gates(tmp_path / "gates", gates, {"tau": 0.5, "window": 6})
+    (found,) = LLM(model, "wgkv", gates=tmp_path / "gates", tokenizer=tokenizer).generate(TEXT, SHORT)
+    policy = make_policy("wgkv:tau=0.5,window=6", model=model, gates=gates)
+    (want,) = LLM(model, policy, tokenizer=tokenizer).generate(TEXT, SHORT)
+    assert (found.text, found.kv_ratio) == (want.text, want.kv_ratio)
+    assert found.kv_ratio < 1
+
+
+def test_a_model_is_loaded_with_its_tokenizer():
+    llm = LLM(builtin_model("test_model"), "streaming_llm:window=8,sink=2")
+    (out,) = llm.generate("import os\nimport re\nimport sys\n", SamplingParams(max_new_tokens=4))
+    assert out.text == llm.tokenizer.decode(out.tokens, skip_special_tokens=True)
+    assert out.kv_ratio < 1
+
+
+def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
+    # as users run it, without the tests' type checks
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for call, says in (
+        (lambda: LLM(model), "a model that was loaded before needs tokenizer="),
+        (lambda: LLM(builtin_model("test_model"), "snapk:ratio=0.5"), "nearest.*: snapkv"),
+        (lambda: LLM(builtin_model("test_model"), "wgkv", gates=tmp_path / "none"), "holds no gates"),
+        (lambda: llm.generate(TEXT, max_new_tokens=3), "LLM.generate has no argument 'max_new_tokens'"),
+        (lambda: llm.generate([TEXT, TEXT], stream=True), "stream=True is for one answer, got 2 prompts"),
+        (lambda: llm.generate([]), "no prompt was given"),
+        (lambda: llm.generate([[], [65]]), "prompt 0 is empty"),
+        (lambda: llm.generate({"input_ids": [1]}), "prompts must be a text, token ids, a chat or a list"),
+        (lambda: llm.generate([TEXT] * 3, context=llm.prefill([TEXT] * 2)), "as many questions"),
+    ):
+        with pytest.raises(UserError, match=says) as caught:
+            call()
+        assert "\n" not in str(caught.value)
