@@ -28,9 +28,9 @@ class GenerateConfig:
     policy: str = "full"
     """What to keep: methods joined by +, each with its arguments, such as snapkv:ratio=0.25 or
     wgkv+quest:ratio=0.5. `python -m kvjax.policies` lists them."""
-    gates: Path | None = None
-    """What was trained for the policy: a training run's --out or the folder that it exported, or `builtin`, what comes
-    with the built-in model."""
+    gates: str | None = None
+    """What was trained for the policy: a training run's --out or the folder that it exported, a file of the method's
+    authors, the hub id of either (Jang-Hyun/Fast-KVzip), or `builtin`, what comes with the built-in model."""
     max_new_tokens: int = 128
     """Of an answer, at most."""
     temperature: float = 0.0
@@ -99,6 +99,7 @@ def run(config: GenerateConfig) -> None:
     from kvjax import cache as caches
     from kvjax.cache.saved import describe_cache
     from kvjax.command.stopwatch import Stopwatch
+    from kvjax.exported.published import find_gates
     from kvjax.inference.generate import stream, whole_answers
     from kvjax.inference.saving import load_cache
     from kvjax.inference.text import LiveText
@@ -110,14 +111,15 @@ def run(config: GenerateConfig) -> None:
     with jax.set_mesh(mesh):
         _check(config)
         saved = 0 if config.cache is None else max(describe_cache(config.cache)["tokens"])
-        check_policy(config.policy, gates=config.gates, force=config.force)
+        gates = find_gates(config.gates, config.model)
+        check_policy(config.policy, gates=gates, force=config.force)
         _say_empty_shards(config)
         tokenizer = load_tokenizer(config.model)
         part = "whole" if config.cache is None else "end"
         prompt = encode(tokenizer, text, "beginning" if config.save_cache is not None else part)
         longest = saved + len(prompt) + (0 if config.save_cache is not None else config.max_new_tokens)
         llm = LLM(
-            config.model, config.policy, gates=config.gates, tokenizer=tokenizer, mesh=mesh, dtype=config.dtype,
+            config.model, config.policy, gates=gates, tokenizer=tokenizer, mesh=mesh, dtype=config.dtype,
             max_length=longest, page_size=config.page_size, force=config.force,
             capacity=None if config.capacity is None else caches.parse_capacity(config.capacity),
         )  # fmt: skip

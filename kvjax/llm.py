@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, shown
+from kvjax.exported.published import find_gates
 from kvjax.inference.checks import is_token_ids
 from kvjax.inference.generate import GREEDY, Generation, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill
@@ -59,7 +60,8 @@ class LLM:
     Args:
         model: a Hugging Face folder or hub id, a GGUF file, `builtin`, or what `kvjax.load_model` returned.
         policy: a policy's text (`snapkv:ratio=0.25`), mapping or object, as `kvjax.make_policy` takes it.
-        gates: what was trained for the policy: a folder, a file or a hub id of published gates.
+        gates: what was trained for the policy: a folder, a file of the method's authors, or the hub id of either
+            (`Jang-Hyun/Fast-KVzip`).
         tokenizer: by default the model's own; needed beside a model that was loaded before.
         mesh: from `kvjax.make_mesh`; by default one device.
         dtype: float32, bfloat16 or float16; by default that of the weights.
@@ -81,7 +83,7 @@ class LLM:
         model: str | os.PathLike[str] | Decoder,
         policy: str | Mapping[str, Any] | Policy = "full",
         *,
-        gates: str | os.PathLike[str] | None = None,
+        gates: Any = None,
         tokenizer: Any = None,
         mesh: jax.sharding.Mesh | None = None,
         dtype: Any = None,
@@ -92,6 +94,8 @@ class LLM:
         force: bool = False,
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
+        if not isinstance(model, Decoder):
+            gates = find_gates(gates, os.fspath(model))
         if isinstance(model, Decoder):
             if tokenizer is None:
                 raise UserError(

@@ -1,7 +1,6 @@
 """Where a model's files are: a folder, a GGUF file, the package, or a Hugging Face hub id that is fetched."""
 
 import os
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 from kvjax.builtin import BUILTIN, builtin_model
 from kvjax.chat_template import is_panic
 from kvjax.errors import UserError, named_arguments, shown
+from kvjax.hub import HUB_ID, fetch
 from kvjax.models.adapter import base_of, is_adapter
 from kvjax.models.config import ModelConfig, read_config
 from kvjax.models.gguf_file import GgufFile, is_gguf
@@ -51,30 +51,9 @@ def find_model(path_or_hub_id: str | os.PathLike[str]) -> Path:
         )
     if is_gguf(path):
         raise UserError(f"{path_or_hub_id}: no such file")
-    if not isinstance(path_or_hub_id, str) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path_or_hub_id):
+    if not isinstance(path_or_hub_id, str) or not HUB_ID.fullmatch(path_or_hub_id):
         raise UserError(f"{path_or_hub_id}: no such folder")
-    return _fetch(path_or_hub_id)
-
-
-def _fetch(hub_id: str) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
-    except errors.GatedRepoError:
-        why = "the hub lets only accepted and logged-in users have it"
-    except errors.RepositoryNotFoundError:
-        why = "the hub has no such model, or it is private"
-    except errors.HfHubHTTPError as error:
-        why = f"the hub answered: {str(error).splitlines()[0]}"
-    # no network, and not in the local cache either
-    except (OSError, errors.OfflineModeIsEnabled, errors.HFValidationError):
-        why = "the hub cannot be reached"
-    raise UserError(
-        f"{hub_id}: no such folder here, and as a Hugging Face hub id it could not be fetched ({why}); without a "
-        "network pass the path of a folder with config.json and *.safetensors"
-    )
+    return fetch(path_or_hub_id, _FETCHED, "the path of a folder with config.json and *.safetensors")
 
 
 @named_arguments()

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError, named_arguments, refuse_unknown, shown
-from kvjax.exported.fingerprint import MadeFor
+from kvjax.exported.fingerprint import MadeFor, model_name
 from kvjax.exported.folder import describe, is_exported
+from kvjax.exported.published import find_gates
 from kvjax.mesh import use_mesh
 from kvjax.plugins import METHODS, names
 from kvjax.plugins import POLICIES as PLUGINS
@@ -74,7 +75,7 @@ def make_policy(
         model: the model it is for. What was made for another model is refused. Without it, the policy serves any model
             that its tables fit, and gates and patterns are checked against each model that it is used with.
         gates: what was trained for the one method of the policy that takes gates (or scorers, or a head pattern) and
-            has none in its arguments.
+            has none in its arguments: a folder, a file of the method's authors, or the hub id of either.
         tokenizer: the model's, for guidance that is text, and for methods that have the model read texts (kvzip) or
             keep what its chat template puts before a prompt (fast_kvzip).
         force: take gates and patterns that were made for another model of the same shape.
@@ -85,6 +86,7 @@ def make_policy(
     """
     if model is not None and not hasattr(getattr(model, "config", None), "num_layers"):
         raise UserError(f"make_policy: model must be a model such as load_model gives, got {shown(model)}")
+    gates = find_gates(gates, "" if model is None else model_name(model))
     with use_mesh(model):
         if isinstance(policy, Policy):
             if gates is not None:

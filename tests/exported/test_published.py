@@ -1,0 +1,72 @@
+"""Gates by hub id: which file of a repository is taken for a model."""
+
+import huggingface_hub
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.exported.published import find_gates
+
+FILES = {
+    "Jang-Hyun/Fast-KVzip": ["qwen3-8b/q4_dim16_sink16.pt", "qwen3-14b/q5_dim16_sink16.pt"],
+    "someone/write-gates": ["llama-3.1-8b-0.04.pt", "llama-3.1-8b-0.32.pt", "qwen3-4b-0.04.pt"],
+    "someone/export": ["config.json", "gates.safetensors"],
+    "someone/exports": ["qwen3-8b/config.json", "qwen3-8b/gates.safetensors"],
+}
+
+
+@pytest.fixture(autouse=True)
+def hub(tmp_path, monkeypatch):
+    """Repositories of which only the files that match the asked patterns are fetched."""
+
+    def download(hub_id, allow_patterns):
+        root = tmp_path / hub_id
+        for name in FILES[hub_id]:
+            if any(huggingface_hub.utils.filter_repo_objects([name], allow_patterns=allow_patterns)):
+                (root / name).parent.mkdir(parents=True, exist_ok=True)
+                (root / name).touch()
+        return str(root)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("gates", "model", "found"),
+    [
+        ("Jang-Hyun/Fast-KVzip", "Qwen/Qwen3-8B", "Jang-Hyun/Fast-KVzip/qwen3-8b/q4_dim16_sink16.pt"),
+        ("Jang-Hyun/Fast-KVzip", "/models/Qwen3-14B/", "Jang-Hyun/Fast-KVzip/qwen3-14b/q5_dim16_sink16.pt"),
+        ("someone/write-gates", "Qwen/Qwen3-4B", "someone/write-gates/qwen3-4b-0.04.pt"),
+        (
+            "someone/write-gates/llama-3.1-8b-0.32.pt",
+            "Llama-3.1-8B",
+            "someone/write-gates/llama-3.1-8b-0.32.pt",
+        ),
+        ("someone/export", "whatever", "someone/export"),
+        ("someone/exports", "Qwen/Qwen3-8B", "someone/exports/qwen3-8b"),
+    ],
+)
+def test_a_hub_id_is_the_file_for_the_model(hub, gates, model, found):
+    assert find_gates(gates, model) == str(hub / found)
+
+
+def test_what_is_no_hub_id_stays_as_it_is(tmp_path):
+    (tmp_path / "runs/qwen").mkdir(parents=True)
+    for gates in (str(tmp_path / "runs/qwen"), "builtin", "nowhere.pt", tmp_path, None, "../a/b"):
+        assert find_gates(gates, "Qwen/Qwen3-8B") is gates
+
+
+@pytest.mark.parametrize(
+    ("gates", "model", "says"),
+    [
+        ("Jang-Hyun/Fast-KVzip", "meta/Llama-3-8B", "it has none for the model llama-3-8b"),
+        (
+            "someone/write-gates",
+            "Llama-3.1-8B",
+            "several for llama-3.1-8b: name one, someone/write-gates/FILE",
+        ),
+        ("someone/export/other.pt", "Llama-3.1-8B", "someone/export has no other.pt"),
+    ],
+)
+def test_none_or_several_are_one_line(gates, model, says):
+    with pytest.raises(UserError, match=says):
+        find_gates(gates, model)
