@@ -1,6 +1,5 @@
 """Longer than the model is for: one warning with both numbers, whatever is called and however often."""
 
-import re
 import warnings
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import pytest
 
 from kvjax import inference
 from kvjax.inference import checks
-from kvjax.models import load_tokenizer, read_config
 from kvjax.models.rope import RopeConfig
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_config, tiny_model
@@ -66,12 +64,3 @@ def test_a_stretched_rope_is_for_more():
         ).longest
         == 90
     )
-
-
-def test_the_examples_fit_the_built_in_model():
-    """Files that the documentation has it read, with as many new tokens as there are by default."""
-    text = "".join(file.read_text() for file in (ROOT / "README.md", *ROOT.glob("docs/*.md")))
-    files = {ROOT / name for name in re.findall(r"--prompt-file (\S+)", text) if (ROOT / name).is_file()}
-    tokenizer, longest = load_tokenizer("builtin"), read_config(ROOT / "kvjax" / "builtin" / "model").longest
-    assert files
-    assert all(len(tokenizer(file.read_text())["input_ids"]) + 128 <= longest for file in files)
