@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 from kvjax.files import write_text
 from kvjax.sampling_params import SamplingParams

@@ -6,7 +6,7 @@ python infer/generate.py --text book.txt --questions "Who …?" "Where …?" --m
 import dataclasses
 from pathlib import Path
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.generate import read_prompt
 from kvjax.sampling_params import SamplingParams
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError
 
 

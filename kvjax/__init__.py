@@ -6,11 +6,11 @@
 
 Names are imported when first used, so that `import kvjax` and `--help` cost nothing.
 
-Folders: cache, policies, models, inference, tasks, train, evaluate, plan, exported, command, builtin. Commands: train,
+Folders: cache, policies, models, inference, tasks, train, evaluate, plan, checkpoints, cli, builtin. Commands: train,
 export, evaluate, generate, plan, convert, policies. Files: llm: `LLM`; session: conversations; sampling_params:
-`SamplingParams`; step: what a layer shows methods; top: selection of the best scores; struct: dataclasses that are
-pytrees; mesh: devices; errors, files: a user's mistakes, writing whole files; chat_template, chat_worker: what a chat
-template puts around a text; plugins: what other packages bring.
+`SamplingParams`; topk: selection of the best scores; struct: dataclasses that are pytrees; mesh: devices; errors,
+files: a user's mistakes, writing whole files; hub: files of the Hugging Face hub; chat_template, chat_worker: what a
+chat template puts around a text; plugins: what other packages bring.
 """
 
 import importlib

@@ -3,7 +3,7 @@
 import runpy
 import sys
 
-from kvjax.command.launch import run_command
+from kvjax.cli.launch import run_command
 from kvjax.errors import UserError, nearest
 
 COMMANDS = {

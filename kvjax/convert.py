@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 
 ORBAX = "orbax"
 """The folder of an export's arrays, beside config.json and the tokenizer."""
@@ -30,7 +30,7 @@ def run(config: ConvertConfig) -> None:
     """Read and write. Raises UserError for what a person can mend."""
     import jax
 
-    from kvjax.exported.orbax import export
+    from kvjax.checkpoints.orbax import export
     from kvjax.models import save_model
     from kvjax.models.saving import check_new, new_folder
 
@@ -52,8 +52,8 @@ def _read(config: ConvertConfig):
     import jax.numpy as jnp
     from flax import nnx
 
+    from kvjax.checkpoints.orbax import abstract, restore_export
     from kvjax.errors import UserError
-    from kvjax.exported.orbax import abstract, restore_export
     from kvjax.models import Decoder, load_model, read_config
     from kvjax.models.folder import find_model
     from kvjax.models.json_file import JsonObject

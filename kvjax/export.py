@@ -5,7 +5,7 @@ from pathlib import Path
 
 import tyro
 
-from kvjax.command.launch import MeshShape, parse_command, run_command
+from kvjax.cli.launch import MeshShape, parse_command, run_command
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.errors import UserError, whole_number
 from kvjax.files import read_text
 from kvjax.sampling_params import SamplingParams
@@ -98,8 +98,8 @@ def run(config: GenerateConfig) -> None:
 
     from kvjax import cache as caches
     from kvjax.cache.saved import describe_cache
-    from kvjax.command.stopwatch import Stopwatch
-    from kvjax.exported.published import find_gates
+    from kvjax.checkpoints.published import find_gates
+    from kvjax.cli.stopwatch import Stopwatch
     from kvjax.inference.generate import stream, whole_answers
     from kvjax.inference.saving import load_cache
     from kvjax.inference.text import LiveText

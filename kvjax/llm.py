@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.cache import Cache
+from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError, named_arguments, shown
-from kvjax.exported.published import find_gates
 from kvjax.inference.checks import is_token_ids
 from kvjax.inference.generate import GREEDY, Generation, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill

@@ -12,7 +12,7 @@ import pytest
 import kvjax
 from kvjax import inference
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import run_command
+from kvjax.cli.launch import run_command
 from kvjax.errors import UserError
 from kvjax.generate import for_terminal, main
 from kvjax.sampling_params import SamplingParams

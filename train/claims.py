@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tyro
 
-from kvjax.command.launch import parse_command, run_command
+from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
 from kvjax.evaluate.results import NOTHING, read_cells
 

@@ -7,7 +7,7 @@
 import dataclasses
 from pathlib import Path
 
-from kvjax.command.launch import parse_command, run_command
+from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
 
 
@@ -33,8 +33,8 @@ def main(args: list[str] | None = None) -> None:
 
     import jax.numpy as jnp
 
-    from kvjax.exported.fingerprint import MadeFor
-    from kvjax.exported.folder import describe, load_arrays, save_exported
+    from kvjax.checkpoints.fingerprint import MadeFor
+    from kvjax.checkpoints.folder import describe, load_arrays, save_exported
 
     arrays, description = load_arrays(config.run / "gates"), describe(config.run / "gates")
     told = {"model": config.model, "data": config.data}

@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kvjax.command.launch import parse_command, run_command
+from kvjax.cli.launch import parse_command, run_command
 from kvjax.errors import UserError
 from kvjax.files import write_text
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pages import LayerCache, Pages, with_keys
 from kvjax.struct import struct
-from kvjax.top import top
+from kvjax.topk import top
 from pallas_kernels.bits import as_floats
 
 

@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from kvjax.command.launch import run_command, start
+from kvjax.cli.launch import run_command, start
 from kvjax.errors import printable
 from kvjax.evaluate.config import parse
 
@@ -17,8 +17,8 @@ def main(args: list[str] | None = None) -> None:
     import jax
 
     from kvjax.cache import parse_capacity
-    from kvjax.command.lock import FolderLock
-    from kvjax.command.progress import Progress
+    from kvjax.cli.lock import FolderLock
+    from kvjax.cli.progress import Progress
     from kvjax.evaluate.recovery import check_dense
     from kvjax.evaluate.report import report
     from kvjax.evaluate.results import Results

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
-from kvjax.command.stopwatch import Pace, Stopwatch
+from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.inference.decode import Before, decode
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed

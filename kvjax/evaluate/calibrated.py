@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError
 from kvjax.evaluate.teacher_forcing import Outcome
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.models.decoder import Decoder
 from kvjax.policies import WGKV, Policy, make_policy
 from kvjax.policies.admission.head_pattern import choose_heads

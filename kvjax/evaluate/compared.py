@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from kvjax.checkpoints.folder import describe
+from kvjax.checkpoints.torch_file import TorchFile, is_torch_file
 from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import SINKS, narrowest, sink_and_window, whole_heads
-from kvjax.exported.folder import describe
-from kvjax.exported.torch_file import TorchFile, is_torch_file
 from kvjax.models.decoder import Decoder
 from kvjax.policies import (
     WGKV,

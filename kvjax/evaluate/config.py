@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN, GATES
-from kvjax.command.launch import MeshShape, parse_command
-from kvjax.command.options import find_value, load_config
+from kvjax.cli.launch import MeshShape, parse_command
+from kvjax.cli.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
 from kvjax.tasks.scbench import TURNS
 

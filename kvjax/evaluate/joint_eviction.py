@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from jaxtyping import Array, Float, Int, Shaped
 
 from kvjax.policies.interfaces import Eviction, Numbers, Planes, State, Trail
-from kvjax.step import Readout, Shape, Step, Stored
+from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import struct
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from kvjax import cache as caches
 from kvjax.cache import Cache
-from kvjax.command.stopwatch import Pace, Stopwatch
+from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy

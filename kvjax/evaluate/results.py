@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cache import default_page_size
+from kvjax.checkpoints.fingerprint import contents
+from kvjax.checkpoints.folder import digest
 from kvjax.errors import UserError
 from kvjax.evaluate.compared import Compared, compared_of, described
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.evaluate.measuring import Drawn, Measurement
 from kvjax.evaluate.workloads import Workload
-from kvjax.exported.fingerprint import contents
-from kvjax.exported.folder import digest
 from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies import HeadPattern

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvjax import cache as caches
-from kvjax.command.progress import Progress
-from kvjax.command.stopwatch import Stopwatch
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.cli.progress import Progress
+from kvjax.cli.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate.calibrated import (
     Calibrated,
@@ -45,7 +46,6 @@ from kvjax.evaluate.measuring import (
 from kvjax.evaluate.results import HEADS_FOLDER, Cell, Results, cell
 from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.evaluate.workloads import Workload, for_rivals
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.inference.generate import BLOCK
 from kvjax.models.decoder import Decoder
 from kvjax.models.folder import load_tokenizer

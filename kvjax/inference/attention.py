@@ -14,7 +14,7 @@ from kvjax import cache as caches
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.compiled import States, View
 from kvjax.policies.interfaces import BIAS, Trainable
-from kvjax.step import Readout, Step
+from kvjax.policies.views import Readout, Step
 from pallas_kernels.ordering import after
 from pallas_kernels.paged_decode import paged_decode
 from pallas_kernels.softmax import merge

@@ -16,7 +16,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.numbers import is_placed
 from kvjax.policies.policy import Policy
-from kvjax.step import Shape
+from kvjax.policies.views import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
 Prompts = Iterable[Any]

@@ -16,7 +16,7 @@ from kvjax.mesh import HEADS, P, gather
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Eviction, Trail
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 
 
 def compacted(
@@ -31,7 +31,7 @@ def compacted(
     causal: bool,
 ) -> Cache:
     """The cache after one compaction, marked if a score is NaN (`kvjax.cache.finite`). No row may hold more than
-    `entries` entries in its global region. over, ties: as of `kvjax.top.top`; causal: as of `Stored`."""
+    `entries` entries in its global region. over, ties: as of `kvjax.topk.top`; causal: as of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))
 

@@ -31,7 +31,7 @@ class Recurring:
     over: str = static()
     """Who shares, as of `Shares`."""
     ties: str = static()
-    """As of `kvjax.top.top`."""
+    """As of `kvjax.topk.top`."""
     observed: int = static(default=0)
     """How many of the last tokens are looked back at."""
 

@@ -8,7 +8,7 @@ from kvjax.cache.trail import newest, written
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.compiled import View
 from kvjax.policies.interfaces import Trail
-from kvjax.step import Step
+from kvjax.policies.views import Step
 
 
 def traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:

@@ -21,7 +21,7 @@ from kvjax.mesh import BATCH, gather, put, use_mesh
 from kvjax.models.decoder import Decoder, scan_layers
 from kvjax.policies.compiled import CompiledPolicy, View
 from kvjax.policies.interfaces import Eviction, Pass, Planes
-from kvjax.step import Passage, Step
+from kvjax.policies.views import Passage, Step
 from kvjax.struct import struct
 
 

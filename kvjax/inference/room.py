@@ -26,7 +26,7 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, States, View
 from kvjax.policies.interfaces import Trail
 from kvjax.policies.policy import Policy
-from kvjax.step import Shape
+from kvjax.policies.views import Shape
 from pallas_kernels.bits import as_bits
 
 grown = jax.jit(caches.grown, static_argnums=(1, 2))

@@ -25,9 +25,9 @@ from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.capacity import POSITION
 from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
+from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
+from kvjax.checkpoints.orbax import check_room, export
 from kvjax.errors import UserError, named_arguments, shown, whole_number
-from kvjax.exported.fingerprint import MadeFor, contents, model_name
-from kvjax.exported.orbax import check_room, export
 from kvjax.files import locked, write_text
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
 from kvjax.inference.room import laid_out, stored_as
@@ -38,7 +38,7 @@ from kvjax.policies import make_policy
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Method
 from kvjax.policies.policy import Policy
-from kvjax.step import Shape
+from kvjax.policies.views import Shape
 from kvjax.struct import changed, leaves_by_path
 
 OVERHEAD = 16 * 2**20

@@ -21,7 +21,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, token_axis, use_mesh
 from kvjax.models.config import ACTIVATIONS, ModelConfig
 from kvjax.models.rope import CosSin, cos_sin, rotate
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from pallas_kernels.bits import as_bits, as_floats
 from pallas_kernels.vertical_slash import SAVED, vertical_slash
 

@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, reshard
 from jaxtyping import Array, Float32, Int
 
-from kvjax.command.programs import keep_programs
 from kvjax.errors import UserError, named_arguments, shown, warn, whole_number
 from kvjax.mesh import AXES, P, axis_size, gather, use_mesh
 from kvjax.models.adapter import base_of, merge
@@ -40,8 +39,7 @@ def load_model(
 
     Each process reads its share of every tensor's rows, and devices exchange what they need: no byte is read twice,
     except those of a tied model's head, which every process compares with the embedding. Host memory peaks near one
-    layer's share, because a layer is on the devices before the next is read. From here on compiled programs are kept on
-    disk (`kvjax.command.programs`).
+    layer's share, because a layer is on the devices before the next is read.
 
     Args:
         path_or_hub_id: a folder with `config.json` and safetensors, a folder with a LoRA adapter of such a model, which
@@ -59,7 +57,6 @@ def load_model(
     config = dataclasses.replace(read_config(model, max_length), name=str(path_or_hub_id))
     warn_of_turn_ends(config)
     stored = _stored(model, config)
-    keep_programs()
     with use_mesh():
         dtype = _stored_dtype(stored.get(TOP["embed"])) if dtype is None else dtype
         abstract = model_shapes(config, dtype)

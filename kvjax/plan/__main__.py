@@ -5,8 +5,8 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
-from kvjax.command.options import find_value
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.options import find_value
 from kvjax.errors import UserError, shown_bytes
 from kvjax.models import shapes
 from kvjax.models.shapes import check_longest, check_mesh, find_shape

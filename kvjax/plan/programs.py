@@ -13,9 +13,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache import table_tokens
-from kvjax.command.launch import MeshShape, parse_command
+from kvjax.checkpoints.orbax import abstract
+from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
-from kvjax.exported.orbax import abstract
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.generate import BLOCK, decode_block
 from kvjax.inference.prefill import CHUNK

@@ -15,7 +15,7 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError, byte_size, named_fields, one_of, real_number, shown, whole_number
 from kvjax.struct import assign, short
-from kvjax.top import OVER
+from kvjax.topk import OVER
 
 MOST = 2**62
 """No context has so many entries or bytes."""

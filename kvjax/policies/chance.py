@@ -4,7 +4,7 @@ chunking or mesh."""
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.step import Step
+from kvjax.policies.views import Step
 
 
 def _mix(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

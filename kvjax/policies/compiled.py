@@ -25,7 +25,7 @@ from kvjax.policies.interfaces import (
     Trail,
 )
 from kvjax.policies.numbers import is_placed
-from kvjax.step import Readout, Shape, Step
+from kvjax.policies.views import Readout, Shape, Step
 from kvjax.struct import static, struct
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.exported.fingerprint import MadeFor
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
 from kvjax.policies.moment import AtPrompt, Moment
-from kvjax.step import Passage, Readout, Shape, Step, Stored
+from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
 Number = Any

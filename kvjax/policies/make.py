@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvjax.checkpoints.fingerprint import MadeFor, model_name
+from kvjax.checkpoints.folder import describe, is_exported
+from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError, named_arguments, refuse_unknown, shown
-from kvjax.exported.fingerprint import MadeFor, model_name
-from kvjax.exported.folder import describe, is_exported
-from kvjax.exported.published import find_gates
 from kvjax.mesh import use_mesh
 from kvjax.plugins import METHODS, names
 from kvjax.plugins import POLICIES as PLUGINS

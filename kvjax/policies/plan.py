@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def ties(self) -> str:
-        """Which entries with the last place's score stay, one of `kvjax.top.TIES`."""
+        """Which entries with the last place's score stay, one of `kvjax.topk.TIES`."""
         if self.ahead is None:
             return "first"
         return "out" if self.in_ranges else "in"

@@ -5,7 +5,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import run_command
+from kvjax.cli.launch import run_command
 from kvjax.evaluate.config import EvaluateConfig
 from kvjax.train.config import parse
 from kvjax.train.recipe import Recipe

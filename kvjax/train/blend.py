@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.interfaces import Mask
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import FOREVER
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool
 
+from kvjax.checkpoints.orbax import check_room, wrong_shape
 from kvjax.errors import UserError
-from kvjax.exported.orbax import check_room, wrong_shape
 from kvjax.struct import leaves_by_path
 
 STATE, NOTES = "state", "notes"

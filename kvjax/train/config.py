@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import MeshShape, parse_command
-from kvjax.command.options import find_config, find_value, load_config, read_values, write_values
+from kvjax.cli.launch import MeshShape, parse_command
+from kvjax.cli.options import find_config, find_value, load_config, read_values, write_values
 from kvjax.errors import UserError
 from kvjax.files import is_there
 from kvjax.train.recipe import Recipe, option

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.admission.kvpop import KVPOP
 from kvjax.policies.interfaces import Mask
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from kvjax.train.boundary import boundary_loss
 from kvjax.train.objective import deployed_mask

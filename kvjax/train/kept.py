@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvjax.checkpoints.fingerprint import KEY, agreement
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import KEY, agreement
 from kvjax.files import write_text
 
 MANIFEST = "manifest.json"

@@ -18,12 +18,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from kvjax.command.launch import start
-from kvjax.command.lock import FolderLock
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.checkpoints.folder import sign
+from kvjax.checkpoints.orbax import abstract, export
+from kvjax.cli.launch import start
+from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import sign
-from kvjax.exported.orbax import abstract, export
 from kvjax.models import Decoder, load_model, load_tokenizer, read_config, save_model
 from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, check_mesh

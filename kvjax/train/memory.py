@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from kvjax.cache import device_bytes
+from kvjax.checkpoints.orbax import abstract
 from kvjax.errors import UserError, shown_bytes
-from kvjax.exported.orbax import abstract
 from kvjax.mesh import BATCH, P
 from kvjax.models.decoder import Decoder
 from kvjax.train.recipe import Recipe

@@ -5,7 +5,7 @@ import time
 
 from rich.progress import TextColumn
 
-from kvjax.command.progress import Counted
+from kvjax.cli.progress import Counted
 from kvjax.train.metrics import LINE_SECONDS, clock
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.errors import LARGEST_INT, UserError
 
 if TYPE_CHECKING:
@@ -328,7 +328,7 @@ class Recipe(abc.ABC):
         Args:
             params, model: as `split` gives them; the loaded model if no other was trained.
         """
-        from kvjax.exported.folder import save_tree
+        from kvjax.checkpoints.folder import save_tree
 
         origin = {"model": self.model, "data": self.data, "sequences": self.sequences, "seed": self.seed}
         description = {"method": self.method, "options": self.own_options(), "validation": validation.numbers}
@@ -384,7 +384,7 @@ class Recipe(abc.ABC):
         """
         import jax
 
-        from kvjax.exported.folder import describe, load_tree
+        from kvjax.checkpoints.folder import describe, load_tree
 
         values: dict[str, Any] = describe(gates).get("options", {}) | options
         known = {field.name for field in dataclasses.fields(cls)} - {

@@ -22,8 +22,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
+from kvjax.checkpoints.fingerprint import MadeFor, contents
 from kvjax.errors import UserError
-from kvjax.exported.fingerprint import MadeFor, contents
 from kvjax.files import write_text
 from kvjax.mesh import BATCH, P, batch_shards, token_shards
 from kvjax.models.decoder import Decoder

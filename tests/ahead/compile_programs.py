@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
-from kvjax.exported.orbax import abstract
+from kvjax.checkpoints.orbax import abstract
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits

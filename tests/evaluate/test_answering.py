@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.command.stopwatch import Pace, Stopwatch
+from kvjax.cli.stopwatch import Pace, Stopwatch
 from kvjax.evaluate import answering
 from kvjax.evaluate.answering import answer
 from kvjax.inference import logits, prefill

@@ -19,8 +19,8 @@ from kvjax.evaluate.workloads import workloads
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import save_gates
+from tests.checkpoints.torch_files import write_torch
 from tests.evaluate import whole_run
-from tests.exported.torch_files import write_torch
 from tests.policies.admission.wgkv.published import published_arrays
 from tests.policies.eviction.fast_kvzip.published import write_published
 from tests.tiny_models import tiny_gates, tiny_model

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 
-from kvjax.command.options import packaged_configs
+from kvjax.cli.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.evaluate.config import default_chunk, default_observed, parse
 from kvjax.evaluate.run import check_policies

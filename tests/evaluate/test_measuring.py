@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.command.stopwatch import Stopwatch
+from kvjax.cli.stopwatch import Stopwatch
 from kvjax.errors import UserError
 from kvjax.evaluate import measuring
 from kvjax.evaluate.measuring import Manner, measure, measure_together

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import parse_command
+from kvjax.cli.launch import parse_command
 from kvjax.evaluate import pictures
 from kvjax.evaluate.__main__ import main
 from kvjax.evaluate.calibrated import own_tau

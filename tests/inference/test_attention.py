@@ -13,7 +13,7 @@ from kvjax.mesh import BATCH, HEADS, P, make_mesh, put
 from kvjax.policies import make_policy
 from kvjax.policies.compiled import compile_policy
 from kvjax.policies.interfaces import Mask
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import struct
 from pallas_kernels.vertical_slash import ends, vertical_slash
 from tests.tiny_models import policies_for, tiny_model

@@ -15,8 +15,8 @@ from kvjax import cache as caches
 from kvjax.cache import CapacityError
 from kvjax.cache.rows import packed
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
+from kvjax.checkpoints.orbax import export
 from kvjax.errors import UserError
-from kvjax.exported.orbax import export
 from kvjax.inference import generate, prefill
 from kvjax.inference.saving import _digests, checked_place, load_cache, save_cache
 from kvjax.mesh import make_mesh, use_mesh

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvjax.exported.fingerprint import contents
+from kvjax.checkpoints.fingerprint import contents
 from kvjax.models import load_model, read_config
 from tests.models.cases import LLAMA, weights, write_folder
 from tests.models.files import assert_equal

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from kvjax import cache as caches
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh
 from kvjax.models.decoder import Decoder

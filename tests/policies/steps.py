@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.step import Shape, Step
+from kvjax.policies.views import Shape, Step
 
 
 def step(positions, layer=0, heads=4, seed=0):

@@ -11,7 +11,7 @@ from kvjax.mesh import use_mesh
 from kvjax.policies.admission.kvpop import Sizes
 from kvjax.policies.eviction.fast_kvzip import SinkGate
 from kvjax.policies.registry import ADMISSIONS, EVICTIONS, SELECTIONS
-from kvjax.step import Shape
+from kvjax.policies.views import Shape
 
 RATES = np.linspace(0, 1, 12).reshape(3, 4)
 with use_mesh():

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from kvjax.checkpoints.orbax import abstract, export
 from kvjax.errors import UserError
-from kvjax.exported.orbax import abstract, export
 from kvjax.mesh import make_mesh
 from kvjax.train.checkpoints import Checkpoints
 from tests.train.states import State, made, make

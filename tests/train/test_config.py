@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from kvjax.command.launch import MeshShape, run_command
-from kvjax.command.options import packaged_configs
+from kvjax.cli.launch import MeshShape, run_command
+from kvjax.cli.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.train import config as module
 from kvjax.train import hard_concrete

@@ -8,8 +8,8 @@ import pytest
 
 from kvjax import export as command
 from kvjax.builtin import builtin_model
+from kvjax.checkpoints.folder import describe, exported_files
 from kvjax.errors import UserError
-from kvjax.exported.folder import describe, exported_files
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy

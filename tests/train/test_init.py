@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 from kvjax.builtin import builtin_model
+from kvjax.checkpoints.folder import describe
 from kvjax.errors import UserError
-from kvjax.exported.folder import describe
 from kvjax.mesh import use_mesh
 from kvjax.models import read_config
 from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates
@@ -17,7 +17,7 @@ from kvjax.policies.admission.wgkv.files import Sizes
 from kvjax.train.checkpoints import Checkpoints
 from kvjax.train.config import parse, prepare_folder
 from kvjax.train.loop import check, export_checkpoint, train
-from tests.exported.torch_files import write_torch
+from tests.checkpoints.torch_files import write_torch
 from tests.policies.admission.wgkv.published import published_arrays
 
 MODEL = builtin_model("test_model")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer

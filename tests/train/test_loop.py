@@ -20,7 +20,7 @@ import pytest
 from jax.experimental import multihost_utils
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import MeshShape, Termination
+from kvjax.cli.launch import MeshShape, Termination
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import monitoring
 
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError, shown_bytes
 from kvjax.mesh import make_mesh
 from kvjax.train import memory

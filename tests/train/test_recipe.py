@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.policies.registry import POLICIES
 from kvjax.train import recipe
 from kvjax.train.recipes.wgkv import WriteGates

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from tests.train.write_gates import held_out, validated
 
 

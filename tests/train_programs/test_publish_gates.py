@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import describe, sign
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.checkpoints.folder import describe, sign
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import WriteGate, load_gates, save_gates

@@ -25,7 +25,7 @@ from jax.sharding import reshard
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from kvjax.command.launch import MeshShape, parse_command, run_command, start
+from kvjax.cli.launch import MeshShape, parse_command, run_command, start
 from kvjax.models import save_model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder

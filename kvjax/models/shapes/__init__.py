@@ -5,7 +5,7 @@ import dataclasses
 from pathlib import Path
 
 from kvjax.builtin import BUILTIN
-from kvjax.command.launch import MeshShape
+from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError, warn
 from kvjax.models.adapter import base_of
 from kvjax.models.config import ModelConfig, read_config

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.interfaces import Admission, Keep
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import struct
 
 

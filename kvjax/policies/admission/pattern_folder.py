@@ -11,9 +11,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.builtin import GATES, builtin_gates
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.checkpoints.folder import DESCRIPTION, LARGEST, TABLE, of_run, read_description
 from kvjax.errors import UserError, real_number, whole_number
-from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import DESCRIPTION, LARGEST, TABLE, of_run, read_description
 from kvjax.files import read_text, write_text
 
 

@@ -9,7 +9,7 @@ from kvjax.errors import UserError, real_number
 from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.interfaces import Admission, Keep, Number
 from kvjax.policies.numbers import head_table, is_placed, whole_array
-from kvjax.step import Shape, Step
+from kvjax.policies.views import Shape, Step
 from kvjax.struct import assign, static, struct
 
 

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 from kvjax.errors import real_number
 from kvjax.policies.eviction.wrapper import Wrapper
 from kvjax.policies.interfaces import Eviction, State
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 from kvjax.struct import assign, changed, static, struct
-from kvjax.top import top
+from kvjax.topk import top
 
 
 @struct

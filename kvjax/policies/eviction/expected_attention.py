@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import one_of, whole_number
 from kvjax.policies.interfaces import Eviction, Needs, Number
 from kvjax.policies.numbers import real_array
-from kvjax.step import Shape, Step, Stored
+from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import assign, static, struct
 
 

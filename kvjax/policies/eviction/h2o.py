@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes
-from kvjax.step import Readout, Step, Stored
+from kvjax.policies.views import Readout, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass
 

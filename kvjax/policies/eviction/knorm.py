@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.interfaces import Eviction
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 from kvjax.struct import struct
 
 

@@ -12,7 +12,7 @@ from kvjax.errors import UserError, whole_number
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, State
-from kvjax.step import Passage, Step, Stored
+from kvjax.policies.views import Passage, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.policies.interfaces import Eviction, Needs
-from kvjax.step import Shape, Step, Stored
+from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import changed
 from pallas_kernels.attention_mass import attention_mass
 

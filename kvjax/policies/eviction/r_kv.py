@@ -9,7 +9,7 @@ from kvjax.errors import whole_number
 from kvjax.policies.eviction import queries
 from kvjax.policies.interfaces import Needs, Number
 from kvjax.policies.numbers import real_array
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 from kvjax.struct import assign, host, static, struct
 
 ROWS = 128

@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from kvjax.policies.chance import no_text, text_hash, uniform
 from kvjax.policies.interfaces import Eviction, Number
 from kvjax.policies.numbers import whole_array
-from kvjax.step import Shape, Step, Stored
+from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import assign, struct
 
 

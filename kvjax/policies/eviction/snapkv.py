@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.policies.eviction import queries
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 from kvjax.struct import assign, static, struct
 
 GROUP = "mean", "max"

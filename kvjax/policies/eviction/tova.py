@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from kvjax.mesh import HEADS
 from kvjax.policies.eviction import queries
-from kvjax.step import Stored
+from kvjax.policies.views import Stored
 from kvjax.struct import struct
 
 

@@ -10,7 +10,7 @@ from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
 from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, Planes, State, Trail
 from kvjax.policies.moment import Moment
-from kvjax.step import Passage, Readout, Shape, Step, Stored
+from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
 
 

@@ -17,7 +17,7 @@ from kvjax.errors import UserError, shown, whole_number
 from kvjax.policies.interfaces import Selection
 from kvjax.policies.numbers import is_placed, real_array, whole_array
 from kvjax.struct import assign, changed, short, struct
-from kvjax.top import top
+from kvjax.topk import top
 
 EVERYTHING = 2**30
 """More tokens than any sequence has."""

@@ -13,8 +13,8 @@ import tyro
 from flax import nnx
 from jaxtyping import Array, Float
 
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.mesh import AXES, gather
 from kvjax.models import load_tokenizer
 from kvjax.models.config import ModelConfig

@@ -15,8 +15,8 @@ from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, make_p
 from kvjax.policies.budget import whole
 from kvjax.policies.guidance import TEXTS, text, token_ids
 from kvjax.policies.registry import EVICTIONS
+from kvjax.policies.views import Stored
 from kvjax.sampling_params import SamplingParams
-from kvjax.step import Stored
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, pages_are_whole
 from tests.tasks.model_tokenizers import byte_tokenizer

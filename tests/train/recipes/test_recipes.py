@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.command.launch import MeshShape
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.checkpoints.folder import load_arrays
+from kvjax.cli.launch import MeshShape
 from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import POLICIES
-from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.folder import load_arrays
 from kvjax.inference import generate
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kvjax.command.launch import MeshShape
-from kvjax.exported.folder import describe
+from kvjax.checkpoints.folder import describe
+from kvjax.cli.launch import MeshShape
 from kvjax.inference.forward import forward
 from kvjax.inference.room import empty_cache
 from kvjax.mesh import HEADS, make_mesh

@@ -1,11 +1,11 @@
-"""Scorers as `kvjax.exported.folder` has them: weights and a description."""
+"""Scorers as `kvjax.checkpoints.folder` has them: weights and a description."""
 
 from pathlib import Path
 from typing import Any
 
+from kvjax.checkpoints.folder import describe, exported_files, load_arrays, read_sizes, save_exported
+from kvjax.checkpoints.module import arrays_of, filled
 from kvjax.errors import UserError
-from kvjax.exported.folder import describe, exported_files, load_arrays, read_sizes, save_exported
-from kvjax.exported.module import arrays_of, filled
 from kvjax.policies.admission.kvpop.scorer import Scorer, Sizes
 
 METHOD = "kvpop"

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown, whole_number
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.admission.kvpop.files import check_made_for, load_scorers
 from kvjax.policies.admission.kvpop.scorer import Scorer
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import is_placed
-from kvjax.step import Shape, Step
+from kvjax.policies.views import Shape, Step
 from kvjax.struct import assign, host, remembered, static, struct
 from pallas_kernels.mlstm import Memory, empty_memory
 

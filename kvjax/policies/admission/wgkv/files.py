@@ -1,4 +1,4 @@
-"""Write gates as `kvjax.exported.folder` has them, weights and a description, and as WG-KV's authors publish them: a
+"""Write gates as `kvjax.checkpoints.folder` has them, weights and a description, and as WG-KV's authors publish them: a
 file of torch.save's."""
 
 import functools
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from kvjax.checkpoints.folder import read_sizes, save_exported
+from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.module import arrays_of, filled
+from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError, shown
-from kvjax.exported.folder import read_sizes, save_exported
-from kvjax.exported.gates import Found, open_gates
-from kvjax.exported.module import arrays_of, filled
-from kvjax.exported.torch_file import TorchFile, shape_of
 from kvjax.policies.admission.wgkv.gate import WriteGate
 
 PUBLISHED = {"tau": 0.1, "window": 256}

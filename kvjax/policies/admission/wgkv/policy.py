@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, shown
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.admission.wgkv.files import check_made_for, load_gates
 from kvjax.policies.admission.wgkv.gate import WriteGate
 from kvjax.policies.interfaces import Admission, Keep
 from kvjax.policies.numbers import head_table, is_placed, real_array
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import assign, host, remembered, struct
 
 

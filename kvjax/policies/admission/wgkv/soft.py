@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.admission.wgkv.gate import WriteGate
 from kvjax.policies.interfaces import Mask
-from kvjax.step import Step
+from kvjax.policies.views import Step
 from kvjax.struct import static, struct
 from pallas_kernels.vertical_slash import ends
 

@@ -1,4 +1,4 @@
-"""Gates as `kvjax.exported.folder` has them, weights and a description, and as Fast KVzip's authors publish them: a
+"""Gates as `kvjax.checkpoints.folder` has them, weights and a description, and as Fast KVzip's authors publish them: a
 file of torch.save's."""
 
 import functools
@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from kvjax.builtin import BUILTIN
+from kvjax.checkpoints.folder import read_sizes, save_exported
+from kvjax.checkpoints.gates import Found, open_gates
+from kvjax.checkpoints.module import arrays_of, filled
+from kvjax.checkpoints.torch_file import TorchFile, shape_of
 from kvjax.errors import UserError
-from kvjax.exported.folder import read_sizes, save_exported
-from kvjax.exported.gates import Found, open_gates
-from kvjax.exported.module import arrays_of, filled
-from kvjax.exported.torch_file import TorchFile, shape_of
 from kvjax.policies.eviction.fast_kvzip.gate import FORMS, INPUTS, SinkGate
 
 METHOD = "fast_kvzip"

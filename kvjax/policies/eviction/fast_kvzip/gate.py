@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from kvjax.errors import one_of, whole_number
 from kvjax.mesh import HEADS
-from kvjax.step import Step
+from kvjax.policies.views import Step
 
 INPUTS = "hidden", "k", "k_pre"
 """What a gate may look at, by its name in `Step`."""

@@ -10,15 +10,15 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.chat_template import opening
+from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.errors import UserError, one_of, real_number, shown, whole_number
-from kvjax.exported.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
 from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
 from kvjax.policies.interfaces import Ahead, Eviction, Needs, Numbers
 from kvjax.policies.moment import EveryChunk, Moment
-from kvjax.step import Readout, Shape, Step, Stored
+from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import assign, changed, host, remembered, static, struct
 
 CHUNK = 16_000

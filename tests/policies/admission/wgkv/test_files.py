@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from kvjax.checkpoints.folder import save_exported
 from kvjax.errors import UserError
-from kvjax.exported.folder import save_exported
 from kvjax.mesh import HEADS, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import load_gates, save_gates
 from kvjax.policies.admission.wgkv.files import Sizes, gate_sizes
-from tests.exported.torch_files import Global, write_torch
+from tests.checkpoints.torch_files import Global, write_torch
 from tests.policies.admission.admitted import layer
 from tests.policies.admission.wgkv.published import published_arrays
 from tests.policies.steps import step

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.exported.torch_files import Numpy, write_torch
+from tests.checkpoints.torch_files import Numpy, write_torch
 
 
 def layer_arrays(*, kv_heads, group, width, dim=16, sinks=16, dtype=np.float32, seed=0):

@@ -15,7 +15,7 @@ from kvjax.errors import UserError
 from kvjax.mesh import HEADS, make_mesh, use_mesh
 from kvjax.policies.eviction.fast_kvzip import FORMS, SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
-from tests.exported.torch_files import Global, Numpy, write_torch
+from tests.checkpoints.torch_files import Global, Numpy, write_torch
 from tests.policies.eviction.fast_kvzip.published import layer_arrays, write_published
 from tests.tiny_models import tiny_model
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvjax.command.launch import parse_command
+from kvjax.cli.launch import parse_command
 from kvjax.errors import UserError, shown
 from kvjax.files import is_there, read_text, write_text
 

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvjax.command.programs import keep_programs
+from kvjax.cli.compile_cache import keep_programs
 from kvjax.errors import UserError, one_line
 from kvjax.plugins import only_named
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.command.lock import FolderLock
+from kvjax.cli.lock import FolderLock
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate
 from kvjax.train.__main__ import main as train
@@ -16,7 +16,7 @@ from tests.evaluate.inputs import SMALL
 HOLD = """
 import sys, time
 from pathlib import Path
-from kvjax.command.lock import FolderLock
+from kvjax.cli.lock import FolderLock
 with FolderLock(Path(sys.argv[1]), "--out"):
     print("held", flush=True)
     time.sleep(600)

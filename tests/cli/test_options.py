@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvjax.command.launch import MeshShape
-from kvjax.command.options import find_config, find_value, load_config, packaged_configs, write_values
+from kvjax.cli.launch import MeshShape
+from kvjax.cli.options import find_config, find_value, load_config, packaged_configs, write_values
 from kvjax.errors import UserError
 
 

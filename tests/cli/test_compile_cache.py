@@ -8,7 +8,7 @@ import zlib
 import pytest
 
 from kvjax.builtin import builtin_model
-from kvjax.command.programs import remove_broken
+from kvjax.cli.compile_cache import remove_broken
 
 SAMPLES = f"""
 import jax
@@ -47,7 +47,7 @@ def test_the_second_process_compiles_nothing_that_takes_long(tmp_path):
 def test_the_environment_decides(tmp_path, environment):
     code = """
 import jax
-from kvjax.command.programs import keep_programs
+from kvjax.cli.compile_cache import keep_programs
 keep_programs()
 print(jax.config.jax_compilation_cache_dir)
 """

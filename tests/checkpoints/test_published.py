@@ -3,8 +3,8 @@
 import huggingface_hub
 import pytest
 
+from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError
-from kvjax.exported.published import find_gates
 
 FILES = {
     "Jang-Hyun/Fast-KVzip": ["qwen3-8b/q4_dim16_sink16.pt", "qwen3-14b/q5_dim16_sink16.pt"],

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from kvjax.exported.folder import describe, exported_files, load_arrays
-from kvjax.exported.torch_file import TorchFile, is_torch_file
+from kvjax.checkpoints.folder import describe, exported_files, load_arrays
+from kvjax.checkpoints.torch_file import TorchFile, is_torch_file
 
 S = TypeVar("S")
 

@@ -14,9 +14,9 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from kvjax.builtin import GATES, builtin_gates
+from kvjax.checkpoints.fingerprint import MadeFor
+from kvjax.checkpoints.torch_file import check_finite, is_torch_file
 from kvjax.errors import UserError, real_number, shown, whole_number
-from kvjax.exported.fingerprint import MadeFor
-from kvjax.exported.torch_file import check_finite, is_torch_file
 from kvjax.files import read_text, write_tensors, write_text
 from kvjax.mesh import AXES, gather, put, use_mesh
 from kvjax.struct import leaves_by_path

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import pytest
 import tyro
 
-from kvjax.command import launch
-from kvjax.command.launch import MeshShape, Termination, parse_command, run_command, start
+from kvjax.cli import launch
+from kvjax.cli.launch import MeshShape, Termination, parse_command, run_command, start
 from kvjax.errors import UserError
 
 
@@ -217,7 +217,7 @@ def test_a_stop_is_not_lost_where_python_ignores_exceptions(name, code):
     """As in what jax has the garbage collector call while it compiles."""
     command = f"""
 import atexit, gc, signal, time
-from kvjax.command.launch import run_command
+from kvjax.cli.launch import run_command
 
 def collected(phase, info):
     if phase == "start" and len(told) < 2:

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
+from kvjax.checkpoints.orbax import export, restore_export
 from kvjax.errors import UserError
-from kvjax.exported.orbax import export, restore_export
 from kvjax.mesh import make_mesh
 from tests.train.states import made
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvjax import generate, inference
 from kvjax.builtin import GATES, builtin_gates, builtin_model
+from kvjax.checkpoints.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
+from kvjax.checkpoints.folder import describe, save_tree, sign
 from kvjax.errors import UserError
 from kvjax.evaluate.__main__ import main as evaluate_main
-from kvjax.exported.fingerprint import MATRICES, POINTS, STRIDES, MadeFor, agreement, contents, fingerprint
-from kvjax.exported.folder import describe, save_tree, sign
 from kvjax.mesh import make_mesh
 from kvjax.models import load_model
 from kvjax.policies import WGKV, Policy, make_policy

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvjax.mesh import BATCH, P, make_mesh, put
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.policies.budget import Entries, Ratio, Shares, Size, pyramid, whole
-from kvjax.top import top
+from kvjax.topk import top
 
 LAYERS, SEQUENCES, HEADS, ENTRIES = 2, 2, 4, 7
 SHAPE = LAYERS, SEQUENCES, HEADS, ENTRIES

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.builtin import GATES
+from kvjax.checkpoints.folder import DESCRIPTION, TABLE, WEIGHTS, is_exported
 from kvjax.errors import UserError
-from kvjax.exported.folder import DESCRIPTION, TABLE, WEIGHTS, is_exported
 from kvjax.hub import HUB_ID, fetch
 
 

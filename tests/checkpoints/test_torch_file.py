@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kvjax.checkpoints.torch_file import BEFORE_ZIP, TorchFile, is_torch_file
 from kvjax.errors import UserError
-from kvjax.exported.torch_file import BEFORE_ZIP, TorchFile, is_torch_file
-from tests.exported.torch_files import Global, Numpy, View, write_torch, write_zip
+from tests.checkpoints.torch_files import Global, Numpy, View, write_torch, write_zip
 
 
 def arrays():
