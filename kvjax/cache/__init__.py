@@ -25,7 +25,6 @@ from kvjax.cache.sizes import (
     pages_for,
     parse_capacity,
     pool_size,
-    shared_size,
     table_tokens,
 )
 from kvjax.cache.stats import Stats, check, check_alive, stats
@@ -66,7 +65,6 @@ __all__ = [
     "ring_pages",
     "ring_priority",
     "selected",
-    "shared_size",
     "standings",
     "stats",
     "swap_worst",

@@ -120,9 +120,6 @@ class Cache:
     """The last tokens that are always visible; the ring has one slot fewer."""
     bounded: bool = static()
     """The user stated the capacity: the pool must not grow."""
-    shared: bool = static(default=False)
-    """The user stated the longest sequence: the pool keeps its size, so that all that are shorter run the same
-    programs."""
 
     @property
     def page_size(self) -> int:

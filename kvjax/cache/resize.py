@@ -41,8 +41,6 @@ class Layout:
     """The methods' own numbers of entries, and a capacity's: names and dtypes."""
     bounded: bool = False
     """Whether the user stated the capacity."""
-    shared: bool = False
-    """Whether the user stated the longest sequence."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
@@ -84,9 +82,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
-    return Cache(
-        pages_, layer_cache, seen, trail, window=layout.window, bounded=layout.bounded, shared=layout.shared
-    )
+    return Cache(pages_, layer_cache, seen, trail, window=layout.window, bounded=layout.bounded)
 
 
 def grown(cache: Cache, pages: int, columns: int) -> Cache:

@@ -51,12 +51,6 @@ def pool_size(pages: int, page_bytes: int) -> int:
     return -(-pages // step) * step
 
 
-def shared_size(pages: int, most: int) -> int:
-    """The same where one pool size is to serve all contexts up to some length, of which a full cache takes `most`
-    pages: that, or the half, a quarter or an eighth of it."""
-    return max(pages, _halved(most, pages))
-
-
 def halved_size(had: int, pages: int, page_bytes: int) -> int:
     """The same for a pool that turned out to have more than it needs: what it `had` up to `SMALL_POOL`; above it that,
     or the half, a quarter or an eighth."""

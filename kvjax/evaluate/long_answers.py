@@ -56,8 +56,7 @@ def measure_drawn(
 ) -> Measurement:
     """Answer each problem `drawing.draws` times. An answer that its length cuts off is wrong.
 
-    manner: its length is that of a prompt with its answer, for which pools and tables are made. The measurement's
-    `outputs` are by problem and draw, its kinds the problems, its entries those at the answers' ends.
+    The measurement's `outputs` are by problem and draw, its kinds the problems, its entries those at the answers' ends.
     """
     tally = Tally()
     rows = [(index, draw) for index in range(len(problems)) for draw in range(drawing.draws)]
@@ -105,8 +104,8 @@ def _add(
     sampling = [drawing.sampling(*row, questions[0].answer_tokens) for row in group]
     watch.lap()
     written = stream(
-        model, prompts, sampling, policy=policy, capacity=manner.capacity, max_tokens=manner.length,
-        page_size=manner.page_size, chunk=manner.chunk, block=BLOCK,
+        model, prompts, sampling, policy=policy, capacity=manner.capacity, page_size=manner.page_size,
+        chunk=manner.chunk, block=BLOCK,
     )  # fmt: skip
     parts: list[list[Tokens]] = []
     with footprint_log() as log:

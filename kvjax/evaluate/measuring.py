@@ -45,8 +45,6 @@ class Manner:
     """Contexts at a time."""
     chunk: int = CHUNK
     """Tokens of a call."""
-    length: int = 0
-    """Tokens that the cache's tables are made for, if more than a context with its longest question takes."""
     capacity: int | str | None = None
     """As in `prefill`."""
     page_size: int | None = None
@@ -123,15 +121,13 @@ class Reading:
 
 def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner) -> Reading:
     """The contexts in a new cache, as the policy keeps them."""
-    longest = max(len(sample.context) for sample in group)
-    room = max(sample.room for sample in group)
     manner.watch.lap()
     with footprint_log() as log:
         cache = prefill(
             model,
             [sample.context for sample in group],
             policy=policy,
-            max_new_tokens=max(room, manner.length - longest),
+            max_new_tokens=max(sample.room for sample in group),
             capacity=manner.capacity,
             page_size=manner.page_size,
             chunk=manner.chunk,

@@ -140,11 +140,11 @@ class Evaluation:
         if workload.drawn:
             # what a policy is expected to hold, unless it is stated: it is all that answers at length need
             stated = None if config.capacity is None else caches.parse_capacity(config.capacity)
-            return Manner(workload.batch, config.chunk, workload.length, stated, config.page_size, self.watch)
-        length = workload.length + BLOCK
-        # by default everything fits, whatever the budget, so that pools and page tables have one size
-        capacity = 2 * length if config.capacity is None else caches.parse_capacity(config.capacity)
-        return Manner(workload.batch, config.chunk, length, capacity, config.page_size, self.watch)
+            return Manner(workload.batch, config.chunk, stated, config.page_size, self.watch)
+        # by default everything fits, whatever the budget, so that pools have one size
+        most = 2 * (workload.length + BLOCK)
+        capacity = most if config.capacity is None else caches.parse_capacity(config.capacity)
+        return Manner(workload.batch, config.chunk, capacity, config.page_size, self.watch)
 
     def run(self, results: Results, progress: Progress) -> None:
         """Every cell that is not among the results yet, each added to them when it is finished."""

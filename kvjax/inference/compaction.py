@@ -131,8 +131,8 @@ def scores(
 
 
 def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
-    """The cache (donated) after a compaction by a quota, compiled for its longest row, or where programs are shared for
-    the longest that it may have, and for as many entries as are observed at least."""
+    """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
+    observed at least."""
     plan, eviction = policy.host.plan, policy.compact
     assert plan is not None
     assert eviction is not None
@@ -140,8 +140,6 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
-    if cache.shared:
-        longest = cache.columns * cache.page_size
     entries = bucket(max(longest, plan.observed))
     how = {"over": plan.shares.over, "ties": plan.ties, "causal": policy.read.stores_all}
     return compact(model, eviction, cache, quota, entries=entries, **how)

@@ -227,7 +227,6 @@ def stream(
     cache: Cache | None = None,
     share: Any = False,
     capacity: int | str | None = None,
-    max_tokens: int | None = None,
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
@@ -239,7 +238,6 @@ def stream(
     The text that ends an answer is among its tokens, as a stop token is.
     """
     check_arguments("generate", model, policy, cache, implementation)
-    max_tokens = None if max_tokens is None else whole_number("generate", "max_tokens", max_tokens)
     page_size = None if page_size is None else whole_number("generate", "page_size", page_size)
     chunk, block = whole_number("generate", "chunk", chunk), whole_number("generate", "block", block)
     asked = token_rows(model, tokens_of(prompts, tokenizer, "whole" if cache is None else "end"))
@@ -258,16 +256,15 @@ def stream(
         host = compiled.host
         order: Sequence[int] = range(len(rows))
         if cache is None:
-            held = begin(model, compiled, rows, longest_answer, page_size, capacity, max_tokens)
+            held = begin(model, compiled, rows, longest_answer, page_size, capacity)
             check_length(model, rows, longest_answer)
             held, after = schedule.read(model, compiled, held, rows, longest_answer, chunk, implementation)
             held = drop_observation_state(held, compiled.decode)
         else:
-            for name, stated in (("capacity", capacity), ("max_tokens", max_tokens)):
-                if stated is not None:
-                    raise UserError(
-                        f"{name} is stated where the cache is made (prefill), not where it is continued"
-                    )
+            if capacity is not None:
+                raise UserError(
+                    "capacity is stated where the cache is made (prefill), not where it is continued"
+                )
             if share is not False:
                 cache, order = branched(cache, share, params[0].n, len(rows))
                 rows = placed(rows, order, cache.seen.shape[0])
@@ -361,7 +358,6 @@ def generate(
     cache: Cache | None = None,
     share: Any = False,
     capacity: int | str | None = None,
-    max_tokens: int | None = None,
     page_size: int | None = None,
     chunk: int = CHUNK,
     block: int = BLOCK,
@@ -379,7 +375,7 @@ def generate(
         share: True: several questions of each of the cache's contexts, as many of each, one context's after another's;
             or a list with the context of each question, from 0. They are a batch of forks which hold the context's
             pages together and copy only those that they write to; on a mesh a fork runs where its context is.
-        capacity, max_tokens, page_size, chunk: as in `prefill`; a cache that is continued keeps its capacity and
+        capacity, page_size, chunk: as in `prefill`; a cache that is continued keeps its capacity and
             page size.
         block: tokens between two looks of the host.
 
@@ -395,7 +391,7 @@ def generate(
     blocks: list[Block] = []
     for new in stream(
         model, asked, sampling, tokenizer=tokenizer, policy=policy, cache=cache, share=share, capacity=capacity,
-        max_tokens=max_tokens, page_size=page_size, chunk=chunk, block=block, implementation=implementation,
+        page_size=page_size, chunk=chunk, block=block, implementation=implementation,
     ):  # fmt: skip
         stats = caches.stats(new.cache, len(new.tokens) if share is False else None)
         blocks.append(Block(new.tokens, new.cache, new.logprobs))

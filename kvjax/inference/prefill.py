@@ -45,7 +45,6 @@ def prefill(
     policy: Policy | None = None,
     max_new_tokens: int = 0,
     capacity: int | str | None = None,
-    max_tokens: int | None = None,
     page_size: int | None = None,
     chunk: int = CHUNK,
     observers: Prompts | None = None,
@@ -63,9 +62,6 @@ def prefill(
         capacity: the pool's size: entries per kv head on average (an int), bytes in all ("2GiB"), or a share of each
             device's memory ("30%"). It is a bound. None: the policy's expected need with a margin, and what more turns
             out to be needed, up to the devices' memory.
-        max_tokens: the longest prompt with its answer that is to share compiled programs: pool and tables are made for
-            it and keep their size, so that every shorter context and question runs the programs of the first. None:
-            pools follow each prompt, and programs are shared by those of about one length.
         page_size: tokens per page. None: 64 on a TPU, which decodes faster from larger ones, and 16 elsewhere and for a
             policy with a selection, which chooses among pages.
         chunk: prompt tokens in one call; the result does not depend on it.
@@ -82,7 +78,6 @@ def prefill(
     """
     check_arguments("prefill", model, policy, implementation=implementation)
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
-    max_tokens = None if max_tokens is None else whole_number("prefill", "max_tokens", max_tokens)
     page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
     chunk = whole_number("prefill", "chunk", chunk)
     tokens = tokens_of(tokens, tokenizer, "beginning")
@@ -95,7 +90,7 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(compiled.host, rows, behind)
-        cache = begin(model, compiled, rows, room, page_size, capacity, max_tokens)
+        cache = begin(model, compiled, rows, room, page_size, capacity)
         check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, implementation, behind
         cache = schedule.read(model, compiled, cache, rows, *arguments)[0]

@@ -41,30 +41,22 @@ def reread(
     eviction = policy.host.eviction
     if eviction is None or policy.compact is None or not eviction.rereads:
         return cache
-    passes, least = [eviction.passes(row) for row in rows], 0
+    passes = [eviction.passes(row) for row in rows]
     behind = [max((one.tokens.size for one in own), default=0) for own in passes]
     most, row = max(zip(behind, rows, strict=True), key=lambda pair: pair[0] + pair[1].size)
     check_length(model, [row], most, what="that are read behind them to look at them")
-    if cache.shared:
-        least = longest_of(eviction, cache.layers.page_table.shape[-1] * cache.page_size)
     with use_mesh(model):
         for index in range(max(map(len, passes), default=0)):
             some = [own[index] if index < len(own) else None for own in passes]
             tokens = [np.zeros(0, np.int32) if one is None else one.tokens for one in some]
             log_call(cache, tokens)
             there = [one for one in some if one is not None]
-            fed, valid = padded(tokens, bucket(max(_longest(there), least)))
+            fed, valid = padded(tokens, bucket(_longest(there)))
             cache = one_pass(
                 model, policy.read, policy.compact, cache, fed, valid, spans(some, fed.shape[0]),
                 first=bucket(max(eviction.needs.prefix, eviction.needs.first)), implementation=implementation,
             )  # fmt: skip
     return cache
-
-
-def longest_of(eviction: Eviction, tokens: int) -> int:
-    """The most tokens of a pass, or its part, that a prompt of at most so many has."""
-    # of ids that no prompt's beginning has
-    return _longest(eviction.passes(np.full(tokens, -1, np.int32)))
 
 
 def _longest(passes: Sequence[Pass]) -> int:

@@ -59,7 +59,6 @@ def layout_for(
     dtype: Any,
     page_size: int | None = None,
     capacity: int | str | None = None,
-    max_tokens: int | None = None,
     free: int | None = None,
 ) -> Layout:
     """The shape of a cache, for the current mesh.
@@ -69,7 +68,6 @@ def layout_for(
         tokens: at most, of each sequence or of all.
         page_size: as in `kvjax.inference.prefill.prefill`.
         capacity: as in `kvjax.cache.pages_for`.
-        max_tokens: of the longest sequence that is to run the same programs: pool and tables are made for it.
         free: bytes that a device has for its pool; None: not looked at.
 
     Raises:
@@ -79,10 +77,10 @@ def layout_for(
     page_size = page_size_of(policy, page_size)
     most = policy.most_stored
     each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
-    table = caches.table_tokens(max(each)) if max_tokens is None else max_tokens
+    table = caches.table_tokens(max(each))
     if most is not None:
         table = min(table, most + policy.window - 1)
-    each = [table if max_tokens is not None else min(count, table) for count in each]
+    each = [min(count, table) for count in each]
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
     own = {} if most is None else caches.CAPACITY_PLANES
@@ -92,8 +90,6 @@ def layout_for(
     page_bytes = page_size * (2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes))
     page_bytes += 2 * head_dim * bounds.itemsize * (policy.selection is not None)
     entry_bytes = layers * kv_heads * page_bytes // page_size
-    parts = axis_size(*HEADS)
-    rows = layers * batch // batch_shards() * kv_heads // parts
 
     def shard_pages(each: Sequence[int]) -> int:
         """Of a pool for sequences of so many tokens."""
@@ -101,13 +97,7 @@ def layout_for(
             capacity, expected=lambda count: policy.expected_entries(count, entry_bytes), window=policy.window,
             tokens=each, layers=layers, kv_heads=kv_heads, page_size=page_size, page_bytes=page_bytes,
         )  # fmt: skip
-        if capacity is not None:
-            return pages
-        if max_tokens is not None:
-            beyond = max(max_tokens - policy.window + 1, 0)
-            most = caches.most_pages(rows, beyond, policy.window, page_size)
-            return caches.shared_size(pages, most)
-        return caches.pool_size(pages, page_bytes)
+        return caches.pool_size(pages, page_bytes) if capacity is None else pages
 
     pages = shard_pages(each)
     if free is not None and pages * page_bytes > free:
@@ -121,7 +111,7 @@ def layout_for(
         batch=batch, layers=layers, kv_heads=kv_heads, head_dim=head_dim, window=policy.window, tokens=table,
         page_size=page_size, pages=pages, dtype=dtype, stored=stored,
         bounds=None if policy.selection is None else bounds, planes=planes,
-        bounded=capacity is not None, shared=max_tokens is not None,
+        bounded=capacity is not None,
     )  # fmt: skip
 
 
@@ -195,7 +185,6 @@ def new_cache(
     room: int,
     page_size: int | None,
     capacity: int | str | None,
-    max_tokens: int | None = None,
 ) -> Cache:
     """An empty cache for prompts and `room` more tokens."""
     shards, config, plan = batch_shards(), model.config, policy.host.plan
@@ -213,7 +202,6 @@ def new_cache(
         group=config.num_heads // config.num_kv_heads,
         page_size=page_size,
         capacity=capacity,
-        max_tokens=max_tokens,
     )
 
 
@@ -224,12 +212,10 @@ def begin(
     room: int,
     page_size: int | None,
     capacity: int | str | None,
-    max_tokens: int | None,
 ) -> Cache:
     """Return an empty cache for prompts and `room` more tokens.
 
-    max_tokens: as in `kvjax.inference.prefill.prefill`. Raises UserError as `empty_cache`, and for a budget
-    below what always stays.
+    Raises UserError as `empty_cache`, and for a budget below what always stays.
     """
     host = policy.host
     if host.plan is not None:
@@ -237,13 +223,7 @@ def begin(
         shape = model.config
         entry_bytes = shape.num_layers * shape.num_kv_heads * 2 * shape.head_dim * model.embed.dtype.itemsize
         host.plan.check_bound(host.name, host.window - 1, entry_bytes)
-    longest = max(row.size for row in rows) + room
-    if max_tokens is not None and longest > max_tokens:
-        raise UserError(
-            f"prompts of up to {longest - room} tokens with {room} more are longer than max_tokens={max_tokens}, the "
-            "longest sequence that programs are shared by; max_new_tokens limits an answer"
-        )
-    return new_cache(model, policy, rows, room, page_size, capacity, max_tokens)
+    return new_cache(model, policy, rows, room, page_size, capacity)
 
 
 def with_more_pages(policy: Policy, cache: Cache, used: int, read: int, to_come: int) -> Cache:
@@ -309,14 +289,11 @@ def _wanted(policy: Policy, cache: Cache, question: int, answer: int) -> int:
 
 
 def _lacking(policy: Policy, cache: Cache, question: int, answer: int) -> int:
-    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated; where
-    it is for all sequences up to some length it grows as it runs out, but for what branches copy and compact."""
-    if cache.bounded or (cache.shared and cache.pages.others is None):
+    """Pages that the pool lacks of what is wanted, rounded up; below 0 if it has more. 0 if its size was stated."""
+    if cache.bounded:
         return 0
     need, have = _wanted(policy, cache, question, answer), pool_pages(cache)
     rounded = caches.pool_size(need, cache.pages.nbytes // cache.pages.pool.shape[0])
-    if cache.shared:
-        return max(0, rounded - have)
     return 0 if need <= have <= rounded else rounded - have
 
 
@@ -349,7 +326,7 @@ def fitted(policy: Policy, cache: Cache, tokens: int) -> Cache:
 def halved(policy: Policy, cache: Cache, tokens: int) -> Cache:
     """The cache with a half, a quarter or an eighth of its pool where that takes what is stored and so many decoded
     tokens, since less was admitted than was expected; unless its size was stated, or devices cannot hold both pools."""
-    if cache.bounded or cache.shared:
+    if cache.bounded:
         return cache
     have, page_bytes = pool_pages(cache), cache.pages.nbytes // cache.pages.pool.shape[0]
     size = caches.halved_size(have, _wanted(policy, cache, 0, tokens), page_bytes)

@@ -40,7 +40,7 @@ def reconstruction(
     rows = [context.row for context in contexts]
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, rows, 0, None, None, None)
+        cache = begin(model, compiled, rows, 0, None, None)
         longest, start = max(row.size for row in rows), 0
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]

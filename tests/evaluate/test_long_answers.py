@@ -15,7 +15,7 @@ from tests.tiny_models import tiny_model, tiny_scorers
 
 LENGTH, ENDS = 64, (5, 6)
 DRAWING = Drawing(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
-MANNER = Manner(batch=6, length=LENGTH, page_size=4)
+MANNER = Manner(batch=6, page_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_pass_at_1_is_the_mean_over_problems_and_draws(model, problems, full):
         for draw in range(3):
             (said,) = full.outputs[3 * index + draw]
             sampling = DRAWING.sampling(index, draw, LENGTH - 14)
-            alone = generate(model, [problem.context], sampling, max_tokens=LENGTH, page_size=4, block=64)
+            alone = generate(model, [problem.context], sampling, page_size=4, block=64)
             np.testing.assert_array_equal(said, alone.tokens[0])
             if alone.finish_reasons == ["length"]:
                 cut += 1

@@ -26,7 +26,7 @@ from tests.inference.delayed import delayed
 from tests.tiny_models import tiny_model
 
 CONTEXT, RATIO = 512, 0.2
-MANNER = Manner(chunk=128, length=576, capacity=1152)
+MANNER = Manner(chunk=128, capacity=1152)
 """Of the built-in model's samples."""
 TEXT_RATIO = 0.25
 LENGTHS = (41, 48, 56)

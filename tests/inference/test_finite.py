@@ -59,7 +59,7 @@ def spoilt(row, place):
     [
         lambda model, row: prefill(model, [row, PROMPTS[1]], chunk=16),
         lambda model, row: prefill(model, [row], policy=make_policy("snapkv:ratio=0.5,observed=4"), chunk=16),
-        lambda model, row: prefill(model, [row], capacity=64, max_tokens=64),
+        lambda model, row: prefill(model, [row], capacity=64),
         lambda model, row: ask(model, [PROMPTS[1], row]),
         lambda model, row: logits(model, [row]),
         lambda model, row: list(captured_layers(model, make_policy("full"), None, [row], ["k"])),

@@ -82,7 +82,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
 
 def test_only_what_is_stored_is_written(model, tmp_path):
     policy = make_policy("streaming_llm:window=9,sink=2")
-    cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, max_tokens=4000)
+    cache = prefill(model, CONTEXTS, policy=policy, max_new_tokens=2000, capacity=2000)
     size = save_cache(tmp_path, cache, model, policy)
     entries = 3 * 2 * 4 * (2 + 8)
     assert size < entries * 2 * 8 * 4 + 4096 < cache.pages.nbytes // 10

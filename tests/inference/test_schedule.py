@@ -189,7 +189,7 @@ def test_what_the_decoding_loop_compacts(model, prompts, monkeypatch):
     )
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, [prompts[0]] * 4, 0, PAGE, None, None)
+        cache = begin(model, compiled, [prompts[0]] * 4, 0, PAGE, None)
         again = schedule.recurring(compiled.host, cache)
         cache = dataclasses.replace(cache, seen=put(np.array([16, 16, 15, 24], np.int32), BATCH))
         pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0 - 1)

@@ -81,7 +81,7 @@ def temporaries(tokens, **shape):
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
         policy = make_policy("streaming_llm:window=6,sink=2", model=model).compile(model)
-        cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None, None)
+        cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None)
         batch = jnp.zeros((1, tokens), jnp.int32), jnp.full(1, tokens, jnp.int32)
         program = last_logits.lower(model, policy.read, cache, *batch).compile()
         return program.memory_analysis().temp_size_in_bytes

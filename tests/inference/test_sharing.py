@@ -169,11 +169,11 @@ def test_what_is_shared_must_be_a_cache(model):
     assert caches.stats(prefill(model, CONTEXTS[:1])).pages > 0
 
 
-def test_compactions_of_branches_find_room_in_a_pool_for_all_lengths(model):
+def test_compactions_of_branches_find_room(model):
     policy = make_policy("r_kv:entries=24,when=every,every=8", model=model)
     questions = [RANDOM.integers(0, 61, 3) for _ in range(12)]
     options = {"policy": policy, "sampling": WITH_LOGPROBS}
-    cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE, max_tokens=110)
+    cache = prefill(model, CONTEXTS[:1], policy=policy, page_size=PAGE)
     found = generate(model, questions, cache=cache, share=True, **options)
     for place in (0, 11):
         alone = generate(model, questions[place : place + 1], cache=cache, **options)

@@ -43,7 +43,7 @@ def read(model, policy, rows, chunk=CHUNK):
     """The cache, and the logits after each prompt."""
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, rows, 0, PAGE, None, None)
+        cache = begin(model, compiled, rows, 0, PAGE, None)
         cache, logits = schedule.read(model, compiled, cache, rows, 0, chunk)
         return cache, np.asarray(logits)
 
@@ -155,7 +155,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     whole = read(model, policy, [row])[0]
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, [row], 0, PAGE, None, None)
+        cache = begin(model, compiled, [row], 0, PAGE, None)
         assert not jax.tree.leaves(cache.trail)
         for token in row:
             one, valid = padded([np.array([token])], 1)
