@@ -10,9 +10,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.cache import Cache, check_alive, not_finite
 from kvjax.errors import one_of
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.checks import check_continues, check_in_front, token_rows
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
-from kvjax.inference.room import new_cache
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder, layer_body
 from kvjax.policies.compiled import View

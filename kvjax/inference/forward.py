@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
+from kvjax.inference.allocation import with_more_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.remembering import remembered, traces
-from kvjax.inference.room import with_more_pages
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.compiled import States, View

@@ -18,6 +18,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference import schedule
+from kvjax.inference.allocation import begin, with_room
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
@@ -31,7 +32,6 @@ from kvjax.inference.decode import Before, Recurring, decode
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK, compiled_policy
-from kvjax.inference.room import begin, with_room
 from kvjax.inference.sampler import (
     Counts,
     Logprobs,

@@ -11,6 +11,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import schedule
+from kvjax.inference.allocation import begin
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
@@ -20,7 +21,6 @@ from kvjax.inference.checks import (
     tokens_of,
 )
 from kvjax.inference.forward import padded
-from kvjax.inference.room import begin
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy

@@ -29,8 +29,8 @@ from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.files import locked, write_text
+from kvjax.inference.allocation import laid_out, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
-from kvjax.inference.room import laid_out, stored_as
 from kvjax.inference.settled import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder

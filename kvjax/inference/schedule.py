@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache, check
+from kvjax.inference.allocation import fitted, halved, with_more_pages
 from kvjax.inference.compaction import compact_to
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
@@ -21,7 +22,6 @@ from kvjax.inference.forward import bucket, feed, memories, padded
 from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
 from kvjax.inference.reread import reread
-from kvjax.inference.room import fitted, halved, with_more_pages
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, States

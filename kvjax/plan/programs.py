@@ -16,10 +16,11 @@ from kvjax.cache import table_tokens
 from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
+from kvjax.checkpoints.orbax import abstract
+from kvjax.inference.allocation import laid_out, layout_for
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.generate import BLOCK, decode_block
 from kvjax.inference.prefill import CHUNK
-from kvjax.inference.room import laid_out, layout_for
 from kvjax.inference.sampler import make_sampler
 from kvjax.inference.schedule import recurring
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh

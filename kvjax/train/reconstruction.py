@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.compaction import addresses
+from kvjax.inference.allocation import begin
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reread import reread
-from kvjax.inference.room import begin
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, Ratio

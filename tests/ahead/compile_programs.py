@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
 from kvjax.checkpoints.orbax import abstract
+from kvjax.inference.allocation import laid_out, owned, page_size_of
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
 from kvjax.inference.generate import decode_block
-from kvjax.inference.room import laid_out, owned, page_size_of
 from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax.inference.room import empty_cache
+from kvjax.inference.allocation import empty_cache
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import HEADS as SPLIT
 from kvjax.mesh import SHARDS, make_mesh, put

@@ -9,9 +9,9 @@ import pytest
 
 from kvjax import inference
 from kvjax.builtin import builtin_model
-from kvjax.inference import room
+from kvjax.inference import allocation
+from kvjax.inference.allocation import empty_cache
 from kvjax.inference.generate import decode_block
-from kvjax.inference.room import empty_cache
 from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import put, use_mesh
@@ -84,7 +84,7 @@ def test_bits_of_16_bit_floats_are_those_of_a_pool_of_floats(name, monkeypatch):
         )
         return cache.pages, [list(tokens) for tokens in said.tokens]
 
-    (bits, said), _ = run(), monkeypatch.setattr(room, "on_cpu", lambda: False)
+    (bits, said), _ = run(), monkeypatch.setattr(allocation, "on_cpu", lambda: False)
     floats, expected = run()
     assert (bits.pool.dtype, floats.pool.dtype) == (jnp.uint16, jnp.bfloat16)
     assert bits.pool.nbytes == floats.pool.nbytes

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax import cache as caches
-from kvjax.inference.room import grown, trimmed
+from kvjax.inference.allocation import grown, trimmed
 from kvjax.mesh import make_mesh
 from tests.cache.lists import (
     BATCH,

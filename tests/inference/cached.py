@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import cache as caches
+from kvjax.inference.allocation import empty_cache
 from kvjax.inference.forward import forward
-from kvjax.inference.room import empty_cache
 from kvjax.mesh import use_mesh
 
 LENGTH = 40

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.inference.allocation import empty_cache
 from kvjax.inference.attention import cached_attention, masked_attention
-from kvjax.inference.room import empty_cache
 from kvjax.mesh import BATCH, HEADS, P, make_mesh, put
 from kvjax.policies import make_policy
 from kvjax.policies.compiled import compile_policy

@@ -7,9 +7,9 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.inference import prefill
+from kvjax.inference.allocation import empty_cache
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import forward
-from kvjax.inference.room import empty_cache
 from kvjax.mesh import make_mesh
 from kvjax.policies import make_policy
 from tests.tiny_models import tiny_model

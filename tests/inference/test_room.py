@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kvjax import cache as caches
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference.room import new_cache, page_size_of, with_room
+from kvjax.inference.allocation import new_cache, page_size_of, with_room
 from kvjax.inference.sharing import branched
 from kvjax.mesh import AXES, make_mesh, use_mesh
 from kvjax.policies import make_policy

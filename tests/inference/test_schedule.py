@@ -10,8 +10,8 @@ import pytest
 from kvjax import cache as caches
 from kvjax import inference
 from kvjax.inference import schedule
+from kvjax.inference.allocation import begin
 from kvjax.inference.footprint_log import footprint_log
-from kvjax.inference.room import begin
 from kvjax.mesh import BATCH, put, use_mesh
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams

@@ -10,9 +10,9 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
+from kvjax.inference.allocation import begin
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import last_logits
-from kvjax.inference.room import begin
 from kvjax.mesh import HEADS, make_mesh, token_axis
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams

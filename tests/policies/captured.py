@@ -10,9 +10,9 @@ from kvjax import cache as caches
 from kvjax.cache.trail import by_layer
 from kvjax.inference import compaction
 from kvjax.inference import quota as quotas
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import feed
 from kvjax.inference.prefill import CHUNK
-from kvjax.inference.room import new_cache
 from kvjax.mesh import AXES, BATCH, HEADS, P, gather, use_mesh
 from kvjax.models.decoder import scan_layers
 from kvjax.models.rope import inverse_frequencies

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kvjax.checkpoints.folder import describe
 from kvjax.cli.launch import MeshShape
+from kvjax.checkpoints.folder import describe
+from kvjax.inference.allocation import empty_cache
 from kvjax.inference.forward import forward
-from kvjax.inference.room import empty_cache
 from kvjax.mesh import HEADS, make_mesh
 from kvjax.policies import make_policy
 from kvjax.policies.admission.wgkv import GATE_FLOOR

@@ -11,9 +11,9 @@ from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import schedule
+from kvjax.inference.allocation import begin
 from kvjax.inference.forward import last_logits, padded
 from kvjax.inference.prefill import CHUNK
-from kvjax.inference.room import begin
 from kvjax.mesh import make_mesh, use_mesh
 from kvjax.models.chat import encode
 from kvjax.policies import make_policy

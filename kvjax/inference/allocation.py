@@ -1,4 +1,4 @@
-"""Room for what is to come: a new cache for prompts, and pools that grow for questions and answers."""
+"""The size of a cache: a new one for prompts, and pools that grow for questions and answers."""
 
 import functools
 from collections.abc import Callable, Sequence
