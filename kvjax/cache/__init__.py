@@ -1,31 +1,31 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-resize: an empty cache, and pools that grow and shrink. sizes: how large a pool is.
+resize: an empty cache, and copies with another pool. sizes: how large a pool is.
 compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail: what they
 remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's pages.
 rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
 """
 
-from kvjax.cache.branches import owned, selected
+from kvjax.cache.branches import copy_shared_pages, selected
 from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
-from kvjax.cache.resize import Layout, empty, grown, trimmed
+from kvjax.cache.resize import Layout, empty, resize
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
+from kvjax.cache.rows import shard_pages
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
+    capacity_like,
+    capacity_pages,
     device_bytes,
-    halved_size,
-    largest_shard,
-    most_pages,
-    pages_for,
     parse_capacity,
     pool_size,
     table_tokens,
+    worth_shrinking,
 )
 from kvjax.cache.stats import Stats, check, check_alive, stats
 
@@ -40,34 +40,33 @@ __all__ = [
     "Quota",
     "Stats",
     "Turnover",
+    "capacity_like",
+    "capacity_pages",
     "check",
     "check_alive",
     "check_finite",
+    "copy_shared_pages",
     "default_page_size",
     "device_bytes",
     "empty",
     "ends",
     "free_counts",
-    "grown",
-    "halved_size",
     "if_finite",
     "in_order",
-    "largest_shard",
     "leaving",
-    "most_pages",
     "not_finite",
-    "owned",
-    "pages_for",
     "parse_capacity",
     "pool_size",
     "push",
+    "resize",
     "ring_entries",
     "ring_pages",
     "ring_priority",
     "selected",
+    "shard_pages",
     "standings",
     "stats",
     "swap_worst",
     "table_tokens",
-    "trimmed",
+    "worth_shrinking",
 ]

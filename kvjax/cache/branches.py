@@ -20,7 +20,7 @@ from kvjax.mesh import BATCH, SHARDS, P
 def selected(cache: Cache, index: Int[Array, " n"]) -> Cache:
     """The cache of other sequences: sequence i is what `index[i]` was, by its place in its own batch shard, or empty
     where that is negative. Pages that none holds any more are free. `cache` stays as it is, and shares its pool's
-    memory with what is returned, which must be `owned` before anything is written to it."""
+    memory with what is returned, which `copy_shared_pages` must be given before anything is written to it."""
     layers, seen, trail, held = _selected(cache, index)
     pages = dataclasses.replace(cache.pages, free=held[0], free_count=held[1], others=held[2])
     return dataclasses.replace(cache, pages=pages, layers=layers, seen=seen, trail=trail)
@@ -59,7 +59,7 @@ def branched_rows(
     return layers, jnp.where(exists, of(seen, 0), 0), jax.tree.map(lambda x: of(x, 0), trail), held
 
 
-def owned(cache: Cache, newest: int | None) -> Cache:
+def copy_shared_pages(cache: Cache, newest: int | None) -> Cache:
     """The cache (donated, if jitted so) in which no other row holds a page of a row's ring, or of its `newest` entries
     (None: of any): all but one that hold such a page have copies of it. Where the pool has not enough for these the
     free count is negative."""
@@ -74,7 +74,7 @@ def owned(cache: Cache, newest: int | None) -> Cache:
 
 
 def with_copies(pages: Pages, layers: LayerCache, ring: int, newest: int | None) -> tuple[Pages, LayerCache]:
-    """`owned`, of one shard whose rings take up to `ring` pages."""
+    """`copy_shared_pages`, of one shard whose rings take up to `ring` pages."""
     assert pages.others is not None
     (none, page_size, _), table, length = pages.pool.shape, layers.page_table, layers.length
     columns = table.shape[-1]

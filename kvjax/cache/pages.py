@@ -118,8 +118,8 @@ class Cache:
     """What the eviction remembers of the last tokens, rings of the pytree that it says (`kvjax.cache.trail`)."""
     window: int = static()
     """The last tokens that are always visible; the ring has one slot fewer."""
-    bounded: bool = static()
-    """The user stated the capacity: the pool must not grow."""
+    limit: int | None = static(default=None)
+    """Most pages that a shard's pool may ever have, by the stated capacity; None: none was stated."""
 
     @property
     def page_size(self) -> int:

@@ -1,4 +1,4 @@
-"""A cache that has seen nothing, and copies of a cache with more pages or fewer."""
+"""An empty cache, and copies of a cache with more pages or fewer."""
 
 import dataclasses
 from typing import Any
@@ -39,8 +39,8 @@ class Layout:
     """Of the bounds of each page's keys; None: there are none."""
     planes: tuple[tuple[str, Any], ...] = ()
     """The methods' own numbers of entries, and a capacity's: names and dtypes."""
-    bounded: bool = False
-    """Whether the user stated the capacity."""
+    limit: int | None = None
+    """Most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
 
 
 def empty(layout: Layout, state: Any, trail: Any) -> Cache:
@@ -51,9 +51,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     layers, batch, heads = layout.layers, layout.batch, layout.kv_heads
     pages, page_size, width = layout.pages, layout.page_size, 2 * layout.head_dim
     shards, slots = axis_size(*SHARDS), layout.window - 1
-    columns = max(
-        1, ring_pages(layout.window, page_size) + min(-(-max(layout.tokens - slots, 0) // page_size), pages)
-    )
+    columns = max(1, ring_pages(layout.window, page_size) + -(-max(layout.tokens - slots, 0) // page_size))
     rows = P(None, BATCH, HEADS, None)
 
     def all_free():
@@ -82,59 +80,35 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     )
     seen = jnp.zeros(batch, jnp.int32, out_sharding=P(BATCH))
     pages_ = Pages(pool, free, count, layout.dtype, bounds, planes)
-    return Cache(pages_, layer_cache, seen, trail, window=layout.window, bounded=layout.bounded)
+    return Cache(pages_, layer_cache, seen, trail, window=layout.window, limit=layout.limit)
 
 
-def grown(cache: Cache, pages: int, columns: int) -> Cache:
-    """A copy with `pages` more pages a shard and `columns` more columns in the page table."""
+def resize(cache: Cache, pages: int, columns: int = 0) -> Cache:
+    """Return a copy whose pool has `pages` pages a shard, at least those in use, and whose page tables have `columns`
+    more columns."""
 
-    def more(pages_, layers):
-        had = pages_.pool.shape[0]
-        pool = jnp.pad(pages_.pool, ((0, pages), (0, 0), (0, 0)))
-        count = pages_.free_count
-        index = jnp.arange(had + pages)
-        new = had + index - count
-        free = jnp.where(index < count, jnp.pad(pages_.free, (0, pages)), new).astype(jnp.int32)
-        table = jnp.where(layers.page_table >= had, had + pages, layers.page_table)
-        table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=had + pages)
-        layers = dataclasses.replace(layers, page_table=table)
-        bounds = pages_.bounds
-        if bounds is not None:
-            bounds = jnp.pad(bounds, ((0, pages), (0, 0)), constant_values=jnp.inf)
-        planes = {name: jnp.pad(x, ((0, pages), (0, 0))) for name, x in pages_.planes.items()}
-        others = None if pages_.others is None else jnp.pad(pages_.others, (0, pages))
-        new_pages = Pages(pool, free, count + pages, pages_.dtype, bounds, planes, others)
-        return new_pages, layers
-
-    specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
-    new_pages, new_layers = jax.shard_map(more, out_specs=specs)(cache.pages, cache.layers)
-    return dataclasses.replace(cache, pages=new_pages, layers=new_layers)
-
-
-def trimmed(cache: Cache, pages: int) -> Cache:
-    """A copy whose pool has `pages` pages a shard, which must be at least those in use."""
-
-    def less(pages_, layers):
-        had = pages_.pool.shape[0]
-        used = jnp.zeros(had, bool).at[layers.page_table].set(True, mode="drop")
+    def local(old: Pages, layers: LayerCache) -> tuple[Pages, LayerCache]:
+        had, table = old.pool.shape[0], layers.page_table
+        used = jnp.zeros(had, bool).at[table].set(True, mode="drop")
         place = jnp.cumsum(used, dtype=jnp.int32) - 1
         source = jnp.zeros(pages, jnp.int32)
         source = source.at[jnp.where(used, place, pages)].set(jnp.arange(had, dtype=jnp.int32), mode="drop")
-        free = jnp.arange(pages, dtype=jnp.int32)[::-1]
-        count = pages - used.sum(dtype=jnp.int32)[None]
-        table = layers.page_table
+        held = jnp.arange(pages) <= place[-1]
+        # a debt and a mark of numbers that are not finite stay what they are
+        count = jnp.where(old.free_count < 0, old.free_count, pages - 1 - place[-1])
         table = jnp.where(table < had, place.at[table].get(mode="clip"), pages)
-        layers = dataclasses.replace(layers, page_table=table)
-        bounds = pages_.bounds
-        if bounds is not None:
-            bounds = jnp.where(jnp.arange(pages)[:, None] < pages - count, bounds[source], jnp.inf)
-        planes = {name: x[source] for name, x in pages_.planes.items()}
-        others = pages_.others
-        if others is not None:
-            others = jnp.where(jnp.arange(pages) < pages - count, others[source], 0)
-        new_pages = Pages(pages_.pool[source], free, count, pages_.dtype, bounds, planes, others)
-        return new_pages, layers
+        table = jnp.pad(table, ((0, 0), (0, 0), (0, 0), (0, columns)), constant_values=pages)
+        new = Pages(
+            pool=old.pool[source],
+            free=jnp.arange(pages, dtype=jnp.int32)[::-1],
+            free_count=count,
+            dtype=old.dtype,
+            bounds=None if old.bounds is None else jnp.where(held[:, None], old.bounds[source], jnp.inf),
+            planes={name: x[source] for name, x in old.planes.items()},
+            others=None if old.others is None else jnp.where(held, old.others[source], 0),
+        )
+        return new, dataclasses.replace(layers, page_table=table)
 
     specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (cache.pages, cache.layers))
-    new_pages, new_layers = jax.shard_map(less, out_specs=specs)(cache.pages, cache.layers)
+    new_pages, new_layers = jax.shard_map(local, out_specs=specs)(cache.pages, cache.layers)
     return dataclasses.replace(cache, pages=new_pages, layers=new_layers)

@@ -51,6 +51,13 @@ def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"
     return np.moveaxis(x, (1, 3), (0, 1)).reshape(b * h, -1, *x.shape[5:])
 
 
+def shard_pages(
+    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
+) -> Int[np.ndarray, " shards"]:
+    """Return the pages of each shard's head caches, given their retained entries and their sequences' tokens."""
+    return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
+
+
 def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
     """The shard of each row of an `[l b k]` array."""
     layers, batch, heads = shape

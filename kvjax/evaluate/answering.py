@@ -76,7 +76,7 @@ def answer(
         ]
         if any(read):
             first = [q.prompt[:count] for q, count in zip(questions, read, strict=True)]
-            cache, _ = feed(model, policy.host, policy.extend, cache, first, chunk=CHUNK, grow=False)
+            cache, _ = feed(model, policy.host, policy.extend, cache, first, chunk=CHUNK, grows=False)
             questions = [
                 dataclasses.replace(q, prompt=q.prompt[count:])
                 for q, count in zip(questions, read, strict=True)

@@ -46,7 +46,7 @@ def captured_layers(
     with use_mesh(model):
         compiled = policy.compile(model)
         if cache is None:
-            cache = new_cache(model, compiled, [row[:1] for row in rows], 0, None, None)
+            cache = new_cache(model, compiled, [row[:1] for row in rows])
         else:
             check_alive("captured_layers", cache)
             check_in_front("captured_layers", cache)

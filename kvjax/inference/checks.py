@@ -7,9 +7,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from kvjax.cache import CAPACITY_PLANES, Cache, check_alive, pages_for
+from kvjax.cache import CAPACITY_PLANES, Cache, capacity_pages, check_alive
 from kvjax.errors import UserError, one_of, shown, warn
-from kvjax.mesh import HEADS, axis_size, batch_shards
+from kvjax.mesh import batch_shards
 from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -152,11 +152,8 @@ def check_arguments(
 
 
 def check_capacity(capacity: int | str) -> None:
-    """Refuse what is no capacity, whatever the model: that of a page for one entry."""
-    pages_for(
-        capacity, expected=lambda tokens: np.ones((1, 1)), window=1, tokens=[1] * batch_shards(), layers=1,
-        kv_heads=axis_size(*HEADS), page_size=1, page_bytes=1,
-    )  # fmt: skip
+    """Refuse what is no capacity, whatever the model."""
+    capacity_pages(capacity, rows=1, page_size=1, page_bytes=1)
 
 
 def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:

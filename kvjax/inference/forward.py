@@ -13,10 +13,9 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.rollback import marked, taken_back
-from kvjax.inference.allocation import with_more_pages
+from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
-from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.remembering import remembered, traces
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
@@ -177,7 +176,7 @@ def feed(
     implementation: str | None = None,
     logits: Float[Array, "b v"] | None = None,
     room: int = 0,
-    grow: bool = True,
+    grows: bool = True,
 ) -> tuple[Cache, Float[Array, "b v"]]:
     """All of `rows` through the model, at most `chunk` tokens a call.
 
@@ -186,7 +185,7 @@ def feed(
         cache: it is donated.
         logits: of rows that are empty.
         room: tokens that will follow.
-        grow: whether the pool may grow where it runs out, unless its size was stated.
+        grows: True if the pool may grow where it runs out.
 
     Returns:
         the cache, and the logits after each row's last token.
@@ -194,7 +193,7 @@ def feed(
     Raises:
         CapacityError: the pool ran out.
     """
-    longest, grow = max(row.size for row in rows), grow and not cache.bounded
+    longest = max(row.size for row in rows)
     for start in range(0, longest, chunk):
         end = min(start + chunk, longest)
         log_call(cache, [row[start:end] for row in rows])
@@ -203,7 +202,7 @@ def feed(
             tokens, valid = padded(part, size)
             start += count
             arguments = model, view, tokens, valid, implementation
-            cache, new = _read_call(*arguments, cache, host, longest - start + room, grow)
+            cache, new = _read_call(*arguments, cache, host, longest - start + room, grows)
             if logits is not None and not all(row.size for row in part):
                 new = jnp.where((valid > 0)[:, None], new, logits)
             logits = new
@@ -220,19 +219,18 @@ def _read_call(
     cache: Cache,
     host: Policy,
     to_come: int,
-    grow: bool,
+    grows: bool,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """`last_logits`; where the pool may run out and does, once more with a larger one. What a call admits does not
-    depend on the pages that there are for it, so the second time it is enough."""
+    """Run `last_logits`, and where the pool may run out and does, once more with a larger one. What a call admits does
+    not depend on the pages that there are for it, so the second time it is enough."""
     count = int(np.asarray(valid).max())
-    if more_pages(cache, count, host.most_stored) <= free_pages(cache):
+    if more_pages(host, cache, count) <= free_pages(cache):
         return last_logits(model, view, cache, tokens, valid, implementation=implementation)
-    mark = marked(cache) if grow else None
+    mark = marked(cache) if grows and may_grow(cache) else None
     cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
     if (lacking := -free_pages(cache)) > 0 and mark is not None:
-        read = int(np.asarray(cache.seen).max())
-        used = pool_pages(cache) + lacking
-        cache = with_more_pages(host, taken_back(cache, mark), used, read, to_come)
+        need = pool_pages(cache) + lacking
+        cache = grow(host, taken_back(cache, mark), need, count, to_come)
         cache, new = last_logits(model, view, cache, tokens, valid, implementation=implementation)
     caches.check(cache, host.name, to_come)
     return cache, new

@@ -18,7 +18,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference import schedule
-from kvjax.inference.allocation import begin, with_room
+from kvjax.inference.allocation import copy_for_question, new_cache
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
@@ -256,7 +256,7 @@ def stream(
         host = compiled.host
         order: Sequence[int] = range(len(rows))
         if cache is None:
-            held = begin(model, compiled, rows, longest_answer, page_size, capacity)
+            held = new_cache(model, compiled, rows, longest_answer, page_size, capacity)
             check_length(model, rows, longest_answer)
             held, after = schedule.read(model, compiled, held, rows, longest_answer, chunk, implementation)
             held = drop_observation_state(held, compiled.decode)
@@ -273,7 +273,7 @@ def stream(
             check_continues(cache, model, compiled, rows)
             check_length(model, rows, longest_answer, cache)
             longest = max(row.size for row in rows)
-            held = with_room(cache, host, longest, longest_answer)
+            held = copy_for_question(host, cache, longest, longest_answer)
             held = drop_observation_state(held, compiled.decode)
             held, after = feed(
                 model, host, compiled.extend, held, rows, chunk, implementation, room=longest_answer

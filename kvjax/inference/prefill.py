@@ -11,7 +11,7 @@ from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import schedule
-from kvjax.inference.allocation import begin
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.checks import (
     Prompts,
     check_arguments,
@@ -90,7 +90,7 @@ def prefill(
             behind = token_rows(model, observers)
             room = max(room, *(row.size for row in behind))
             check_observers(compiled.host, rows, behind)
-        cache = begin(model, compiled, rows, room, page_size, capacity)
+        cache = new_cache(model, compiled, rows, room, page_size, capacity)
         check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, implementation, behind
         cache = schedule.read(model, compiled, cache, rows, *arguments)[0]

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.capacity import POSITION
-from kvjax.cache.rows import Arrays, by_shard, packed, pages_of, places, unpacked
+from kvjax.cache.rows import Arrays, packed, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
@@ -428,20 +428,17 @@ def _like(
     page_bytes += 2 * config.head_dim * bounds.itemsize * found["selects"]
     padded = np.pad(seen, (0, batch - len(seen)))
     rows = np.pad(length, ((0, 0), (0, batch - len(seen)), (0, 0)))
-    used = by_shard(pages_of(rows, padded, window, page_size))
-    used = int(used.reshape(used.shape[0], -1).sum(1).max())
-    pages = caches.pool_size(used, page_bytes)
+    used = int(caches.shard_pages(rows, padded, window, page_size).max())
+    pages, limit = caches.pool_size(used, page_bytes), None
     if capacity is not None:
-        pages = caches.pages_for(
-            capacity, expected=lambda tokens: np.zeros((1, 1)), window=window,
-            tokens=[max(int(seen.max()), config.longest)] * batch,
-            layers=config.num_layers, kv_heads=config.num_kv_heads, page_size=page_size, page_bytes=page_bytes,
-        )  # fmt: skip
-        if pages < used:
+        local = rows.size // axis_size(*SHARDS)
+        limit = caches.capacity_pages(capacity, local, page_size, page_bytes)
+        if limit < used:
             raise CapacityError(
-                f"capacity {capacity}: {pages} pages of {page_size} tokens a device, the cache saved in {path} takes "
+                f"capacity {capacity}: {limit} pages of {page_size} tokens a device, the cache saved in {path} takes "
                 f"{used}"
             )
+        pages = min(pages, limit)
     if (size := pages * page_bytes) > (free := caches.device_bytes(free=True)):
         raise CapacityError(
             f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
@@ -452,7 +449,7 @@ def _like(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),
         page_size=page_size, pages=pages, dtype=dtype, stored=stored, bounds=bounds if found["selects"] else None,
-        planes=tuple(planes.items()), bounded=capacity is not None,
+        planes=tuple(planes.items()), limit=limit,
     )  # fmt: skip
     group = config.num_heads // config.num_kv_heads
     like = jax.eval_shape(lambda: laid_out(policy.decode, layout, group))

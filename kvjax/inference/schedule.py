@@ -14,12 +14,18 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import Cache, check
-from kvjax.inference.allocation import fitted, halved, with_more_pages
+from kvjax.inference.allocation import (
+    free_pages,
+    grow,
+    may_grow,
+    more_pages,
+    pool_pages,
+    resize_after_prompt,
+)
 from kvjax.inference.compaction import compact_to
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, feed, memories, padded
-from kvjax.inference.page_counts import free_pages, more_pages, pool_pages
 from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
 from kvjax.inference.reread import reread
 from kvjax.mesh import put
@@ -64,7 +70,7 @@ def read(
     run = functools.partial(feed, model, host, policy.read, **options)
     if plan is None:
         cache, logits = run(cache, rows)
-        return halved(host, cache, room), logits
+        return resize_after_prompt(host, cache, room), logits
     observers = _guided(plan, len(rows)) if observers is None else observers
     logits = None
     if plan.moment.in_chunks:
@@ -81,7 +87,7 @@ def read(
         cache, logits = run(cache, rows)
         cache = at_prompt_end(model, policy, cache, rows, observers, run, implementation)
     assert logits is not None
-    return fitted(host, cache, room), logits
+    return resize_after_prompt(host, cache, room), logits
 
 
 def at_prompt_end(
@@ -250,12 +256,11 @@ def next_block(
     count = min(due, left, size)
     # before it grows: a pool with more pages would hide what a compaction found none for
     check(cache, policy.name, left)
-    if not cache.bounded and (short := more_pages(cache, count, policy.most_stored) - free_pages(cache)) > 0:
-        read, used = int(np.asarray(cache.seen).max()) + count, pool_pages(cache) + short
-        to_come = left - count
+    if may_grow(cache) and (short := more_pages(policy, cache, count) - free_pages(cache)) > 0:
+        later = left - count
         if plan is not None and plan.moment.while_decoding:
-            to_come = min(due, plan.moment.every or due)
-        cache = with_more_pages(policy, cache, used, read, to_come)
+            later = min(due, plan.moment.every or due)
+        cache = grow(policy, cache, pool_pages(cache) + short, count, later)
     return count, size, cache
 
 

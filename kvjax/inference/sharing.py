@@ -52,7 +52,7 @@ def places(cache: Cache, share: Any, samples: int, answers: int) -> tuple[list[l
 def branched(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache, list[int]]:
     """A cache with a sequence for each of so many answers, `samples` to each question, which shares its context's
     pages, and each answer's place in the batch: a branch stays on its context's devices. Nothing is copied yet
-    (`kvjax.inference.allocation.with_room`)."""
+    (`kvjax.inference.allocation.copy_for_question`)."""
     check_in_front("generate", cache)
     rows, order = places(cache, share, samples, answers)
     index = np.full((len(rows), max(map(len, rows))), -1, np.int32)

@@ -199,10 +199,8 @@ class Serving:
         config = self.config
         layout = layout_for(
             policy, batch=self.rows, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim,
-            tokens=tokens, dtype=self.model.embed.dtype,
+            tokens=tokens, longest=tables, dtype=self.model.embed.dtype,
         )  # fmt: skip
-        if policy.most_stored is None:
-            layout = dataclasses.replace(layout, tokens=max(layout.tokens, table_tokens(max(1, tables))))
         group = config.num_heads // config.num_kv_heads
         return abstract(lambda view: laid_out(view, layout, group), self.mesh, view)
 

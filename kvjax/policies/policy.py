@@ -234,11 +234,8 @@ class Policy:
     @property
     def rewritten(self) -> int | None:
         """How many of a head cache's newest entries may be written to after the prompt; None: any of them may."""
-        if self.most_stored is not None or self.admission.updates:
-            return None
-        if self.eviction is None or not self.compacts_answers:
-            return 0
-        return None if self.eviction.updates else self.eviction.pending
+        written = self.most_stored is not None or self.admission.updates or self.compacts_answers
+        return None if written else 0
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
         """The most entries expected at one time while `tokens` tokens are read, ring included, by layer and kv head.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.cache.compaction import addresses
-from kvjax.inference.allocation import begin
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reread import reread
 from kvjax.mesh import use_mesh
@@ -40,7 +40,7 @@ def reconstruction(
     rows = [context.row for context in contexts]
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, rows, 0, None, None)
+        cache = new_cache(model, compiled, rows)
         longest, start = max(row.size for row in rows), 0
         for count, size in pieces(longest, PIECE):
             part = [row[start : start + count] for row in rows]

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from kvjax.cache import Layout, Quota
 from kvjax.checkpoints.orbax import abstract
-from kvjax.inference.allocation import laid_out, owned, page_size_of
+from kvjax.inference.allocation import copy_shared_pages, laid_out, page_size_of
 from kvjax.inference.compaction import compact
 from kvjax.inference.decode import Recurring
 from kvjax.inference.forward import last_logits
@@ -122,7 +122,7 @@ def programs(mesh, config, which="all"):
 
     held = shape(mesh, jnp.int32, cache.pages.pool.shape[:1], SHARDS)
     shared = dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, others=held))
-    yield "branches", owned, (shared, 0), {}
+    yield "branches", copy_shared_pages, (shared, 0), {}
 
     per_layer = row(jnp.int32, (config.num_layers, BATCH_SIZE, 1), None, BATCH, None)
     quota = Quota(

@@ -1,4 +1,6 @@
-"""A cache with more pages or fewer against the one that it was made of."""
+"""A cache with more pages or fewer holds what it held."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -6,54 +8,54 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import cache as caches
-from kvjax.inference.allocation import grown, trimmed
+from kvjax.inference.allocation import resize
 from kvjax.mesh import make_mesh
 from tests.cache.lists import (
     BATCH,
     CALLS,
     HEADS,
     TOKENS,
+    Lists,
     advance,
     assert_bounds_are_those_of_the_keys,
     calls,
+    holds_exactly,
     started,
     tables,
 )
 
+WINDOW = 5
 
-@settings(max_examples=8, deadline=None)
-@given(calls=calls, room=st.sampled_from([(0, 3), (5, 0), (3, 2)]))
-def test_a_grown_cache_holds_the_same_and_has_the_room_and_trimmed_it_is_small(calls, room):
-    window = 5
-    meshed, cache = started(window, CALLS * TOKENS + window)
-    for valid, wanted in calls:
+
+@settings(max_examples=12, deadline=None)
+@given(calls=calls, sizes=st.sampled_from([(0, 3), (5, 0), (-20, 0), (-40, 2)]))
+def test_a_cache_of_another_size_holds_the_same_and_goes_on(calls, sizes):
+    (meshed, cache), lists = started(WINDOW, CALLS * TOKENS + 40), Lists(WINDOW)
+    for count, (valid, wanted) in enumerate(calls):
+        if count == len(calls) // 2:
+            cache = resized(meshed, cache, *sizes)
+            holds_exactly(cache, lists, WINDOW)
         wanted = np.array(wanted).reshape(BATCH, HEADS, TOKENS)
-        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), window)
+        cache = advance(cache, jnp.asarray(wanted), jnp.asarray(valid, jnp.int32), WINDOW)
+        lists.push(valid, wanted)
+    holds_exactly(cache, lists, WINDOW)
+    assert_bounds_are_those_of_the_keys(cache)
+
+
+def test_a_debt_stays():
+    """A larger pool does not hide that a smaller one ran out."""
+    meshed, cache = started(WINDOW, CALLS * TOKENS + 40)
+    pages = dataclasses.replace(cache.pages, free_count=jnp.array([-3], jnp.int32))
+    cache = resized(meshed, dataclasses.replace(cache, pages=pages), 8, 0)
+    assert cache.pages.free_count.tolist() == [-3]
+
+
+def resized(meshed, cache, pages, columns):
+    """The cache, which is not on a mesh, with so many more pages and columns."""
+    had = cache.pages.pool.shape[0]
     with jax.set_mesh(make_mesh()):
-        placed = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)
-        had, (pages, columns) = cache.pages.pool.shape[0], room
-        more = grown(placed, pages, columns)
-        less = trimmed(more, had)
-    np.testing.assert_array_equal(more.pages.pool[:had], cache.pages.pool)
-    np.testing.assert_array_equal(more.pages.planes["born"][:had], cache.pages.planes["born"])
-    assert int(more.pages.free_count[0]) == int(cache.pages.free_count[0]) + pages
-    before, after = tables(cache, window), tables(more, window)
-    assert after.shape[-1] == before.shape[-1] + columns
-    none = before >= had
-    np.testing.assert_array_equal(after[..., : before.shape[-1]][~none], before[~none])
-    assert (after[..., : before.shape[-1]][none] >= had + pages).all()
-    free = np.asarray(more.pages.free)[: int(more.pages.free_count[0])].tolist()
-    assert len(set(free)) == len(free)
-    assert not set(free) & set(before[~none].tolist())
-    assert set(range(had, had + pages)) <= set(free)
-    assert_bounds_are_those_of_the_keys(more)
-    assert_bounds_are_those_of_the_keys(less)
-    assert caches.stats(less).pages == caches.stats(cache).pages
-    assert less.pages.pool.shape[0] == had
-    moved = tables(less, window)[..., : before.shape[-1]][~none]
-    np.testing.assert_array_equal(
-        np.asarray(less.pages.pool)[moved], np.asarray(cache.pages.pool)[before[~none]]
-    )
-    born = (np.asarray(x.pages.planes["born"]) for x in (less, cache))
-    np.testing.assert_array_equal(next(born)[moved], next(born)[before[~none]])
+        cache = jax.tree.map(lambda a, b: jax.device_put(np.asarray(a), b.sharding), cache, meshed)
+        more = resize(cache, had + pages, columns)
+    assert more.pages.pool.shape[0] == had + pages
+    assert tables(more, WINDOW).shape[-1] == tables(cache, WINDOW).shape[-1] + columns
+    return jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), more)

@@ -66,7 +66,7 @@ def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tm
     save_cache(tmp_path, cache, model, policy)
     expected = asked(model, policy, prefill(model, CONTEXTS, policy=policy, page_size=6))
     loaded = load_cache(tmp_path, model, policy, page_size=6, capacity=110)
-    assert (loaded.page_size, loaded.bounded) == (6, True)
+    assert (loaded.page_size, loaded.limit) == (6, 110 * 2 * 12 // 6)
     found = asked(model, policy, loaded)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
     with use_mesh(model):

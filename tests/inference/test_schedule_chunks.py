@@ -154,8 +154,9 @@ def test_a_sequence_is_read_alike_whatever_stands_beside_it(model, prompts, name
         np.testing.assert_allclose(beside_a_short_one, entries(twice, layer, 1, head), atol=1e-5)
 
 
-def test_a_number_of_entries_bounds_the_cache(model):
+def test_a_number_of_entries_bounds_the_cache(model, monkeypatch):
     """Every chunk competes with what earlier ones left, and the pool is as large as both."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
     policy = make_policy({"keydiff": {"entries": 9, "when": "chunk", "chunk": CHUNK}}, model=model)
     cache = inference.prefill(model, [np.arange(56)], policy=policy, page_size=PAGE)
     assert (np.asarray(cache.layers.length) == 9).all()

@@ -10,7 +10,7 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.inference.allocation import begin
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.capture import captured_layers
 from kvjax.inference.forward import last_logits
 from kvjax.mesh import HEADS, make_mesh, token_axis
@@ -81,7 +81,7 @@ def temporaries(tokens, **shape):
     with jax.set_mesh(make_mesh(**shape)):
         model = tiny_model()
         policy = make_policy("streaming_llm:window=6,sink=2", model=model).compile(model)
-        cache = begin(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None)
+        cache = new_cache(model, policy, [np.zeros(tokens, np.int64)], 8, 16, None)
         batch = jnp.zeros((1, tokens), jnp.int32), jnp.full(1, tokens, jnp.int32)
         program = last_logits.lower(model, policy.read, cache, *batch).compile()
         return program.memory_analysis().temp_size_in_bytes

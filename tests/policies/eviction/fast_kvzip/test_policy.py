@@ -11,7 +11,7 @@ from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
 from kvjax.inference import schedule
-from kvjax.inference.allocation import begin
+from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import last_logits, padded
 from kvjax.inference.prefill import CHUNK
 from kvjax.mesh import make_mesh, use_mesh
@@ -43,7 +43,7 @@ def read(model, policy, rows, chunk=CHUNK):
     """The cache, and the logits after each prompt."""
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, rows, 0, PAGE, None)
+        cache = new_cache(model, compiled, rows, 0, PAGE, None)
         cache, logits = schedule.read(model, compiled, cache, rows, 0, chunk)
         return cache, np.asarray(logits)
 
@@ -155,7 +155,7 @@ def test_hidden_states_wait_only_where_answers_are_compacted(model, gates):
     whole = read(model, policy, [row])[0]
     with use_mesh(model):
         compiled = policy.compile(model)
-        cache = begin(model, compiled, [row], 0, PAGE, None)
+        cache = new_cache(model, compiled, [row], 0, PAGE, None)
         assert not jax.tree.leaves(cache.trail)
         for token in row:
             one, valid = padded([np.array([token])], 1)

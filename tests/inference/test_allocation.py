@@ -1,0 +1,378 @@
+"""How large a pool is: for prompts, after a compaction, for a question with its answer, and when it runs out."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from kvjax import cache as caches
+from kvjax.errors import UserError
+from kvjax.inference import allocation, generate, prefill
+from kvjax.inference.sharing import branched
+from kvjax.mesh import AXES, BATCH, HEADS, make_mesh, put, use_mesh
+from kvjax.policies import make_policy
+from kvjax.sampling_params import SamplingParams
+from tests.inference.counting import START, admitted, counting
+from tests.policies.captured import LENGTHS, PAGE, pages_are_whole, unnormed
+from tests.tiny_models import tiny_gates, tiny_model
+
+ROWS = 12
+"""Head caches of a sequence."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return unnormed()
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """Small pools get the sizes of large ones: up to an eighth more than is needed."""
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+
+
+def answers(tokens, **more):
+    return SamplingParams(max_new_tokens=tokens, ignore_eos=True, **more)
+
+
+def admitting(model, rate, tau=0.5):
+    """Write gates whose pool is sized for another rate than theirs, which is about a half."""
+    return make_policy(
+        {"wgkv": {"tau": tau, "window": 8, "rate": np.full((3, 4), rate)}},
+        model=model,
+        gates=tiny_gates(model),
+    )
+
+
+@pytest.mark.parametrize(("platform", "tokens"), [("tpu", 64), ("gpu", 16), ("cpu", 16)])
+def test_pages_are_larger_on_a_tpu_unless_they_are_selected(platform, tokens):
+    device = AbstractDevice(device_kind="a chip", num_cores=None, platform=platform)
+    mesh = AbstractMesh((1,) * len(AXES), AXES, abstract_device=device)
+    full, quest = make_policy("full"), make_policy("quest:tokens=64")
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert [allocation.page_size_of(policy, None) for policy in (full, quest)] == [tokens, 16]
+        assert [allocation.page_size_of(policy, 8) for policy in (full, quest)] == [8, 8]
+
+
+def stored(cache, length, seen):
+    """The cache as if it held so many entries of so many tokens."""
+    layers = dataclasses.replace(cache.layers, length=put(length.astype(np.int32), None, BATCH, HEADS))
+    return dataclasses.replace(cache, layers=layers, seen=put(seen.astype(np.int32), BATCH))
+
+
+@pytest.mark.parametrize("name", ["full", "streaming_llm:window=7,sink=2", "wgkv"])
+def test_pages_of_more_tokens_are_those_that_pushing_them_one_by_one_takes(name):
+    """On a mesh: of the shard that takes most. Of each head cache all tokens that leave the window may be retained."""
+    random = np.random.default_rng(0)
+    with jax.set_mesh(make_mesh(fsdp=2, tensor=2)):
+        model = tiny_model()
+        policy = admitting(model, 0.5) if name == "wgkv" else make_policy(name)
+        compiled = policy.compile(model)
+        prompts = [np.zeros(n, int) for n in (40, 9, 1, 30)]
+        empty, host = allocation.new_cache(model, compiled, prompts, 50, PAGE), compiled.host
+        for tokens in (0, 1, 5, 30):
+            seen = random.integers(0, 40, 4)
+            left = np.maximum(seen - policy.window + 1, 0)
+            length = random.integers(0, left[:, None] + 1, (3, 4, 4))
+            more = np.zeros((2, 2), int)
+            for layer, b, head in np.ndindex(length.shape):
+                window, retained = min(seen[b], policy.window - 1), length[layer, b, head]
+                before = -(-window // PAGE) - (-retained // PAGE)
+                for _ in range(tokens):
+                    window += 1
+                    if window == policy.window:
+                        window, retained = window - 1, retained + 1
+                more[b // 2, head // 2] += -(-window // PAGE) - (-retained // PAGE) - before
+            assert allocation.more_pages(host, stored(empty, length, seen), tokens) == more.max()
+
+
+@pytest.mark.parametrize(
+    ("have", "need", "tokens", "limit", "free", "size"),
+    [
+        (64, 70, 100, None, 1000, 128),  # twice as many
+        (64, 150, 100, None, 1000, 160),  # what is needed, if that is more, rounded up
+        (64, 70, 8, None, 1000, 88),  # 64 in use and the 24 pages that the tokens may take
+        (64, 70, 100, 100, 1000, 100),  # the stated capacity
+        (
+            64,
+            110,
+            100,
+            100,
+            1000,
+            100,
+        ),  # which leaves a debt, and that is refused with a capacity that is enough
+        (64, 70, 100, None, 90, 90),  # what the devices have free
+    ],
+)
+def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
+    model, exact, monkeypatch, have, need, tokens, limit, free, size
+):
+    policy, sizes = make_policy("full"), []
+
+    def resize(cache, pages, columns):
+        sizes.append(pages)
+        return cache
+
+    with use_mesh(model):
+        cache = allocation.new_cache(model, policy.compile(model), [np.zeros(16, int)], 0, PAGE)
+        page_bytes = cache.pages.nbytes // cache.pages.pool.shape[0]
+        cache = allocation.resize(cache, have, 0)
+        pages = dataclasses.replace(cache.pages, free_count=cache.pages.free_count * 0)
+        cache = dataclasses.replace(cache, pages=pages, limit=limit)
+        monkeypatch.setattr(allocation, "resize", resize)
+        monkeypatch.setattr(caches, "device_bytes", lambda **_: free * page_bytes)
+        allocation.grow(policy, cache, need, min(tokens, 4), tokens - min(tokens, 4))
+        assert sizes == [size]
+        monkeypatch.setattr(caches, "device_bytes", lambda **_: (min(need, limit or need) - 1) * page_bytes)
+        with pytest.raises(
+            caches.CapacityError, match=f"take {need} pages of {PAGE} tokens on a device, .* MiB"
+        ):
+            allocation.grow(policy, cache, need, min(tokens, 4), tokens - min(tokens, 4))
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough)], ids=str
+)
+def test_a_pool_that_grew_says_what_one_says_that_was_large(prompts, shape, exact):
+    """Every token and its log-probability, in a prompt's chunks, a question and an answer; and no token is lost."""
+    with jax.set_mesh(make_mesh(**shape)):
+        split = tiny_model()
+        small, large = (admitting(split, rate) for rate in (0.01, 1.0))
+        first = allocation.new_cache(split, small.compile(split), prompts, 0, PAGE).pages.pool.shape[0]
+        grown, whole = (
+            prefill(split, prompts, policy=policy, page_size=PAGE, chunk=16) for policy in (small, large)
+        )
+        assert grown.pages.pool.shape[0] > first
+        if not shape:
+            pages_are_whole(grown)
+        for held, there in zip(
+            *map(jax.tree.leaves, (grown.layers.length, whole.layers.length)), strict=True
+        ):
+            np.testing.assert_array_equal(held, there)
+        questions = [prompt[:30] for prompt in prompts]
+        found, expected = (
+            generate(split, questions, answers(40, logprobs=3), policy=policy, cache=cache)
+            for policy, cache in ((small, grown), (large, whole))
+        )
+    assert found.stats.pool_pages > grown.pages.pool.shape[0]
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    np.testing.assert_array_equal(found.stats.entries, expected.stats.entries)
+    for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_array_equal(one.chosen, other.chosen)
+        assert one.alternatives == other.alternatives
+
+
+def test_a_pool_shrinks_once_the_prompt_was_compacted(model, prompts, exact):
+    """To what stayed and the answer that was announced; the answer is that of a pool of stated size."""
+    options = {"policy": make_policy("keydiff:ratio=0.25", model=model), "page_size": PAGE}
+    small = prefill(model, prompts, **options)
+    pages_are_whole(small)
+    sizes = caches.stats(small)
+    assert sizes.pages <= sizes.pool_pages <= 1.125 * sizes.pages
+    assert sizes.bytes < 0.35 * sizes.full_bytes
+    more = prefill(model, prompts, max_new_tokens=16, **options)
+    need = sizes.pages + ROWS * 2 * 16 // PAGE
+    assert need <= more.pages.pool.shape[0] <= 1.125 * need
+    alone = generate(model, prompts, answers(9), **options)
+    fixed = generate(model, prompts, answers(9), capacity=max(LENGTHS) + 12, **options)
+    np.testing.assert_array_equal(alone.tokens, fixed.tokens)
+    assert alone.stats.pool_pages < fixed.stats.pool_pages
+
+
+@pytest.mark.thorough
+def test_a_pool_shrinks_where_less_was_admitted_than_expected(prompts, monkeypatch):
+    """And what is said is the same; a small one, and one of stated size, stay."""
+    model = tiny_model()
+    options = {"policy": admitting(model, 1.0, tau=0.9), "page_size": PAGE}
+    stays = caches.stats(prefill(model, prompts, **options))
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    small = prefill(model, prompts, **options)
+    held = caches.stats(small)
+    assert held.pages <= held.pool_pages <= stays.pool_pages // 2
+    np.testing.assert_array_equal(held.entries, stays.entries)
+    pages_are_whole(small)
+    stated = prefill(model, prompts, capacity=max(LENGTHS), **options)
+    assert caches.stats(stated).pool_pages > held.pool_pages
+    alone = generate(model, prompts, answers(20), **options)
+    fixed = generate(model, prompts, answers(20), capacity=max(LENGTHS) + 20, **options)
+    np.testing.assert_array_equal(alone.tokens, fixed.tokens)
+
+
+def test_a_stated_capacity_is_a_limit_that_questions_grow_to(model, prompts):
+    """The pool begins as large as it or a full cache of the prompt. Beyond it the error names a capacity that is
+    enough."""
+    policy, limit = make_policy("full"), 140 * ROWS // PAGE
+    cache = prefill(model, prompts[1:], policy=policy, page_size=PAGE, capacity=140)
+    assert (cache.limit, cache.pages.pool.shape[0]) == (limit, 256)
+    question = [prompts[0][:40]]
+    fits = generate(model, question, answers(140 - 41 - 40), policy=policy, cache=cache)
+    assert fits.stats.pool_pages == limit
+    whole = generate(model, [np.concatenate([prompts[1], *question])], answers(140 - 41 - 40), page_size=PAGE)
+    np.testing.assert_array_equal(fits.tokens, whole.tokens)
+    with pytest.raises(caches.CapacityError, match="policy full needs at least") as error:
+        generate(model, question, answers(100), policy=policy, cache=cache)
+    enough = int(str(error.value).split("give a capacity of ")[1].split()[0])
+    more = prefill(model, prompts[1:], policy=policy, page_size=PAGE, capacity=enough)
+    assert len(generate(model, question, answers(100), policy=policy, cache=more).tokens[0]) == 100
+
+
+@pytest.mark.thorough
+def test_the_default_pool_follows_the_policy_not_the_context(model, monkeypatch):
+    """But for pools below a MiB, which are powers of two."""
+    full = caches.stats(prefill(model, [np.zeros(600, np.int64)]))
+    assert full.kv_ratio == 1
+    assert full.pool_pages == 512
+    monkeypatch.setattr(caches.sizes, "SMALL_POOL", 0)
+    prompt = [np.zeros(600, np.int64)]
+    policy = make_policy("random:ratio=0.1,window=8", model=model)
+    sizes = caches.stats(prefill(model, prompt, policy=policy))
+    assert sizes.bytes < 0.25 * sizes.full_bytes
+    full = caches.stats(prefill(model, prompt))
+    assert full.kv_ratio == 1
+    assert full.full_bytes <= full.bytes <= 1.125 * full.full_bytes
+
+
+@pytest.mark.thorough
+def test_the_default_pool_holds_what_chance_admits(model):
+    """Rows differ from their mean, on short prompts by a page; and nothing at all may be kept."""
+    prompt = [np.arange(25)]
+    for seed in range(8):
+        policy = make_policy({"random": {"ratio": 0.5, "window": 1, "seed": seed}}, model=model)
+        assert caches.stats(prefill(model, prompt, policy=policy)).kv_ratio < 0.8
+    nothing = make_policy("streaming_llm:sink=0,window=1", model=model)
+    assert caches.stats(prefill(model, prompt, policy=nothing)).entries.sum() == 0
+
+
+@pytest.mark.parametrize("window", [100, *(pytest.param(x, marks=pytest.mark.thorough) for x in (1, 300))])
+def test_a_pool_follows_each_sequence(model, exact, window):
+    """And not the longest one, however often, nor the window of a policy."""
+    policy = make_policy("full") if window == 1 else make_policy({"streaming_llm": {"window": window}})
+    lengths = [400, *[40] * 7]
+    cache = prefill(model, [np.arange(length) % 61 for length in lengths], policy=policy)
+    sizes = caches.stats(cache)
+    assert sizes.bytes <= 1.2 * sizes.full_bytes
+    assert sizes.pages <= sizes.pool_pages == cache.pages.pool.shape[0]
+    if window == 1:
+        assert sizes.full_bytes <= sizes.bytes
+
+
+def test_an_answer_that_is_compacted_has_a_pool_for_its_budget(model, exact):
+    """However long it gets."""
+    policy = make_policy("h2o:entries=24,when=every,every=8", model=model)
+    found = generate(model, [np.arange(12)], answers(300), policy=policy, page_size=PAGE)
+    assert found.stats.pool_pages <= 1.125 * ROWS * (24 + 8 + 2 * PAGE) / PAGE
+    stated = generate(model, [np.arange(12)], answers(300), policy=policy, page_size=PAGE, capacity=400)
+    np.testing.assert_array_equal(found.tokens, stated.tokens)
+
+
+def test_freed_pages_are_used_again(model, prompts):
+    """The question and the answer fit into what the evicted entries left."""
+    policy = make_policy("keydiff:ratio=0.25", model=model)
+    cache = prefill(model, prompts, policy=policy, page_size=PAGE, capacity=max(LENGTHS))
+    questions = [prompt[:9] for prompt in prompts]
+    out = generate(model, questions, answers(8), policy=policy, cache=cache)
+    assert out.stats.bytes == cache.pages.pool.nbytes
+    assert [len(x) for x in out.tokens] == [8, 8]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # several heads on each of several devices, beside one device alone at the end
+        {"fsdp": 2, "tensor": 2},
+        {},
+        {"fsdp": 2, "tensor": 4},
+    ],
+    ids=str,
+)
+def test_a_memory_begins_with_the_numbers_of_its_layer_and_heads(prompts, shape):
+    """A table by head and a number for all, read by `init`: in a prompt, in its chunks and where a cache goes on."""
+    question, window = np.arange(9), 6
+    with jax.set_mesh(make_mesh(**shape)):
+        split, policy = tiny_model(qk_norm=False), counting(window=window)
+        for chunk in (max(LENGTHS), 16):
+            cache = prefill(split, prompts, policy=policy, chunk=chunk, page_size=PAGE)
+            counts, lengths = np.asarray(cache.layers.state.admission), np.asarray(cache.layers.length)
+            for b, length in enumerate(LENGTHS):
+                np.testing.assert_array_equal(counts[:, b], START + 2 + length)
+                np.testing.assert_array_equal(lengths[:, b], admitted(length, window=window))
+        out = generate(split, [question] * 2, answers(4), policy=policy, cache=cache)
+    # of the last token that was said, nothing is stored
+    held = np.stack([admitted(length + 9 + 3, window=window) for length in LENGTHS], 1)
+    np.testing.assert_array_equal(out.stats.entries, held + window - 1)
+    lines = [np.concatenate([prompt, question]) for prompt in prompts]
+    alone = generate(unnormed(), lines, answers(4), policy=counting(window=window))
+    np.testing.assert_array_equal(out.tokens, alone.tokens)
+
+
+def test_what_no_device_could_hold_is_refused(model):
+    with pytest.raises(UserError, match=r"of up to 2000000002 tokens, .* GiB free; \d+ tokens would fit"):
+        generate(model, [[1, 2]], answers(2_000_000_000))
+
+
+def test_the_largest_length_that_a_refusal_names_fits(model, monkeypatch):
+    monkeypatch.setattr(caches, "device_bytes", lambda **_: 10**6)
+    policy = make_policy("full")
+    with pytest.raises(UserError) as error:
+        generate(model, [np.arange(50)] * 2, answers(10**5), policy=policy)
+    named = int(str(error.value).split()[-4])
+    prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 50)
+    with pytest.raises(UserError, match=f"{named} tokens would fit"):
+        prefill(model, [np.arange(50)] * 2, max_new_tokens=named - 49)
+
+
+def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch):
+    """Of a cache that is continued, and of what its forks copy of it; what is free beyond that is taken."""
+    policy = make_policy("h2o:entries=60,when=every,every=8", model=model)
+    cache = prefill(model, [np.arange(50)], policy=policy, page_size=PAGE)
+    page_bytes = cache.pages.nbytes // cache.pages.pool.shape[0]
+
+    def asked(share, pages):
+        monkeypatch.setattr(caches, "device_bytes", lambda **_: page_bytes * pages)
+        forks = branched(cache, True, 1, 4)[0] if share else cache
+        return allocation.copy_for_question(policy, forks, 200, 2).pages.pool.shape[0]
+
+    with use_mesh(model):
+        # of each of 12 rows: 13 pages of 4 tokens, all of which may be written to
+        for share, least in ((False, 12 * 13), (True, 4 * 12 * 13)):
+            assert [asked(share, pages) for pages in (least, least + 1)] == [least, least + 1]
+            with pytest.raises(
+                caches.CapacityError, match="is copied, .* MiB on a device that has .* MiB free"
+            ):
+                asked(share, least - 1)
+    with pytest.raises(caches.CapacityError, match="is copied") as error:
+        generate(model, [[1, 2]] * 4, policy=policy, cache=cache, share=True)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        "snapkv:ratio=0.5,pyramidkv",
+        *(pytest.param(f"snapkv:ratio=0.5{x}", marks=pytest.mark.thorough) for x in ("", ",adakv")),
+    ],
+)
+def test_short_prompts_are_kept_whole(model, named):
+    """Beside a long one that is not."""
+    policy = make_policy(named)
+    sizes = caches.stats(prefill(model, [np.arange(200) % 61, np.arange(5)], policy=policy))
+    assert sizes.entries.mean((0, 2)).tolist() == pytest.approx([100, 5], abs=1)
+
+
+@pytest.mark.parametrize(
+    "capacity", [3, *(pytest.param(x, marks=pytest.mark.thorough) for x in ("20KB", "1%"))]
+)
+def test_a_capacity_below_the_windows_is_refused_with_one_that_holds_every_token(
+    model, prompts, monkeypatch, capacity
+):
+    monkeypatch.setattr(caches.sizes, "device_bytes", lambda **_: 10**6)
+    policy = make_policy("streaming_llm:sink=60,window=20")
+    with pytest.raises(caches.CapacityError, match="that the windows of") as error:
+        prefill(model, prompts, policy=policy, capacity=capacity)
+    enough = caches.parse_capacity(str(error.value).split("; ")[1].split()[0])
+    assert type(enough) is type(capacity)
+    cache = prefill(model, prompts, policy=policy, capacity=enough)
+    np.testing.assert_array_equal(caches.stats(cache).entries[0, :, 0], np.minimum(LENGTHS, 60 + 19))
