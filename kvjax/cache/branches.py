@@ -2,8 +2,8 @@
 
 A cache's rows are chosen anew, one as often as wanted: nothing is copied then, and each page counts the rows that hold
 it. Before it runs, a row takes copies of those shared pages that it may write to, which are its ring's and the ones of
-its newest entries; a compaction gives it others where it moves entries (`kvjax.cache.compaction`). All other pages of a
-context are read only, however long its branches become, and are free again when the last of them is gone.
+its newest entries, or all of them where a compaction may move any entry. All other pages of a context are read only,
+however long its branches become, and are free again when the last of them is gone.
 """
 
 import dataclasses

@@ -106,29 +106,19 @@ def choose(
 def moved(
     pages: Pages, layers: LayerCache, chosen: Bool[Array, "l b k s"], ring: int
 ) -> tuple[Pages, LayerCache]:
-    """The chosen entries moved up to the front of their rows. Pages that a row needs no more are free, unless others
-    hold them; for those that others hold and that it would write to, it takes new ones."""
+    """Move the chosen entries up to the front of their rows, and free the pages that a row needs no more. No page may
+    be held by several rows."""
     entries, (capacity, page_size, _) = chosen.shape[-1], pages.pool.shape
     length = chosen.sum(-1, dtype=jnp.int32)
     column = jnp.arange(layers.page_table.shape[-1]) - ring
     begin, stop = (-(-x // page_size)[..., None] for x in (length, layers.length))
     given_up, table, count = (column >= begin) & (column < stop), layers.page_table, pages.free_count
-    if pages.others is not None:
-        place = places(layers.length, entries)
-        gone = jnp.where((place >= 0) & ~chosen, place, layers.length[..., None]).min(-1, initial=2**30)
-        written = (column >= (gone // page_size)[..., None]) & (column < begin)
-        replaced = written & (gone < layers.length)[..., None] & (pages.others.at[table].get(mode="clip") > 0)
-        given_up |= replaced
-        at = count[0] - jnp.cumsum(replaced, dtype=jnp.int32).reshape(replaced.shape)
-        fresh = jnp.where(at >= 0, pages.free[jnp.maximum(at, 0)], capacity)
-        table = jnp.where(replaced, fresh, table)
-        count = count - replaced.sum(dtype=jnp.int32)
 
     def move(carry, xs):
-        (stored, bounds), (layer, table, chosen) = carry, xs
+        (stored, bounds), (layer, chosen) = carry, xs
         place = places(layer.length, entries)
         target = jnp.cumsum(chosen, -1, dtype=jnp.int32) - 1
-        page, offset = addresses(dataclasses.replace(layer, page_table=table), target, page_size, ring)
+        page, offset = addresses(layer, target, page_size, ring)
         source = addresses(layer, place, page_size, ring)
         moved = as_floats(stored[0][source], pages.dtype)
         bounds = with_keys(bounds, jnp.where(chosen, page, capacity), moved)
@@ -138,18 +128,13 @@ def moved(
 
     unbounded = jax.tree.map(lambda bounds: jnp.full_like(bounds, jnp.inf), pages.bounds)
     stored = pages.pool, pages.planes
-    ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, table, chosen))
-    left = (
-        jnp.zeros(capacity, jnp.int32)
-        .at[jnp.where(given_up, layers.page_table, capacity)]
-        .add(1, mode="drop")
-    )
-    others = jnp.zeros_like(left) if pages.others is None else pages.others
+    ((pool, planes), bounds), _ = lax.scan(move, (stored, unbounded), (layers, chosen))
+    left = jnp.zeros(capacity, bool).at[jnp.where(given_up, table, capacity)].set(True, mode="drop")
     # a debt stays one, or nobody would see it
-    freed = (left > others) & (count >= 0)
+    freed = left & (count >= 0)
     at = jnp.where(freed, count + jnp.cumsum(freed, dtype=jnp.int32) - 1, capacity)
     free = pages.free.at[at].set(jnp.arange(capacity, dtype=jnp.int32), mode="drop")
-    others = None if pages.others is None else jnp.maximum(others - left, 0)
-    table = jnp.where((column >= begin) & (column < stop), capacity, table)
-    pages = Pages(pool, free, count + freed.sum(dtype=jnp.int32), pages.dtype, bounds, planes, others)
+    table = jnp.where(given_up, capacity, table)
+    count = count + freed.sum(dtype=jnp.int32)
+    pages = Pages(pool, free, count, pages.dtype, bounds, planes, pages.others)
     return pages, dataclasses.replace(layers, page_table=table, length=length)

@@ -136,6 +136,8 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
     plan, eviction = policy.host.plan, policy.compact
     assert plan is not None
     assert eviction is not None
+    # entries are only moved in pages that no fork shares
+    assert cache.pages.others is None or policy.host.rewritten is None
     free_counts(cache)  # nothing is chosen by what is not finite
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:

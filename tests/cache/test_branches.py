@@ -34,6 +34,9 @@ NEWEST = 0, 0, 4, None
 
 @jax.jit
 def moved(cache, kept):
+    """A compaction of rows that own all their pages."""
+    pages, layers = with_copies(cache.pages, cache.layers, RING, None)
+    cache = dataclasses.replace(cache, pages=pages, layers=layers)
     pages, layers = compaction.moved(cache.pages, cache.layers, kept[None], RING)
     return dataclasses.replace(cache, pages=pages, layers=layers)
 
