@@ -12,11 +12,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from kvjax.cache import table_tokens
 from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
-from kvjax.checkpoints.orbax import abstract
 from kvjax.inference.allocation import laid_out, layout_for
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.generate import BLOCK, decode_block

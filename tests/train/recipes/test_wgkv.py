@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from kvjax.cli.launch import MeshShape
 from kvjax.checkpoints.folder import describe
+from kvjax.cli.launch import MeshShape
 from kvjax.inference.allocation import empty_cache
 from kvjax.inference.forward import forward
 from kvjax.mesh import HEADS, make_mesh
