@@ -12,10 +12,10 @@ from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
 from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
+from kvjax.cache.packed_entries import shard_pages
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.resize import Layout, empty, resize
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
-from kvjax.cache.rows import shard_pages
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,

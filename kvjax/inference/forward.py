@@ -16,7 +16,7 @@ from kvjax.cache.rollback import marked, taken_back
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
-from kvjax.inference.remembering import remembered, traces
+from kvjax.inference.observations import remembered, traces
 from kvjax.mesh import BATCH, P, batch_shards, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.compiled import States, View

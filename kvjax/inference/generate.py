@@ -31,6 +31,7 @@ from kvjax.inference.checks import (
 from kvjax.inference.decode import Before, Recurring, decode
 from kvjax.inference.footprint_log import log_steps
 from kvjax.inference.forward import feed
+from kvjax.inference.observations import drop_observation_state
 from kvjax.inference.prefill import CHUNK, compiled_policy
 from kvjax.inference.sampler import (
     Counts,
@@ -41,7 +42,6 @@ from kvjax.inference.sampler import (
     log_probabilities,
     make_sampler,
 )
-from kvjax.inference.settled import drop_observation_state
 from kvjax.inference.sharing import branched, placed, places
 from kvjax.inference.text import cut, decoded, stop_tokens_of
 from kvjax.mesh import BATCH, put, use_mesh

@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
 from kvjax.cache.capacity import POSITION
-from kvjax.cache.rows import Arrays, packed, places, unpacked
+from kvjax.cache.packed_entries import Arrays, packed, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
 from kvjax.checkpoints.orbax import check_room, export
@@ -31,7 +31,7 @@ from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.files import locked, write_text
 from kvjax.inference.allocation import laid_out, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
-from kvjax.inference.settled import drop_observation_state
+from kvjax.inference.observations import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies import make_policy

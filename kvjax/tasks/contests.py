@@ -17,7 +17,7 @@ from typing import Any
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
 from kvjax.tasks.contest_answers import Expressions, Grader, Integers, last_box
-from kvjax.tasks.rows import SUFFIXES, Row, file_rows, folder_rows, hub_rows, is_hub_name
+from kvjax.tasks.datasets import SUFFIXES, Row, file_rows, folder_rows, hub_rows, is_hub_name
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.splits import Split
 

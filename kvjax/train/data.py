@@ -17,10 +17,10 @@ from jaxtyping import Int
 
 from kvjax.errors import UserError
 from kvjax.models.chat import encode
+from kvjax.train.batches import HeldRows, Rows, TokenRows, stack
 from kvjax.train.conversation import Conversation, chat_check
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader, open_source
-from kvjax.train.rows import HeldRows, Rows, TokenRows, stack
 
 if TYPE_CHECKING:
     from kvjax.models.decoder import Decoder

@@ -29,13 +29,13 @@ from kvjax.models.folder import find_model, speaks_builtin
 from kvjax.models.shapes import check_longest, check_mesh
 from kvjax.policies import Policy
 from kvjax.train import memory
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.checkpoints import Checkpoints, all_finite, saved_steps
 from kvjax.train.config import prepare_folder, release_folder
 from kvjax.train.data import Data, Open, Wanted, draw_step_lengths
 from kvjax.train.metrics import Metrics, NotFiniteError, check_numbers, check_tensorboard
 from kvjax.train.recipe import Recipe, Validation
 from kvjax.train.reporting import check_report
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import (
     TrainState,
     Update,

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax.errors import UserError
+from kvjax.train.batches import TokenRows
 from kvjax.train.conversation import Conversation
 from kvjax.train.data import Data, Wanted, open_builtin, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.readers import Reader
-from kvjax.train.rows import TokenRows
 
 Encode = Callable[[str], Int[np.ndarray, " t"]]
 """A document's tokens, with what ends it."""

@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
 from kvjax.errors import UserError
+from kvjax.train.batches import Rows, stack
 from kvjax.train.data import FIRST_HELD_OUT, Data, Wanted, apportion, prefetched
 from kvjax.train.documents import digest
 from kvjax.train.packing import Encode
 from kvjax.train.readers import Reader
-from kvjax.train.rows import Rows, stack
 
 Labelled = dict[str, Shaped[np.ndarray, "*b t"]]
 """Of a sequence, [t], or of several, [b t]: `tokens` int32; `document` int32, which of its sequence's documents a token

@@ -27,10 +27,10 @@ from kvjax.errors import UserError
 from kvjax.files import write_text
 from kvjax.mesh import BATCH, P, batch_shards, token_shards
 from kvjax.models.decoder import Decoder
+from kvjax.train.batches import Rows, TokenRows, from_mesh, to_mesh
 from kvjax.train.kept import begin_kept, check_kept, check_room, mending
 from kvjax.train.objective import TOKENS_AT_ONCE, cut_tokens, likeliest
 from kvjax.train.pace import Pace
-from kvjax.train.rows import Rows, TokenRows, from_mesh, to_mesh
 
 VERSION = 1
 """Of the layout."""

@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
+from kvjax.train.batches import HeldRows, Rows, stack, to_mesh
 from kvjax.train.recipe import Recipe, Validation
-from kvjax.train.rows import HeldRows, Rows, stack, to_mesh
 from kvjax.train.update import TrainState, round_parameters
 
 Validate = Callable[[TrainState, Decoder | None], Validation]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from kvjax import cache as caches
 from kvjax.cache import compaction
 from kvjax.cache.branches import branched_rows, with_copies
-from kvjax.cache.rows import packed, unpacked
+from kvjax.cache.packed_entries import packed, unpacked
 from kvjax.mesh import make_mesh
 from tests.cache.lists import (
     CALLS,

@@ -13,7 +13,7 @@ import pytest
 import kvjax
 from kvjax import cache as caches
 from kvjax.cache import CapacityError
-from kvjax.cache.rows import packed
+from kvjax.cache.packed_entries import packed
 from kvjax.cache.saved import DESCRIPTION, describe_cache, sealed
 from kvjax.checkpoints.orbax import export
 from kvjax.errors import UserError

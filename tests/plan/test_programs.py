@@ -18,8 +18,8 @@ from kvjax.plan.programs import POOL, WEIGHTS, ServeConfig, Serving, update
 from kvjax.policies import make_policy
 from kvjax.policies.make import parse_policy
 from kvjax.sampling_params import SamplingParams
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import filled, tiny_sink_gates
 

@@ -10,6 +10,7 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
 from kvjax.train import readers
+from kvjax.train.batches import Rows
 from kvjax.train.data import (
     FIRST_HELD_OUT,
     Bins,
@@ -21,7 +22,6 @@ from kvjax.train.data import (
     open_data,
 )
 from kvjax.train.readers import HubReader
-from kvjax.train.rows import Rows
 from tests.train.texts import hub, texts
 
 ALL = Rows(0, 4, 4)

@@ -14,12 +14,12 @@ from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
 from kvjax.tasks import Mixture, builtin_text, builtin_vocabulary, mixture
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.data import FIRST_HELD_OUT, Wanted
 from kvjax.train.labelled import ASKED
 from kvjax.train.loop import TokenCount, train
 from kvjax.train.memory import batch_of
-from kvjax.train.rows import Rows, to_mesh
 from tests.tiny_models import tiny_model
 from tests.train.killed import go_on, run_until_killed
 from tests.train.recipes.labelled_scale import Scale

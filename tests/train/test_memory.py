@@ -9,8 +9,8 @@ from kvjax.cli.launch import MeshShape
 from kvjax.errors import UserError, shown_bytes
 from kvjax.mesh import make_mesh
 from kvjax.train import memory
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update, param_dtypes
 from tests.tiny_models import tiny_model
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from kvjax.errors import UserError
+from kvjax.train.batches import Rows
 from kvjax.train.conversation import Conversation
 from kvjax.train.data import Wanted
 from kvjax.train.documents import Documents
 from kvjax.train.packing import PackedSequences, StreamEncoder, hold_out_of_stream, open_stream
 from kvjax.train.readers import FileReader
-from kvjax.train.rows import Rows
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.train.texts import texts
 

@@ -9,12 +9,12 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.train import readers as module
+from kvjax.train.batches import Rows
 from kvjax.train.data import Wanted
 from kvjax.train.documents import Documents
 from kvjax.train.packing import StreamEncoder
 from kvjax.train.packs import PackedDocuments, draw_sources, natural, open_packs
 from kvjax.train.readers import FileReader
-from kvjax.train.rows import Rows
 from tests.tasks.model_tokenizers import byte_tokenizer
 from tests.train.texts import hub, texts
 

@@ -12,13 +12,13 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
 from kvjax.mesh import make_mesh
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.recipes.duo_attention import DuoAttention
 from kvjax.train.recipes.kvpop import ConstantCache
 from kvjax.train.recipes.prulong import PruLong
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 

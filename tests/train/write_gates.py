@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from kvjax.mesh import make_mesh
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.recipes.wgkv import WriteGates
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import TrainState
 from kvjax.train.validation import make_validate
 from tests.tiny_models import tiny_gates, tiny_model

@@ -11,9 +11,7 @@ from typing import Any
 
 from kvjax.errors import UserError, whole_number
 from kvjax.files import check_regular
-from kvjax.tasks.longbench.tasks import EVEN, longbench_task
-from kvjax.tasks.prompt import Draft, DraftQuestion
-from kvjax.tasks.rows import (
+from kvjax.tasks.datasets import (
     Row,
     folder_rows,
     hub_file,
@@ -24,6 +22,8 @@ from kvjax.tasks.rows import (
     row_text,
     row_texts,
 )
+from kvjax.tasks.longbench.tasks import EVEN, longbench_task
+from kvjax.tasks.prompt import Draft, DraftQuestion
 
 OPTION = "--longbench-data"
 LARGEST = 1 << 30

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.errors import whole_number
+from kvjax.tasks.datasets import row_text, row_texts
 from kvjax.tasks.prompt import Draft, DraftQuestion
-from kvjax.tasks.rows import row_text, row_texts
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500

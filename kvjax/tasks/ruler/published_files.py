@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvjax.errors import UserError
-from kvjax.tasks.rows import Row, file_rows, hub_splits, is_hub_name, table_files
+from kvjax.tasks.datasets import Row, file_rows, hub_splits, is_hub_name, table_files
 
 OPTION = "--ruler-data"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax.errors import UserError
+from kvjax.tasks.datasets import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
 from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, Scoring
-from kvjax.tasks.rows import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
 from kvjax.tasks.scbench.code import LANGUAGES
 from kvjax.tasks.scbench.scores import (
     LETTERS,

@@ -22,13 +22,13 @@ from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, gate_sizes
+from kvjax.train.batches import Rows
 from kvjax.train.contexts import Choice, Context, TokenRow, builtin_contexts, prefix, text_contexts
 from kvjax.train.data import Data, Open, draw_step_lengths
 from kvjax.train.features import HeldOut, Memory, Shards, batches, check_positions
 from kvjax.train.gate_pictures import draw_losses, draw_predictions
 from kvjax.train.recipe import Recipe, Rule, Validation, read_init
 from kvjax.train.reconstruction import reconstruction, repetition
-from kvjax.train.rows import Rows
 from kvjax.train.score_loss import (
     IMPORTANT,
     LAYER,

@@ -17,10 +17,10 @@ from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode
 from kvjax.policies.eviction.fast_kvzip import SinkGate, load_gates, save_gates
 from kvjax.struct import leaves_by_path
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import SAVED, parse
 from kvjax.train.loop import check, export_checkpoint, train
 from kvjax.train.recipes.fast_kvzip import KVzipGates
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.score_loss import cross_entropy, entropy, rate, scores
 from kvjax.train.update import initial_state, make_update
 from tests.tasks.model_tokenizers import smol_tokenizer

@@ -20,11 +20,11 @@ from kvjax.mesh import make_mesh, put, use_mesh
 from kvjax.models import load_model
 from kvjax.policies import make_policy
 from kvjax.train.__main__ import summary
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.loop import train
 from kvjax.train.recipe import Validation
 from kvjax.train.recipes.kvpop import ConstantCache
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import initial_state, make_update
 from tests.models.pieces import ends
 from tests.tiny_models import filled, tiny_config, tiny_model

@@ -23,9 +23,9 @@ from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from kvjax.struct import leaves_by_path
 from kvjax.train import loop, recipes
+from kvjax.train.batches import Rows, to_mesh
 from kvjax.train.config import parse
 from kvjax.train.recipes import find_recipe
-from kvjax.train.rows import Rows, to_mesh
 from kvjax.train.update import enter, initial_state, make_update, param_dtypes
 from kvjax.train.validation import make_validate
 from tests.tiny_models import filled, tiny_config, tiny_model

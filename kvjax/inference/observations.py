@@ -1,13 +1,16 @@
-"""What an eviction remembers of the last tokens: taken layer by layer, written for all of them at once."""
+"""What methods remember of tokens: the observation buffer of the last ones, taken layer by layer and written for all of
+them at once; and state that is dropped when no compaction will need it any more."""
+
+import dataclasses
 
 import jax
 from jaxtyping import Array, Int
 
-from kvjax.cache import Cache
+from kvjax.cache import CAPACITY_PLANES, Cache
 from kvjax.cache.trail import newest, written
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.compiled import View
-from kvjax.policies.interfaces import Trail
+from kvjax.policies.interfaces import BIAS, Trail
 from kvjax.policies.views import Step
 
 
@@ -38,3 +41,20 @@ def remembered(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:
 
     specs = jax.tree.map(lambda ring: jax.typeof(ring).sharding.spec, cache.trail)
     return jax.shard_map(local, out_specs=specs)(cache.trail, new, cache.seen, valid)
+
+
+def drop_observation_state(cache: Cache, later: View) -> Cache:
+    """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
+    it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
+    that only differ in an eviction whose work is done then run one program."""
+    lasting = {*later.planes, *CAPACITY_PLANES, BIAS}
+    numbers, planes = (
+        {name: plane for name, plane in x.items() if name in lasting}
+        for x in (cache.layers.numbers, cache.pages.planes)
+    )
+    layers, pages = cache.layers, dataclasses.replace(cache.pages, planes=planes)
+    layers = dataclasses.replace(layers, numbers=numbers)
+    if later.eviction is not None:
+        return dataclasses.replace(cache, pages=pages, layers=layers)
+    layers = dataclasses.replace(layers, state=dataclasses.replace(layers.state, eviction=()))
+    return dataclasses.replace(cache, pages=pages, layers=layers, trail=())

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.mesh import P, make_mesh
-from kvjax.train.rows import Rows, to_mesh
+from kvjax.train.batches import Rows, to_mesh
 
 
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}])
