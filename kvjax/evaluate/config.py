@@ -11,6 +11,8 @@ from kvjax.cli.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
 from kvjax.tasks.scbench import TURNS
 
+UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
+"""The evictions that do best on the built-in model without training, as training's report calls them."""
 POLICIES = (
     *("full", "streaming_llm:calibrated", "head_pattern:calibrated"),
     *("snapkv", "snapkv:when=chunk", "snapkv:when=chunk,observers=prompt"),

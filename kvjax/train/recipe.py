@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from kvjax.cli.launch import MeshShape
 from kvjax.errors import LARGEST_INT, UserError
+from kvjax.evaluate.config import UNTRAINED
 
 if TYPE_CHECKING:
     import jax
@@ -31,10 +32,6 @@ PLAIN = bool, int, float, str, type(None)
 T = TypeVar("T")
 Rule = tuple[bool, str, str, Any]
 """Whether it holds, the option, what is expected of it, its value."""
-
-
-UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
-"""The evictions that do best on the built-in model without training, as training's report calls them."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,8 @@ jax.jit(lambda x: x + 1)(1.0)  # a program of the user's, before anything is kep
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 import kvjax
+from kvjax.cli.compile_cache import keep_programs
+keep_programs()
 llm = kvjax.LLM({str(builtin_model("test_model"))!r})
 llm.generate([[1, 2]], kvjax.SamplingParams(max_new_tokens=2))
 print(sum(event == "/jax/compilation_cache/cache_hits" for event in hits))

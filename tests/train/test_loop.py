@@ -208,7 +208,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
 
     found = Validation({"distillation": 1.0}, {"rates": np.zeros((1, 2, 4))}, 1)
     monkeypatch.setattr(loop, "make_update", make_update)
-    monkeypatch.setattr(loop, "check_memory", lambda *_: [0])  # that update is no program
+    monkeypatch.setattr(loop.memory, "check", lambda *_: [0])  # that update is no program
     monkeypatch.setattr(loop, "make_validate", lambda *args: lambda state, model: found)
     said = {"loss": "loss is nan", "gradient": "the gradient is not finite"}
     problem = said.get(broken, "the parameters are no longer finite")

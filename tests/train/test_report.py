@@ -7,10 +7,10 @@ import pytest
 
 from kvjax.cache import stats
 from kvjax.evaluate.calibrated import Rivals
+from kvjax.evaluate.config import UNTRAINED
 from kvjax.evaluate.teacher_forcing import Outcome
 from kvjax.inference import prefill
 from kvjax.train import report as report_module
-from kvjax.train.recipe import UNTRAINED
 from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.report import Row, same_size, table, write
 from tests.tiny_models import tiny_gates, tiny_model
