@@ -17,9 +17,9 @@ class NeedleConfig:
     """Hide a record at several depths of texts of several lengths, and ask for it. For the built-in model."""
 
     policy: str = "full"
-    """What to keep, as in kvjax.generate: wgkv, streaming_llm:window=64, snapkv:ratio=0.25."""
+    """Policy, as in kvjax.generate: wgkv, streaming_llm:window=64, snapkv:ratio=0.25."""
     gates: Path | None = None
-    """What was trained for the policy."""
+    """Gates, scorers or a head pattern for the policy."""
     lengths: tuple[int, ...] = (256, 512, 768, 1024)
     """Context lengths in tokens."""
     depths: int = 10

@@ -63,7 +63,8 @@ class LLM:
         gates: what was trained for the policy: a folder, a file of the method's authors, or the hub id of either
             (`Jang-Hyun/Fast-KVzip`).
         tokenizer: by default the model's own; needed beside a model that was loaded before.
-        mesh: from `kvjax.make_mesh`; by default one device.
+        mesh: from `kvjax.make_mesh`; by default one device. With a loaded model, mesh, dtype and max_length are the
+            model's and are refused here.
         dtype: float32, bfloat16 or float16; by default that of the weights.
         max_length: tokens of the longest prompt with its answer; by default what the model declares.
         capacity: size of the page pool, a bound: entries per KV head on average (4096), bytes (`2GiB`) or a share of
@@ -94,9 +95,12 @@ class LLM:
         force: bool = False,
     ):
         self.capacity, self.page_size, self.chunk = capacity, page_size, chunk
-        if not isinstance(model, Decoder):
-            gates = find_gates(gates, os.fspath(model))
         if isinstance(model, Decoder):
+            loading = {"mesh": mesh, "dtype": dtype, "max_length": max_length}
+            if given := [name for name, value in loading.items() if value is not None]:
+                raise UserError(
+                    f"LLM: got {given[0]} with a loaded model, expected it where the model is loaded"
+                )
             if tokenizer is None:
                 raise UserError(
                     "LLM: a model that was loaded before needs tokenizer=, from kvjax.load_tokenizer"
@@ -105,6 +109,7 @@ class LLM:
             with use_mesh(model):
                 self.policy = make_policy(policy, model=model, gates=gates, tokenizer=tokenizer, force=force)
             return
+        gates = find_gates(gates, str(model))
         with use_mesh() if mesh is None else jax.set_mesh(mesh):
             self.tokenizer = load_tokenizer(model) if tokenizer is None else tokenizer
             config = read_config(find_model(model), max_length)

@@ -115,6 +115,9 @@ def test_what_cannot_be_is_one_line(llm, model, tmp_path, monkeypatch):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     for call, says in (
         (lambda: LLM(model), "a model that was loaded before needs tokenizer="),
+        (lambda: LLM(model, tokenizer=llm.tokenizer, dtype="bfloat16"), "got dtype with a loaded model"),
+        (lambda: LLM((model, llm.tokenizer)), "a model is the path of a folder"),
+        (lambda: LLM((model, llm.tokenizer), "wgkv", gates="builtin"), "a model is the path of a folder"),
         (lambda: LLM(builtin_model("test_model"), "snapk:ratio=0.5"), "nearest.*: snapkv"),
         (lambda: LLM(builtin_model("test_model"), "wgkv", gates=tmp_path / "none"), "holds no gates"),
         (lambda: llm.generate(TEXT, max_new_tokens=3), "LLM.generate has no argument 'max_new_tokens'"),

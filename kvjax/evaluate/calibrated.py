@@ -26,7 +26,7 @@ from kvjax.policies.admission.pattern_folder import read_pattern, write_pattern
 LOWEST, HIGHEST = -60.0, 16.0
 """Logits between which τ is searched for; a float32 below 1 is at most that of 16.6."""
 CLOSE = 0.02
-"""Of the wanted size: the search ends there."""
+"""The search ends at a size that differs from the wanted one by at most this share."""
 STEPS = 24
 """Sizes that are measured for a ratio at most."""
 NEAREST = 2
@@ -34,7 +34,7 @@ NEAREST = 2
 
 
 Trial = Callable[[Bool[np.ndarray, "l k"], int, int], Outcome]
-"""What comes of some whole heads, the others at so many sinks and such a window."""
+"""Run a head pattern, given its whole heads, sinks and window, and return its outcome."""
 
 SINK = 4
 """Sinks of the streaming heads while heads are measured."""
@@ -58,7 +58,7 @@ MEASURES = {"one streaming": one_streaming, "one whole": one_whole}
 def measure_heads(
     measure: Callable[..., float], run: Trial, shape: tuple[int, int], window: int
 ) -> Float[np.ndarray, "l k"]:
-    """What each head is worth, from 0 for the least to 1 for the most."""
+    """Return the worth of each head, from 0 for the least to 1 for the most."""
     worth = np.zeros(shape)
     for head in np.ndindex(shape):
         whole = np.zeros(shape, bool)
@@ -90,7 +90,7 @@ def orders(
 
 
 def default_contexts(heads: int, length: int) -> int:
-    """How many contexts of `length` tokens heads are measured on: 2 to 10, as `MEASURED_TOKENS` allow."""
+    """Return the number of contexts of `length` tokens to measure heads on: 2 to 10, as `MEASURED_TOKENS` allow."""
     return int(np.clip(MEASURED_TOKENS // (len(MEASURES) * heads * length), 2, 10))
 
 
