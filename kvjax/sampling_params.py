@@ -12,7 +12,7 @@ COLDEST = 1e-6
 """Logits divided by a smaller temperature may not be finite."""
 MOST_ALTERNATIVES = 20
 MOST_PENALTY = 2.0
-"""Of presence and frequency, in either direction, as in the OpenAI API."""
+"""Largest presence or frequency penalty, in either direction, as in the OpenAI API."""
 
 
 @named_fields

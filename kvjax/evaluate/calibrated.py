@@ -146,7 +146,7 @@ def narrowest(context: int) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and among what, in words."""
+    """A chosen head pattern, with the candidates it was chosen from."""
 
     pattern: StaticPattern
     """What was chosen."""
@@ -159,7 +159,7 @@ class Rivals:
     """The static policies of a size that answer best on calibration contexts."""
 
     run: Trial
-    """What comes of a pattern on them."""
+    """Runs a pattern on the calibration contexts."""
     orders: Mapping[str, Float[np.ndarray, "l k"]]
     """What heads are worth, by the orders' names."""
     context: int

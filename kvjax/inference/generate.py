@@ -64,7 +64,7 @@ class AnswerLogprobs(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What `stream` yields."""
+    """New tokens of every answer, and the cache after them."""
 
     tokens: list[np.ndarray]
     """New tokens of each answer, its stop token included."""
@@ -75,13 +75,13 @@ class Block(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What `generate` returns, by answer."""
+    """Answers to prompts, one entry an answer in every list."""
 
     tokens: list[np.ndarray]
     """Without the stop token or the stop text."""
     finish_reasons: list[Literal["stop", "length"]]
     stats: Stats
-    """Of the cache at the end, its sequences in the answers' order."""
+    """Sizes of the cache at the end, with its sequences in the answers' order."""
     prompts: list[int]
     """Index of each answer's prompt."""
     texts: list[str] | None = None

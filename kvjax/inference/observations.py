@@ -1,5 +1,5 @@
-"""What methods remember of tokens: the observation buffer of the last ones, taken layer by layer and written for all of
-them at once; and state that is dropped when no compaction will need it any more."""
+"""Memory of methods: the observation buffer of the last tokens, taken layer by layer and written for all layers at
+once, and state that is dropped when no compaction will need it any more."""
 
 import dataclasses
 
@@ -15,8 +15,8 @@ from kvjax.policies.views import Step
 
 
 def traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
-    """What of one layer's tokens is to be written to the cache's `trail`. Raises ValueError for an eviction whose trace
-    is of another form than its trail."""
+    """Return what one layer's tokens add to the cache's observation buffer, `trail`. Raises ValueError for an
+    eviction whose trace is of another form than its trail."""
     if view.eviction is None:
         return ()
 
@@ -32,7 +32,7 @@ def traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Tra
 
 
 def remembered(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:
-    """The cache's trail with the `traces` of a call, a leading axis for the layers."""
+    """Return the cache's observation buffer with the `traces` of a call, which have a leading layer axis."""
     if not jax.tree.leaves(new):
         return cache.trail
 

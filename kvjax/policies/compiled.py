@@ -43,8 +43,8 @@ class States:
 
 @struct
 class View:
-    """What a compiled program sees of a policy while tokens run. Every array has a leading layer axis, and nothing in
-    it is for the host alone, so that policies which differ in budgets share their programs."""
+    """Methods of a policy as compiled programs see them while tokens run. Every array has a leading layer axis,
+    and nothing in it is for the host alone, so that policies which differ in budgets share their programs."""
 
     admission: Admission
     eviction: Eviction | None
@@ -130,7 +130,7 @@ class CompiledPolicy:
     decode: View
     """Single tokens, which read the pages that the selection chooses."""
     compact: Eviction | None
-    """What scores entries; None where nothing is compacted."""
+    """The method that scores entries; None where nothing is compacted."""
 
 
 def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy:
