@@ -17,7 +17,7 @@ def run(program: str, *args: str, cwd: Path) -> subprocess.CompletedProcess:
 
 def test_benchmark_writes_a_row_for_each_context_phase_and_path(tmp_path):
     small = ["--heads", "4", "--kv-heads", "2", "--head-dim", "16", "--new-tokens", "4", "--repeats", "1"]
-    policies = ["wgkv:window=32", "kvpop:budget=128", "knorm:ratio=0.25"]
+    policies = ["wgkv:window=32", "kvpop:max_entries=128", "knorm:ratio=0.25"]
     sizes = ["--context", "512", "1024", "--page-size", "8", "--policies", *policies]
     done = run("benchmark.py", *small, *sizes, "--json", "figures.json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -41,7 +41,7 @@ def test_benchmark_writes_a_row_for_each_context_phase_and_path(tmp_path):
         assert kept["full"] == 1
         assert kept["knorm:ratio=0.25"] == pytest.approx(0.25, abs=0.01)
         assert 0.25 < kept["wgkv:window=32"] < 0.35
-    constant = [by_path[context, "decode", "kvpop:budget=128"]["bytes"] for context in (512, 1024)]
+    constant = [by_path[context, "decode", "kvpop:max_entries=128"]["bytes"] for context in (512, 1024)]
     assert constant[0] == constant[1]
     assert done.stdout.count(" tokens ") == len(rows)
 

@@ -3,15 +3,15 @@
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 resize: an empty cache, and copies with another pool. sizes: how large a pool is.
 compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail: what they
-remember of the last tokens. capacity: rows that keep their best. branches: sequences that share a context's pages.
+remember of the last tokens. max_entries: rows that keep their best. branches: sequences that share a context's pages.
 rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
 """
 
 from kvjax.cache.branches import copy_shared_pages, selected
-from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
-from kvjax.cache.capacity import Turnover, ends, standings, swap_worst
 from kvjax.cache.compaction import Quota
 from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
+from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
+from kvjax.cache.max_entries import Turnover, ends, standings, swap_worst
 from kvjax.cache.packed_entries import shard_pages
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
 from kvjax.cache.resize import Layout, empty, resize
@@ -30,8 +30,8 @@ from kvjax.cache.sizes import (
 from kvjax.cache.stats import Stats, check, check_alive, stats
 
 __all__ = [
-    "CAPACITY_PLANES",
     "MARGIN",
+    "MAX_ENTRIES_PLANES",
     "Cache",
     "CapacityError",
     "LayerCache",

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.capacity import PLANES as CAPACITY_PLANES
+from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
 from kvjax.cache.pages import Cache, LayerCache, Pages, ring_pages
 from kvjax.mesh import BATCH, HEADS, SHARDS, P, axis_size
 
@@ -38,7 +38,7 @@ class Layout:
     bounds: Any = None
     """Of the bounds of each page's keys; None: there are none."""
     planes: tuple[tuple[str, Any], ...] = ()
-    """The methods' own numbers of entries, and a capacity's: names and dtypes."""
+    """The methods' own numbers of entries, and the ones that `max_entries` needs: names and dtypes."""
     limit: int | None = None
     """Most pages that a shard's pool may ever have; None: as many as the devices have memory for."""
 
@@ -69,7 +69,7 @@ def empty(layout: Layout, state: Any, trail: Any) -> Cache:
     numbers = {
         name: jnp.zeros((layers, batch, heads, slots), dtype, out_sharding=rows)
         for name, dtype in layout.planes
-        if name not in CAPACITY_PLANES
+        if name not in MAX_ENTRIES_PLANES
     }
     layer_cache = LayerCache(
         page_table=table,

@@ -4,7 +4,7 @@ A token is written to its rows' rings; when it leaves the ring (`window − 1` t
 then sees `window` tokens) it is copied to the global region of each row that keeps it, and nowhere else. Both take
 pages as they fill. A pool that runs out is counted, not overwritten: the free count is then negative.
 
-With a capacity (`kvjax.cache.capacity`) a token may take the place of one that was stored.
+With `max_entries` (`kvjax.cache.max_entries`) a token may take the place of one that was stored.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from kvjax.cache.capacity import POSITION, PRIORITY, Turnover
+from kvjax.cache.max_entries import POSITION, PRIORITY, Turnover
 from kvjax.cache.pages import LayerCache, Pages, ring_pages, with_keys
 from kvjax.cache.planes import appended, in_front, placed
 from kvjax.errors import UserError

@@ -1,8 +1,8 @@
 """Rollback: a cache as it was before some tokens were run over it, for what is only tried: questions and branches.
 
 What is written to a global region stands behind what was there, so the pool itself need not be kept: only what is
-written in place is, which is the rings and what stands beside entries, and all entries where a capacity has them change
-places.
+written in place is, which is the rings and what stands beside entries, and all entries where `max_entries` lets
+them change places.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from kvjax.cache.capacity import PLANES
+from kvjax.cache.max_entries import PLANES
 from kvjax.cache.pages import Cache, LayerCache, ring_pages
 from kvjax.mesh import BATCH, HEADS, P
 from kvjax.struct import struct
@@ -39,7 +39,7 @@ class Mark:
     rings: Shaped[Array, "l b k r page kv"] | None
     """The rings' pages; None with `pool`, which has them."""
     pool: Shaped[Array, "p page kv"] | None
-    """All entries, where there is a capacity."""
+    """All entries, where there is `max_entries`."""
 
 
 @jax.jit

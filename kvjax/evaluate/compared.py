@@ -243,7 +243,7 @@ def budget_argument(kind: Any, told: dict[str, Any], roles: set[str]) -> str | N
     if kind is Quest:
         return None if {"tokens", "ratio"} & told.keys() or "eviction" in roles else "ratio"
     own = {
-        KVPOP: ("budget", "budget"),
+        KVPOP: ("max_entries", "max_entries"),
         StreamingLLM: ("window", "window"),
         HeadPattern: ("sparsity", "sparsity"),
     }

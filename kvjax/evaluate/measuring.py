@@ -173,7 +173,7 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
 def measured_alone(policy: Policy) -> bool:
     """Whether reading leaves what no other policy's reading does, or something looks at the context behind it."""
     guided = policy.when is not None and bool(policy.when.guidance)
-    return guided or policy.most_stored is not None or BIAS in policy.planes
+    return guided or policy.max_entries is not None or BIAS in policy.planes
 
 
 def measure_together(

@@ -105,13 +105,13 @@ def layout_for(
     """
     page_size = page_size_of(policy, page_size)
     each = [tokens] * batch if isinstance(tokens, int) else [*tokens, *[0] * (batch - len(tokens))]
-    table, most = caches.table_tokens(max(longest, *each)), policy.most_stored
+    table, most = caches.table_tokens(max(longest, *each)), policy.max_entries
     if most is not None:
         table = min(table, most + policy.window - 1)
     dtype = jnp.dtype(dtype)
     stored, bounds = stored_as(dtype)
-    own = {} if most is None else caches.CAPACITY_PLANES
-    if taken := sorted(set(caches.CAPACITY_PLANES) & set(policy.planes)):
+    own = {} if most is None else caches.MAX_ENTRIES_PLANES
+    if taken := sorted(set(caches.MAX_ENTRIES_PLANES) & set(policy.planes)):
         raise UserError(f"policy {policy.name}: a plane called {taken[0]!r} is the cache's own")
     planes = tuple((name, jnp.dtype(own)) for name, own in (policy.planes | own).items())
     token_bytes = 2 * head_dim * dtype.itemsize + sum(own.itemsize for _, own in planes)
@@ -248,8 +248,8 @@ def more_pages(
     length, seen, slots = np.asarray(cache.layers.length), np.asarray(cache.seen), cache.window - 1
     leaving = np.maximum(seen + tokens - slots, 0) - np.maximum(seen - slots, 0)
     longer = length + leaving[:, None]
-    if policy.most_stored is not None:
-        longer = np.maximum(np.minimum(longer, policy.most_stored), length)
+    if policy.max_entries is not None:
+        longer = np.maximum(np.minimum(longer, policy.max_entries), length)
     if expected is not None:
         longer = np.minimum(longer, np.ceil(expected).astype(np.int64))
     sizes = cache.window, cache.page_size
@@ -353,8 +353,8 @@ def _missing_columns(policy: Policy, cache: Cache, tokens: int) -> int:
 
     def columns(tokens: int) -> int:
         most = min(max(seen + tokens - cache.window + 1, 0), longest + tokens)
-        if policy.most_stored is not None:
-            most = min(most, max(policy.most_stored, longest))
+        if policy.max_entries is not None:
+            most = min(most, max(policy.max_entries, longest))
         return -(-most // cache.page_size)
 
     if columns(tokens) <= cache.columns:

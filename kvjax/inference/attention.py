@@ -188,11 +188,11 @@ def _turnover(
     """What becomes of the one token that leaves the ring, of this priority."""
     keep, window = view.admission.keep(), view.window
     wanted = keep.wanted(priority)
-    if keep.capacity is None:
+    if keep.max_entries is None:
         return caches.Turnover(wanted)
     stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
-    return caches.swap_worst(stored, layer.length, keep.capacity, wanted[..., 0], priority[..., 0])
+    return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], priority[..., 0])
 
 
 def _prefill(
@@ -211,7 +211,7 @@ def _prefill(
     if bias is not None:
         stored_bias = pages.planes[BIAS]
         bias = jnp.concatenate([caches.in_order(layer.numbers[BIAS], seen), bias], -1)
-    if keep.capacity is not None:
+    if keep.max_entries is not None:
         return _competing(view, step, pages, layer, priority, bias, seen, valid, implementation)
     wanted = keep.wanted(priority)
     turnover = caches.Turnover(wanted[..., : step.q.shape[2]])
@@ -253,7 +253,7 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
         jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, priority, exists, position)
     )
     end = caches.ends(
-        wanted, priority, jnp.maximum(keep.capacity, layer.length),
+        wanted, priority, jnp.maximum(keep.max_entries, layer.length),
         window=window, exists=exists, position=position, queries=tokens + 1,
     )  # fmt: skip
     if bias is not None:

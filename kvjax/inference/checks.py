@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from kvjax.cache import CAPACITY_PLANES, Cache, capacity_pages, check_alive
+from kvjax.cache import MAX_ENTRIES_PLANES, Cache, capacity_pages, check_alive
 from kvjax.errors import UserError, one_of, shown, warn
 from kvjax.mesh import batch_shards
 from kvjax.models.chat import encode, is_chat
@@ -214,12 +214,10 @@ def check_fits(cache: Cache, model: Decoder, policy: CompiledPolicy) -> None:
         raise UserError(
             f"the cache was not made with policy {host.name}, which needs to know more of its tokens"
         )
-    has, needs = set(cache.pages.planes) >= set(CAPACITY_PLANES), host.most_stored is not None
+    has, needs = set(cache.pages.planes) >= set(MAX_ENTRIES_PLANES), host.max_entries is not None
     if has != needs:
-        its, own = ("a", "no") if has else ("no", "a")
-        raise UserError(
-            f"the cache was made with {its} capacity of its rows, policy {host.name} has {own} capacity"
-        )
+        its, own = ("with", "none") if has else ("without", "one")
+        raise UserError(f"the cache was made {its} max_entries, policy {host.name} has {own}")
     if host.selection is not None and cache.pages.bounds is None:
         raise UserError(
             f"policy {host.name} selects pages by bounds of their keys, which this cache has none of: make it with a "

@@ -6,7 +6,7 @@ import dataclasses
 import jax
 from jaxtyping import Array, Int
 
-from kvjax.cache import CAPACITY_PLANES, Cache
+from kvjax.cache import MAX_ENTRIES_PLANES, Cache
 from kvjax.cache.trail import newest, written
 from kvjax.mesh import BATCH, HEADS, P, gather
 from kvjax.policies.compiled import View
@@ -47,7 +47,7 @@ def drop_observation_state(cache: Cache, later: View) -> Cache:
     """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
     it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
     that only differ in an eviction whose work is done then run one program."""
-    lasting = {*later.planes, *CAPACITY_PLANES, BIAS}
+    lasting = {*later.planes, *MAX_ENTRIES_PLANES, BIAS}
     numbers, planes = (
         {name: plane for name, plane in x.items() if name in lasting}
         for x in (cache.layers.numbers, cache.pages.planes)

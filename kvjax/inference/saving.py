@@ -22,7 +22,7 @@ import orbax.checkpoint as ocp
 
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout
-from kvjax.cache.capacity import POSITION
+from kvjax.cache.max_entries import POSITION
 from kvjax.cache.packed_entries import Arrays, packed, places, unpacked
 from kvjax.cache.saved import DESCRIPTION, FORMAT, describe_cache, described_arrays, sealed
 from kvjax.checkpoints.fingerprint import MadeFor, contents, model_name
@@ -179,7 +179,7 @@ def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
     host, state = policy.host, cache.layers.state
     admission, eviction = host.admission, host.eviction if host.compacts_answers else None
     held: dict[str, tuple[Any, Any]] = {
-        "admission": (admission, (state.admission, dict(admission.planes), host.most_stored))
+        "admission": (admission, (state.admission, dict(admission.planes), host.max_entries))
     }
     if eviction is not None:
         held["eviction"] = eviction, (state.eviction, dict(eviction.planes), cache.trail)
@@ -314,11 +314,11 @@ def _wanted(
     sizes = len(found["held"]), len(found["held"][0]), found["arrays"]["entries"]["shape"][-1]
     if sizes != (config.num_layers, config.num_kv_heads, 2 * config.head_dim):
         raise UserError(f"{path / DESCRIPTION}: damaged (layers, heads and width are {sizes})")
-    known = {**policy.host.planes, **caches.CAPACITY_PLANES}
+    known = {**policy.host.planes, **caches.MAX_ENTRIES_PLANES}
     if wrong := [x for x, own in found["planes"].items() if np.dtype(known.get(x, own)).name != own]:
         raise UserError(f"{path / DESCRIPTION}: damaged (plane {wrong[0]} is {found['planes'][wrong[0]]})")
     wanted = {name: jax.ShapeDtypeStruct(*x) for name, x in described_arrays(found).items()}
-    for name in set(found["planes"]) - set(caches.CAPACITY_PLANES):
+    for name in set(found["planes"]) - set(caches.MAX_ENTRIES_PLANES):
         wanted[f"numbers.{name}"] = jax.ShapeDtypeStruct(wanted["priority"].shape, found["planes"][name])
     shape = Shape(
         len(found["tokens"]),
@@ -444,7 +444,7 @@ def _like(
             f"{path}: the cache that is saved here takes {size / 2**20:.1f} MiB on a device that has "
             f"{free / 2**20:.1f} MiB free"
         )
-    tokens, most = caches.table_tokens(int(seen.max())), policy.host.most_stored
+    tokens, most = caches.table_tokens(int(seen.max())), policy.host.max_entries
     layout = Layout(
         batch=batch, layers=config.num_layers, kv_heads=config.num_kv_heads, head_dim=config.head_dim, window=window,
         tokens=tokens if most is None else max(min(tokens, most + window - 1), int(length.max()) + window - 1),

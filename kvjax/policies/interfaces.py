@@ -47,7 +47,7 @@ class Keep:
 
     threshold: Number
     """The least priority that stays: one number, or one of each kv head."""
-    capacity: Number | None = None
+    max_entries: Number | None = None
     """How many a kv head keeps at most: those of highest priority among all that have left the ring so far, of equal
     ones the earlier. What is out stays out. None: as many as there are. A row that has more, of a policy that went
     before, keeps as many."""
@@ -147,12 +147,12 @@ class Admission(Role, abc.ABC):
 
     @abc.abstractmethod
     def keep(self) -> Keep:
-        """The rule on leaving the ring: data, not code. Whether it has a capacity must not depend on numbers."""
+        """The rule on leaving the ring: data, not code. Whether it has `max_entries` must not depend on numbers."""
         ...
 
     def admitted(self, tokens: int) -> Float[np.ndarray, "#l #k"]:
         """How many of `tokens` tokens that have left the ring are expected in the global region, by layer and kv head;
-        by default all, up to a capacity. Sizes the default pool; called on the whole policy (with its layer axis),
+        by default all, up to `max_entries`. Sizes the default pool; called on the whole policy (with its layer axis),
         outside jit."""
         return np.full((1, 1), tokens, np.float64)
 

@@ -87,27 +87,27 @@ class Policy:
             )
         if self.eviction is not None:
             self._check(self.eviction)
-        if self.admission.keep().capacity is not None:
-            self._check_capacity()
+        if self.admission.keep().max_entries is not None:
+            self._check_max_entries()
 
-    def _check_capacity(self) -> None:
+    def _check_max_entries(self) -> None:
         """Refuse what does not go with entries in no order."""
         for what, other in (("an eviction", self.eviction), ("a selection of pages", self.selection)):
             if other is not None:
                 raise UserError(
-                    f"{self.name}: an admission with a capacity keeps its entries in no order, and {what} needs them "
+                    f"{self.name}: an admission with max_entries keeps its entries in no order, and {what} needs them "
                     "in order of position"
                 )
-        capacity = self.admission.keep().capacity
-        if not np.issubdtype(getattr(capacity, "dtype", None) or object, np.integer):
+        max_entries = self.admission.keep().max_entries
+        if not np.issubdtype(getattr(max_entries, "dtype", None) or object, np.integer):
             raise UserError(
-                f"{self.name}: a capacity must be an array of whole numbers, got {shown(capacity)}"
+                f"{self.name}: max_entries must be an array of whole numbers, got {shown(max_entries)}"
             )
-        if isinstance(capacity, np.ndarray | np.generic) and np.min(capacity).item() < 0:
-            raise UserError(f"{self.name}: a capacity must be at least 0, got {shown(capacity)}")
+        if isinstance(max_entries, np.ndarray | np.generic) and np.min(max_entries).item() < 0:
+            raise UserError(f"{self.name}: max_entries must be at least 0, got {shown(max_entries)}")
         if self.admission.updates:
             raise UserError(
-                f"{self.name}: an admission with a capacity cannot update its numbers, whose entries change places"
+                f"{self.name}: an admission with max_entries cannot update its numbers, whose entries change places"
             )
 
     def _check(self, eviction: Eviction) -> None:
@@ -226,15 +226,15 @@ class Policy:
         return dict(self.admission.planes) | dict({} if self.eviction is None else self.eviction.planes)
 
     @property
-    def most_stored(self) -> int | None:
-        """The most entries of a row's global region; None: there is no capacity. Outside jit."""
-        capacity = self.admission.keep().capacity
-        return None if capacity is None else int(np.asarray(capacity).max())
+    def max_entries(self) -> int | None:
+        """The most entries of a row's global region; None: there is no limit. Outside jit."""
+        max_entries = self.admission.keep().max_entries
+        return None if max_entries is None else int(np.asarray(max_entries).max())
 
     @property
     def rewritten(self) -> int | None:
         """How many of a head cache's newest entries may be written to after the prompt; None: any of them may."""
-        written = self.most_stored is not None or self.admission.updates or self.compacts_answers
+        written = self.max_entries is not None or self.admission.updates or self.compacts_answers
         return None if written else 0
 
     def expected_entries(self, tokens: int, entry_bytes: int) -> Float[np.ndarray, "#l #k"]:
@@ -242,7 +242,7 @@ class Policy:
         `entry_bytes`: one token's key and value in all layers and heads."""
         ring = min(tokens, self.window - 1)
         stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
-        stored = stored if self.most_stored is None else np.minimum(stored, self.most_stored)
+        stored = stored if self.max_entries is None else np.minimum(stored, self.max_entries)
         return ring + (
             stored if self.plan is None else np.minimum(stored, self.plan.most(tokens, entry_bytes))
         )

@@ -20,9 +20,9 @@ class Pairs(NamedTuple):
 
 
 def boundary_pairs(
-    target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], capacity: Int[Array, ""], window: int
+    target: Float[Array, "b k t"], competes: Bool[Array, "b k t"], max_entries: Int[Array, ""], window: int
 ) -> Pairs:
-    """Return, by the target, the lowest of the `capacity` best that have left the window before a token does.
+    """Return, by the target, the lowest of the `max_entries` best that have left the window before a token does.
 
     KVPOP's eq. 2 (Sec. 3.4) takes the boundary among those eligible once the token has left, itself included. Whether
     the token is kept is the same. One that is kept is paired here with the one that it displaces, never with itself.
@@ -30,13 +30,13 @@ def boundary_pairs(
     Args:
         target: what each token is worth, in an order that no query changes.
         competes: not the sinks, which always stay.
-        capacity: how many of those that compete stay.
+        max_entries: how many of those that compete stay.
     """
     tokens = target.shape[-1]
     rank = ranks(target)
     # the best k of all that left so far, at each query; token j leaves at query j + window, so those before it are what
     # query j + window − 1 sees
-    tau, _ = running_topk(rank, k=capacity, window=window, competes=competes)
+    tau, _ = running_topk(rank, k=max_entries, window=window, competes=competes)
     index = jnp.arange(tokens)
     last = jnp.broadcast_to(tau[..., -1:], (*tau.shape[:-1], min(window - 1, tokens)))
     before = jnp.concatenate([tau[..., window - 1 :], last], -1)
@@ -50,7 +50,7 @@ def boundary_loss(
     score: Float[Array, "b k t"],
     target: Float[Array, "b k t"],
     competes: Bool[Array, "b k t"],
-    capacity: Int[Array, ""],
+    max_entries: Int[Array, ""],
     *,
     window: int,
     temperature: float = 1.0,
@@ -61,7 +61,7 @@ def boundary_loss(
     score, target, competes = (x[:, :, None, None] for x in (score, jax.lax.stop_gradient(target), competes))
 
     def head(row: tuple[Array, Array, Array]) -> dict[str, Array]:
-        return _of_a_head(*row, capacity, window, temperature)
+        return _of_a_head(*row, max_entries, window, temperature)
 
     # one after another: libtpu 0.0.42 fails for v5p on the gathers of eight rows of 8,192 tokens
     rows = tuple(x.reshape(-1, *x.shape[2:]) for x in (score, target, competes))
@@ -69,9 +69,9 @@ def boundary_loss(
 
 
 def _of_a_head(
-    score: Array, target: Array, competes: Array, capacity: Array, window: int, temperature: float
+    score: Array, target: Array, competes: Array, max_entries: Array, window: int, temperature: float
 ) -> dict[str, Array]:
-    pairs = boundary_pairs(target, competes, capacity, window)
+    pairs = boundary_pairs(target, competes, max_entries, window)
 
     def apart(x: Float[Array, "b k t"]) -> Float[Array, "b k t"]:
         x = jnp.where(competes, x, 0)

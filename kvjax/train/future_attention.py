@@ -21,7 +21,7 @@ FLOOR = -30.0
 
 @struct
 class KVPOPTraining:
-    """What training asks of scorers: the mask that a cache of their budget would have, which has no gradient, and of
+    """What training asks of scorers: the mask that a cache of their size would have, which has no gradient, and of
     each layer the score loss (KVPOP, Sec. 3.3 and 3.4; App. D).
 
     The target of a token is the logarithm of the attention that queries pay it once it has left the window, the largest
@@ -50,9 +50,9 @@ class KVPOPTraining:
         assert admission.window is not None
         target = self.target(step, lse)
         competes = jnp.broadcast_to(step.position[:, None] >= admission.sink, target.shape)
-        capacity = admission.capacity - admission.sink
+        chosen = admission.max_retained - admission.sink
         told = {"window": admission.window, "temperature": self.temperature}
-        return boundary_loss(state, target, competes, capacity, **told)
+        return boundary_loss(state, target, competes, chosen, **told)
 
     def target(self, step: Step, lse: Float[Array, "b n t"]) -> Float[Array, "b k t"]:
         """Of each token, as if it fell from position 0 on, like `KVPOP.priority`; `FLOOR` where nothing looks."""

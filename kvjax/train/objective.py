@@ -63,7 +63,7 @@ def deployed_mask(admission: Admission, step: Step, window: int) -> tuple[Float[
     priority = jnp.pad(known[..., delay:], later, constant_values=-jnp.inf)
     keep = admission.keep()
     fixed = jax.lax.stop_gradient(priority)
-    end = ends(keep.wanted(fixed), fixed, keep.capacity, window=window)
+    end = ends(keep.wanted(fixed), fixed, keep.max_entries, window=window)
     bias = admission.bias(state, step) if BIAS in admission.planes else None
     return priority, Mask(end=end, log_gate=bias)
 

@@ -19,10 +19,10 @@ TOKENS = np.random.default_rng(0).integers(0, 61, (2, 60))
 
 
 def policies(model):
-    capped = delayed(window=6, capacity=7, delay=3)
+    capped = delayed(window=6, max_entries=7, delay=3)
     h2o = make_policy("h2o:entries=20,when=every,every=8", model=model)
     snapkv = make_policy("snapkv:entries=20,observed=5,when=every,every=8", model=model)
-    return policies_for(model, 6) | {"h2o": h2o, "snapkv": snapkv, "capacity": capped}
+    return policies_for(model, 6) | {"h2o": h2o, "snapkv": snapkv, "max_entries": capped}
 
 
 def content(cache):
@@ -46,7 +46,7 @@ def content(cache):
     [
         "wgkv",
         "quest",
-        "capacity",
+        "max_entries",
         *(pytest.param(x, marks=pytest.mark.thorough) for x in ("full", "h2o", "snapkv")),
     ],
 )

@@ -52,7 +52,7 @@ def gates_of(model, gates, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fast_kvzip")
     fast_kvzip.save_gates(folder, tiny_sink_gates(model), {"opening": [1, 2, 3, 4, 5]})
     scorers = tmp_path_factory.mktemp("kvpop")
-    save_scorers(scorers, tiny_scorers(model), {"budget": 99, "sink": 2, "window": 9})
+    save_scorers(scorers, tiny_scorers(model), {"max_entries": 99, "sink": 2, "window": 9})
     own = {"fast_kvzip": str(folder), "kvpop": str(scorers)}
     return lambda one: own.get(one.takes_gates, gates)
 
@@ -104,8 +104,8 @@ def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
         assert schedule.when == ("chunk" if "when=chunk" in text or text == "fast_kvzip" else "prompt")
         assert schedule.patched == ("observers=prompt" in text)
         assert schedule.chunk == (32 if schedule.in_chunks else 0)
-    elif small.most_stored is not None:
-        assert [policy.admission.budget for policy in policies] == [32, 64]
+    elif small.max_entries is not None:
+        assert [policy.admission.max_entries for policy in policies] == [32, 64]
     elif small.selection is not None:
         assert [float(policy.selection.ratio) for policy in policies] == [0.25, 0.5]
     else:

@@ -123,7 +123,8 @@ def test_a_cache_of_constant_size_is_charged_as_such(name, model, problems):
     budget = 12
     policy = {
         "kvpop": lambda: make_policy(
-            {"kvpop": {"scorers": tiny_scorers(model), "budget": budget, "sink": 2, "window": 6}}, model=model
+            {"kvpop": {"scorers": tiny_scorers(model), "max_entries": budget, "sink": 2, "window": 6}},
+            model=model,
         ),
         "streaming_llm": lambda: make_policy(
             {"streaming_llm": {"sink": 2, "window": budget - 2}}, model=model

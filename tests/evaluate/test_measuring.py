@@ -95,7 +95,7 @@ def test_questions_are_asked_by_themselves_or_in_turn_as_many_as_there_are(model
 def test_a_capacity_and_biases_last_while_questions_are_answered(model):
     """The answers are those of a run that goes on without a break."""
     rng = np.random.default_rng(1)
-    policy = delayed(window=6, capacity=5, delay=2, biased=True)
+    policy = delayed(window=6, max_entries=5, delay=2, biased=True)
     samples = [
         Sample(rng.integers(0, 61, 30), (Question(rng.integers(0, 61, 12), rng.integers(0, 61, 6), "any"),))
         for _ in range(2)
@@ -111,7 +111,7 @@ def test_a_capacity_and_biases_last_while_questions_are_answered(model):
 def test_what_cannot_be_read_together_is_refused(model):
     samples = [Sample(np.arange(30), (Question(np.arange(3), np.arange(2), "any"),))]
     for policy in (
-        delayed(window=6, capacity=5),
+        delayed(window=6, max_entries=5),
         delayed(window=6, biased=True),
         make_policy({"snapkv": {"ratio": 0.5, "observed": 4, "observers": [1, 2, 3, 4]}}, model=model),
     ):

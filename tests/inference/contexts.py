@@ -22,7 +22,7 @@ def policies(model):
     return {
         "full": lambda: make_policy("full"),
         "wgkv": lambda: make_policy("wgkv:tau=0.5,window=6", model=model, gates=tiny_gates(model)),
-        "capacity": lambda: delayed(window=6, capacity=7, delay=3),
+        "max_entries": lambda: delayed(window=6, max_entries=7, delay=3),
         "snapkv": lambda: make_policy("snapkv:ratio=0.5,observed=4"),
         "quest": lambda: make_policy("quest:ratio=0.5"),
         # compacted while they answer: rows that move entries, and whose entries' numbers change

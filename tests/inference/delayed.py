@@ -14,7 +14,7 @@ class Delayed(Admission):
     """Priorities of a few levels, drawn from a token and the one `delay` tokens behind it."""
 
     threshold: Number
-    capacity: Number | None
+    max_entries: Number | None
     delay: int = static()
     biased: bool = static(default=False)
     sinks: int = static(default=0)
@@ -40,11 +40,11 @@ class Delayed(Admission):
         return last, jnp.where(of < self.sinks, jnp.inf, jnp.floor(6 * drawn)), self.delay
 
     def keep(self):
-        return Keep(self.threshold, self.capacity)
+        return Keep(self.threshold, self.max_entries)
 
 
-def delayed(*, window, capacity=None, delay=0, threshold=0.0, biased=False, sinks=0):
-    """`capacity`: a number, or a table by layer and kv head."""
-    capacity = None if capacity is None else np.asarray(capacity, np.int32)
-    admission = Delayed(np.float32(threshold), capacity, delay, biased, sinks)
+def delayed(*, window, max_entries=None, delay=0, threshold=0.0, biased=False, sinks=0):
+    """`max_entries`: a number, or a table by layer and kv head."""
+    max_entries = None if max_entries is None else np.asarray(max_entries, np.int32)
+    admission = Delayed(np.float32(threshold), max_entries, delay, biased, sinks)
     return Policy(admission, name="delayed", window=window)

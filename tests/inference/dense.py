@@ -21,12 +21,12 @@ def stored(priority, keep, window):
     wanted = priority >= keep.threshold
     left = jnp.arange(t + 1)[:, None] - jnp.arange(t) >= window
     competing = left & wanted[:, :, None]
-    if keep.capacity is None:
+    if keep.max_entries is None:
         return competing
     mine, other = priority[..., :, None], priority[..., None, :]
     better = (other > mine) | ((other == mine) & (jnp.arange(t) < jnp.arange(t)[:, None]))
     ahead = jnp.einsum("bkqo,bkjo->bkqj", competing.astype(jnp.int32), better.astype(jnp.int32))
-    return competing & (ahead < jnp.broadcast_to(keep.capacity, priority.shape[1])[:, None, None])
+    return competing & (ahead < jnp.broadcast_to(keep.max_entries, priority.shape[1])[:, None, None])
 
 
 @functools.partial(jax.jit, static_argnames="window")

@@ -16,12 +16,18 @@ from tests.tiny_models import tiny_model
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("window", "capacity", "delay", "threshold"),
+    ("window", "max_entries", "delay", "threshold"),
     [(1, None, 0, 0), (6, None, 2, 3), (6, 5, 5, 0)],
 )
-def test_every_cut_adds_it_to_what_left_the_window(window, capacity, delay, threshold):
+def test_every_cut_adds_it_to_what_left_the_window(window, max_entries, delay, threshold):
     model = tiny_model()
-    rule = {"window": window, "capacity": capacity, "delay": delay, "threshold": threshold, "biased": True}
+    rule = {
+        "window": window,
+        "max_entries": max_entries,
+        "delay": delay,
+        "threshold": threshold,
+        "biased": True,
+    }
     policy, plain = delayed(**rule), delayed(**rule | {"biased": False})
     want, _ = dense_logits(model, policy, TOKENS)
     assert np.abs(want - dense_logits(model, plain, TOKENS)[0]).max() > 0.01

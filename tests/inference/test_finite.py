@@ -114,7 +114,7 @@ def damaged_policy(name, model):
     if name == "kvpop":
         scorers = tiny_scorers(model)
         scorers.w_i[...] = scorers.w_i[...] * jnp.nan
-        return make_policy({name: {"window": 6, "budget": 12, "scorers": scorers}}, model=model)
+        return make_policy({name: {"window": 6, "max_entries": 12, "scorers": scorers}}, model=model)
     gates = tiny_sink_gates(model)
     gates.b[...] = gates.b[...] * jnp.nan
     return make_policy(

@@ -19,9 +19,9 @@ run = jax.jit(forward, static_argnames=("write", "capture"))
 
 
 def policies(model):
-    capped = delayed(window=6, capacity=5, delay=2)
+    capped = delayed(window=6, max_entries=5, delay=2)
     evicting = {name: make_policy({name: {"ratio": 0.5}}, model=model) for name in ("h2o", "snapkv")}
-    return policies_for(model, 6) | {"capacity": capped} | evicting
+    return policies_for(model, 6) | {"max_entries": capped} | evicting
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,10 @@ def test_a_mesh_gives_the_same(model, tokens):
 
 @pytest.mark.parametrize(
     "name",
-    ["capacity", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "wgkv", "quest", "snapkv"))],
+    [
+        "max_entries",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("h2o", "wgkv", "quest", "snapkv")),
+    ],
 )
 @pytest.mark.parametrize("count", [7, pytest.param(1, marks=pytest.mark.thorough)])
 def test_tokens_that_are_not_written_see_what_they_would_and_leave_nothing(model, tokens, name, count):

@@ -25,7 +25,7 @@ from tests.inference.contexts import CONTEXTS, QUESTIONS, WITH_LOGPROBS, policie
 from tests.policies.captured import PAGE, pages_are_whole
 from tests.tiny_models import tiny_gates, tiny_model, tiny_scorers, tiny_sink_gates
 
-THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "capacity"
+THOROUGH = "full", "quest", "r_kv", "snapkv", "h2o", "wgkv", "max_entries"
 ASKED = QUESTIONS[:2]
 
 
@@ -56,7 +56,7 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "capacity"))]
+    "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "max_entries"))]
 )
 def test_other_pages_another_pool_and_another_mesh_hold_the_same(model, name, tmp_path):
     """Bit by bit what is stored. What is said is that of one that was read in such pages, but for the rounding of sums:
@@ -186,7 +186,7 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
         (model, {"policy": wgkv}, saved, "the cache has window 1, policy wgkv has 6"),
         (
             model,
-            {"policy": policies(model)["capacity"]()},
+            {"policy": policies(model)["max_entries"]()},
             tmp_path / "gated",
             "which does not know what policy delayed needs to know",
         ),
@@ -208,7 +208,7 @@ def test_what_is_another_s_is_refused_in_a_line(model, saved, tmp_path):
 
 def of_seed(name, model, seed):
     """A policy that goes on with what its gates or scorers, drawn with this seed, made of the tokens."""
-    told = {"window": 6, "budget": 20, "scorers": tiny_scorers(model, seed)}
+    told = {"window": 6, "max_entries": 20, "scorers": tiny_scorers(model, seed)}
     if name == "fast_kvzip":
         often = {"entries": 24, "when": "position", "every": 8, "protected": {"last": 8}, "buffer": 8}
         told = {"gates": tiny_sink_gates(model, seed=seed), **often}

@@ -28,7 +28,7 @@ POLICIES = {
     "tova": {"ratio": 0.5},
     "snapkv in adakv": {"ratio": 0.5, "observed": 4, "adakv": {}},
     "snapkv in critical_kv": {"ratio": 0.5, "observed": 4, "critical_kv": {}},
-    "kvpop": {"budget": 14, "sink": 2, "window": 6},
+    "kvpop": {"max_entries": 14, "sink": 2, "window": 6},
     "fast_kvzip": {"ratio": 0.5, "chunk": 16, "window": 5, "short": 0},
 }
 ROWS = [np.random.default_rng(length).integers(0, 61, length) for length in (40, 23)]

@@ -22,7 +22,7 @@ def model():
     return tiny_model(qk_norm=False)
 
 
-THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "capacity", "fast_kvzip"
+THOROUGH = "full", "snapkv", "h2o", "r_kv", "wgkv", "max_entries", "fast_kvzip"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ POLICIES = {
     "streaming_llm": {"window": 6, "sink": 2},
     "wgkv": {"tau": 0.5, "window": 6},
     "head_pattern": {"pattern": RATES, "sparsity": 0.5, "sink": 1, "window": 6},
-    "kvpop": {"budget": 14, "sink": 2, "window": 6},
+    "kvpop": {"max_entries": 14, "sink": 2, "window": 6},
     "random": {"rates": RATES, "window": 6},
     "snapkv": {"ratio": 0.5, "observed": 4},
     "tova": {"ratio": 0.5},
@@ -44,7 +44,7 @@ POLICIES = {
 }
 """Their arguments, by name."""
 BESIDES = {
-    "capacity": lambda model: delayed(window=6, capacity=7, delay=3),
+    "max_entries": lambda model: delayed(window=6, max_entries=7, delay=3),
     "bias": lambda model: delayed(window=6, delay=2, threshold=2.0, biased=True),
     "adakv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,adakv", model=model),
     "pyramidkv": lambda model: make_policy("snapkv:ratio=0.5,observed=4,pyramidkv.beta=3", model=model),
@@ -62,7 +62,7 @@ CHUNKS = {"chunk": 16, "page_size": 8}
 """As the batch is read that others are compared with: in three chunks, of which the last is empty for one sequence."""
 LIKE_OTHERS = (
     "full", "streaming_llm", "wgkv", "random", "snapkv", "tova", "keydiff", "knorm", "expected_attention", "r_kv",
-    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "capacity", "bias",
+    "random_eviction", "adakv", "pyramidkv", "critical_kv", "oraclekv", "max_entries", "bias",
 )  # fmt: skip
 """Whose tokens are seen, stored and scored by what others have, too: only where all is asked for."""
 each = pytest.mark.parametrize(

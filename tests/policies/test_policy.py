@@ -143,14 +143,14 @@ def test_a_window_one_short_of_what_is_observed_is_refused(model):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"capacity": np.float32(8)}, "a capacity must be an array of whole numbers"),
-        ({"capacity": 8}, "a capacity must be an array of whole numbers, got 8"),
-        ({"capacity": np.array(-1)}, "a capacity must be at least 0"),
+        ({"max_entries": np.float32(8)}, "max_entries must be an array of whole numbers"),
+        ({"max_entries": 8}, "max_entries must be an array of whole numbers, got 8"),
+        ({"max_entries": np.array(-1)}, "max_entries must be at least 0"),
     ],
 )
-def test_a_capacity_is_checked(changes, says):
+def test_max_entries_is_checked(changes, says):
     with pytest.raises(UserError, match=says):
-        Policy(changed(delayed(window=6, capacity=8).admission, **changes), window=6)
+        Policy(changed(delayed(window=6, max_entries=8).admission, **changes), window=6)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from tests.policies.steps import shape_of, step
 from tests.tiny_models import tiny_model, tiny_scorers
 from tests.train.walked import loss_of_pairs, walked
 
-T, SINK, WINDOW, BUDGET = 32, 2, 5, 13
+T, SINK, WINDOW, MAX_ENTRIES = 32, 2, 5, 13
 
 
 def method(model, **told) -> KVPOPTraining:
-    sizes = {"sink": SINK, "window": WINDOW, "budget": BUDGET}
+    sizes = {"sink": SINK, "window": WINDOW, "max_entries": MAX_ENTRIES}
     policy = make_policy({"kvpop": {"scorers": tiny_scorers(model), **sizes}}, model=model)
     with use_mesh(model):
         return KVPOPTraining(on_mesh(policy.admission, 3, 4), **told)
@@ -98,8 +98,8 @@ def test_the_mask_is_that_of_the_cache(one):
     index = np.arange(T)
     seen = (index[:, None] >= index) & (index[:, None] < np.asarray(mask.end[0])[:, None])
     assert seen[:, :, :SINK][:, SINK:].all()
-    assert (seen.sum(-1) <= BUDGET).all()
-    assert (seen[:, -1].sum(-1) == BUDGET).all()
+    assert (seen.sum(-1) <= MAX_ENTRIES).all()
+    assert (seen[:, -1].sum(-1) == MAX_ENTRIES).all()
     priority, _ = training.masks(at)
     again = training.admission.score(
         training.admission.init(shape_of(at)),
@@ -109,7 +109,7 @@ def test_the_mask_is_that_of_the_cache(one):
     )[1]
     np.testing.assert_allclose(priority[..., : 1 - WINDOW], again[..., WINDOW - 1 :], rtol=1e-5)
     last = np.asarray(priority[0, :, : T - WINDOW])
-    best = [set(np.argsort(-row, kind="stable")[: BUDGET - WINDOW]) for row in last]
+    best = [set(np.argsort(-row, kind="stable")[: MAX_ENTRIES - WINDOW]) for row in last]
     assert [set(np.flatnonzero(row[: T - WINDOW])) for row in seen[:, -1]] == best
 
 
@@ -129,9 +129,9 @@ def test_a_layers_loss_is_of_what_its_masked_attention_paid(one):
     target = np.log(np.maximum(mass, np.exp(FLOOR))) - decay
     score, _ = training.masks(at)
     for head in range(4):
-        pairs = walked(target[head], BUDGET - WINDOW - SINK, WINDOW, SINK)
+        pairs = walked(target[head], MAX_ENTRIES - WINDOW - SINK, WINDOW, SINK)
         loss, agreement = loss_of_pairs(score[0, head], target[head], pairs, 1.0)
-        assert found["pairs"][0, head] == len(pairs) == T - BUDGET
+        assert found["pairs"][0, head] == len(pairs) == T - MAX_ENTRIES
         np.testing.assert_allclose(found["score_loss"][0, head], loss, rtol=1e-4)
         np.testing.assert_allclose(found["agreement"][0, head], agreement, rtol=1e-6)
         assert abs(over_all["score_loss"][0, head] - loss) > 1e-3 * loss, "of other attention it is another"

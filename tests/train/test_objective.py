@@ -42,10 +42,10 @@ def test_the_error_is_in_float32():
     ("delay", "sinks"), [(3, 3), *(pytest.param(*x, marks=pytest.mark.thorough) for x in ((0, 0), (5, 0)))]
 )
 def test_training_sees_what_the_cache_keeps(delay, sinks):
-    """Whole sequences under the mask of an admission with a capacity, and the same in chunks through pages."""
+    """Whole sequences under the mask of an admission with max_entries, and the same in chunks through pages."""
     tokens = np.random.default_rng(delay).integers(0, 61, (2, LENGTH))
     model = tiny_model()
-    made = delayed(window=6, capacity=7, delay=delay, threshold=2, sinks=sinks)
+    made = delayed(window=6, max_entries=7, delay=delay, threshold=2, sinks=sinks)
     expected, cache = cached_logits(model, made, tokens, [17, 1, 1, 21])
     with use_mesh(model):
         admission = made.compile(model).host.admission
@@ -54,14 +54,14 @@ def test_training_sees_what_the_cache_keeps(delay, sinks):
         )
         found = model.logits(hidden)
     np.testing.assert_allclose(found, expected, atol=1e-4)
-    assert int(cache.layers.length.max()) == 7, "the capacity was reached"
+    assert int(cache.layers.length.max()) == 7, "max_entries was reached"
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_what_is_shorter_than_the_window_is_seen_whole(length):
     """No priority is known by the end of such a sequence, and none is asked for."""
-    policy, at = delayed(window=6, capacity=2, delay=5), step(np.arange(length)[None])
-    admission = changed(policy.admission, threshold=jnp.float32(0), capacity=jnp.int32(2))
+    policy, at = delayed(window=6, max_entries=2, delay=5), step(np.arange(length)[None])
+    admission = changed(policy.admission, threshold=jnp.float32(0), max_entries=jnp.int32(2))
     priority, mask = deployed_mask(admission, at, 6)
     assert mask.end.shape == at.k.shape[:3]
     assert (np.asarray(mask.end) >= length).all()

@@ -26,7 +26,7 @@ MESHES = {"2": {"sequence": 2}, "2x2x2": {"fsdp": 2, "tensor": 2, "sequence": 2}
 each = pytest.mark.parametrize(
     "mesh", [pytest.param(MESHES["2"], marks=pytest.mark.thorough), MESHES["2x2x2"]], ids=MESHES
 )
-KVPOP = {"budget": 14, "sink": 2, "window": 6, "batch": 8}
+KVPOP = {"max_entries": 14, "sink": 2, "window": 6, "batch": 8}
 RECIPES = {
     "wgkv": WriteGates(window=4, lambda_=0.3, sequences=5, expand=4.0),
     "uptrain": ConstantCache(phase="uptrain", **KVPOP),

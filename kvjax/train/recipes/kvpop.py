@@ -40,7 +40,7 @@ FALL = 8e-5
 class ConstantCache(Recipe):
     """Train a whole model and its scorers for a cache of constant size (KVPOP), in two runs: --phase uptrain trains the
     dense model on the data, --phase sparsify goes on from it under the cache's mask, beside its scorers and distilled
-    from it. One model for each budget.
+    from it. One model for each `--max-entries`.
 
     By default the paper's numbers for Qwen3-4B.
     """
@@ -54,8 +54,8 @@ class ConstantCache(Recipe):
     mask: Literal["scored", "streaming"] = "scored"
     """What of the tokens behind the window a kv head sees: the best by their scores; or sinks alone, and a window so
     much longer (StreamLLM+, for comparison)."""
-    budget: int = 512
-    """Entries of a kv head: sinks, window and those chosen."""
+    max_entries: int = 512
+    """Most entries of a kv head: sinks, window and those chosen."""
     sink: int = 4
     """First tokens that always stay."""
     window: int = 64
@@ -84,7 +84,7 @@ class ConstantCache(Recipe):
     """The share of the teacher's divergence in the model's loss; the others are next tokens'."""
     teacher: str = "model"
     """`model`: the uptrained model, beside the student; `store`: what it says of every sequence is computed before the
-    first update and kept in the run's folder; or a folder for that, which runs of other budgets share."""
+    first update and kept in the run's folder; or a folder for that, which runs of other --max-entries share."""
     teacher_tokens: int = 256
     """The teacher's likeliest tokens, over which that divergence is."""
     lr: float = 8e-5
@@ -150,7 +150,8 @@ class ConstantCache(Recipe):
         yield self.sink >= 0, "--sink", "at least 0", self.sink
         yield self.window >= 1, "--window", "at least 1", self.window
         least = self.sink + self.window + 1
-        yield self.budget >= least, "--budget", f"at least sinks + window + 1 = {least}", self.budget
+        enough = self.max_entries >= least
+        yield enough, "--max-entries", f"at least sinks + window + 1 = {least}", self.max_entries
         yield self.age >= 1, "--age", "at least 1", self.age
         yield self.temperature > 0, "--temperature", "above 0", self.temperature
         yield 0 <= self.distilled <= 1, "--distilled", "from 0 to 1", self.distilled
@@ -180,9 +181,9 @@ class ConstantCache(Recipe):
             raise UserError(
                 "--features none may be negative, for which --normaliser must be xlstm, got plain"
             )
-        if self.phase == "sparsify" and self.lengths[0] <= self.budget:
+        if self.phase == "sparsify" and self.lengths[0] <= self.max_entries:
             raise UserError(
-                f"--lengths {self.lengths[0]} is not above --budget {self.budget}: nothing would be evicted"
+                f"--lengths {self.lengths[0]} is not above --max-entries {self.max_entries}: nothing would be evicted"
             )
 
     def check_model(self, model: ModelConfig) -> None:
@@ -236,7 +237,7 @@ class ConstantCache(Recipe):
         """The scorers as they are used."""
         return KVPOP(
             scorers,
-            budget=self.budget,
+            max_entries=self.max_entries,
             sink=self.sink,
             window=self.window,
             delayed=self.delayed,
@@ -247,7 +248,7 @@ class ConstantCache(Recipe):
     def student(self, params: dict[str, Any]) -> tuple[Trainable, int]:
         """What masks the model's attention, and the window."""
         model = params["model"].config
-        scored, window = self.has_scorers, self.window if self.has_scorers else self.budget - self.sink
+        scored, window = self.has_scorers, self.window if self.has_scorers else self.max_entries - self.sink
         admission = self.admission(params["scorers"]) if scored else StreamingLLM(sink=self.sink)
         placed = on_mesh(admission, model.num_layers, model.num_kv_heads)
         if not isinstance(placed, KVPOP):
@@ -306,7 +307,7 @@ class ConstantCache(Recipe):
         `model` that the loop adds; of a run without scorers that alone."""
         if params is None:
             return
-        own = ("budget", "sink", "window", "delayed", "decay", "age")
+        own = ("max_entries", "sink", "window", "delayed", "decay", "age")
         made = ("target", "falling_target", "temperature", "distilled", "teacher_tokens", "uptrained", "data")
         description = {name: getattr(self, name) for name in (*own, *made, "lengths", "seed")}
         description |= {"updates": self.steps, "batch": self.rows}
@@ -327,7 +328,7 @@ class ConstantCache(Recipe):
     @property
     def _fixed(self) -> dict[str, Any]:
         """The sinks and the window of a mask without scorers."""
-        return {} if self.phase == "uptrain" else {"sink": self.sink, "window": self.budget - self.sink}
+        return {} if self.phase == "uptrain" else {"sink": self.sink, "window": self.max_entries - self.sink}
 
     def use_options(self, folder: Path) -> Sequence[str]:
         if self.has_scorers:

@@ -31,7 +31,7 @@ from tests.tiny_models import filled, tiny_config, tiny_model
 from tests.train.killed import go_on, run_until_killed
 
 MODEL = str(builtin_model("test_model"))
-SIZES = dict(budget=14, window=6, sink=2, lengths=(32,), shares=(1.0,), sequences=32, batch=8)
+SIZES = dict(max_entries=14, window=6, sink=2, lengths=(32,), shares=(1.0,), sequences=32, batch=8)
 COMMON = [
     *(
         "--method",
@@ -49,7 +49,7 @@ COMMON = [
     ),
     *("--validation", "2", "--report", "none"),
 ]
-CACHE = ["--budget", "20", "--window", "6", "--sink", "2"]
+CACHE = ["--max-entries", "20", "--window", "6", "--sink", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     exported = tmp_path / "run" / "parameters"
     model = load_model(exported / "model")
     policy = make_policy("kvpop", gates=exported, model=model)
-    assert (policy.window, policy.admission.budget) == (6, 20)
+    assert (policy.window, policy.admission.max_entries) == (6, 20)
     assert policy.admission.made_for is not None
     with pytest.warns(UserWarning, match="made for the model .*, of which .* is a fine-tuned"):
         make_policy("kvpop", gates=exported, model=load_model(MODEL))
@@ -142,8 +142,8 @@ def test_how_a_run_without_scorers_is_used_names_none(tmp_path):
 
 
 def test_with_the_whole_in_view_there_is_nothing_to_distil(uptrained):
-    """The student is then the teacher: of a budget that holds every token."""
-    recipe = ConstantCache(phase="sparsify", **SIZES | {"budget": 64})
+    """The student is then the teacher: of a cache that holds every token."""
+    recipe = ConstantCache(phase="sparsify", **SIZES | {"max_entries": 64})
     with jax.set_mesh(make_mesh()):
         model = tiny_model()
         params = jax.jit(recipe.init)(model)
@@ -252,7 +252,7 @@ def test_no_array_is_of_all_pairs():
         gradient = jax.jit(jax.grad(lambda p, m: recipe.loss(p, m, tokens, key, at)[0]))
         text = gradient.lower(params, model).compile().as_text()
     sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\w+\[([\d,]+)\]", text)]
-    assert length * model.config.width <= max(sizes) < length * (recipe.window + recipe.budget - 68)
+    assert length * model.config.width <= max(sizes) < length * (recipe.window + recipe.max_entries - 68)
 
 
 MESHES = {"8": {"fsdp": 8}, "4x2": {"fsdp": 4, "tensor": 2}}
@@ -352,10 +352,10 @@ def test_bytes_of_each_device_are_an_eighth():
         ),
         (["--phase", "sparsify", "--uptrained", "no/such"], "no/such"),
         (["--uptrained", MODEL], "is for --phase sparsify: --phase uptrain makes it"),
-        (["--budget", "68"], r"--budget must be at least sinks \+ window \+ 1 = 69, got 68"),
+        (["--max-entries", "68"], r"--max-entries must be at least sinks \+ window \+ 1 = 69, got 68"),
         (
             ["--phase", "sparsify", "--uptrained", MODEL, "--lengths", "512"],
-            "--lengths 512 is not above --budget 512",
+            "--lengths 512 is not above --max-entries 512",
         ),
         (["--features", "none"], "--features none may be negative, for which --normaliser must be xlstm"),
         (["--teacher", "store"], "--teacher store is for --phase sparsify: --phase uptrain has no teacher"),

@@ -37,7 +37,7 @@ RECIPES = {
     "kvpop": {
         "phase": "sparsify",
         "uptrained": builtin_model("test_model"),
-        "budget": 16,
+        "max_entries": 16,
         "window": 6,
         "sink": 2,
     },

@@ -13,7 +13,7 @@ METHOD = "kvpop"
 
 
 def save_scorers(folder: str | Path, scorers: Scorer, description: dict[str, Any]) -> None:
-    """Write an export. `description` holds budget, sink, window, delayed, decay and age as they were trained, and
+    """Write an export. `description` holds max_entries, sink, window, delayed, decay and age as they were trained, and
     whatever else says how the scorers were made."""
     save_exported(folder, arrays_of(scorers), {"method": METHOD} | scorers.sizes._asdict() | description)
 

@@ -18,14 +18,14 @@ from kvjax.policies.views import Shape, Step
 from kvjax.struct import assign, host, remembered, static, struct
 from pallas_kernels.mlstm import Memory, empty_memory
 
-USUAL = {"budget": 512, "sink": 4, "window": 64, "delayed": True, "decay": True, "age": 1}
+USUAL = {"max_entries": 512, "sink": 4, "window": 64, "delayed": True, "decay": True, "age": 1}
 """What is taken where neither the caller nor the folder says anything: the paper's (App. A)."""
 
 
 @struct
 class KVPOP(Admission):
     """A kv head holds the first `sink` tokens, the last of the window, and of those between the best by their scores,
-    `budget` in all, whatever comes (KVPOP, Sec. 3; App. C).
+    `max_entries` in all, whatever comes (KVPOP, Sec. 3; App. C).
 
     A token's score is what its query reads of the memory of all tokens up to the last before it leaves the window
     (`delayed`), or up to its own; it falls with each position by the head's log γ (`decay`), as seen from any later
@@ -35,8 +35,8 @@ class KVPOP(Admission):
 
     scorers: Any = dataclasses.field(repr=False)
     """The scorers, or where they are."""
-    budget: int | None = host(default=None)
-    """Entries of a kv head: sinks, window and the others."""
+    max_entries: int | None = host(default=None)
+    """Most entries of a kv head: sinks, window and the others."""
     sink: Any = None
     """First tokens that always stay."""
     window: int | None = static(default=None)
@@ -48,8 +48,8 @@ class KVPOP(Admission):
     age: int | None = static(default=None)
     """Positions that count as one: of a token at u and a query at q, ⌊q/age⌋ − ⌊u/age⌋. The paper's ⌊(q − u)/age⌋ would
     have the order of two tokens change, so that what is out would have to come back."""
-    capacity: Any = dataclasses.field(default=None, init=False, repr=False)
-    """Entries that have left the window, sinks among them."""
+    max_retained: Any = dataclasses.field(default=None, init=False, repr=False)
+    """Most entries of a kv head that have left the window, sinks among them: `max_entries` − `window`."""
     made_for: MadeFor | None = remembered()
     """What the folder says."""
     name = "kvpop"
@@ -71,14 +71,14 @@ class KVPOP(Admission):
         told |= {"scorers": scorers, "window": window, "age": age, "made_for": MadeFor.described(said)}
         if not is_placed(self.sink):
             sink = whole_number(self.name, "sink", told["sink"], 0)
-            budget = whole_number(self.name, "budget", told["budget"])
-            if budget < sink + window + 1:
+            max_entries = whole_number(self.name, "max_entries", told["max_entries"])
+            if max_entries < sink + window + 1:
                 raise UserError(
-                    f"kvpop: a budget of {budget} entries is all sinks and window: it must be at least {sink} + "
+                    f"kvpop: max_entries={max_entries} is all sinks and window: it must be at least {sink} + "
                     f"{window} + 1 = {sink + window + 1}"
                 )
-            capacity = np.array(budget - window, np.int32)
-            told |= {"sink": np.array(sink, np.int32), "budget": budget, "capacity": capacity}
+            told |= {"sink": np.array(sink, np.int32), "max_entries": max_entries}
+            told["max_retained"] = np.array(max_entries - window, np.int32)
         assign(self, **told)
 
     def check(self, model: Any) -> None:
@@ -121,4 +121,4 @@ class KVPOP(Admission):
         return score - self.scorers.log_gamma()[:, None] * age
 
     def keep(self) -> Keep:
-        return Keep(-np.inf, self.capacity)
+        return Keep(-np.inf, self.max_retained)

@@ -26,7 +26,7 @@ from tests.policies.admission.admitted import layer
 from tests.policies.steps import shape_of, step, whole
 from tests.tiny_models import tiny_model, tiny_scorers
 
-SIZES = {"budget": 15, "sink": 2, "window": 6}
+SIZES = {"max_entries": 15, "sink": 2, "window": 6}
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def priorities(policy, score):
 def test_the_worked_example(model):
     """Two sinks, a window of two, two others: what they are at queries 4 to 9."""
     score = [0, 0, 0.2, 0.9, 0.1, 0.5, 0.7, 0.3, 0.8, 0.6]
-    policy = made(model, budget=6, sink=2, window=2, decay=False)
+    policy = made(model, max_entries=6, sink=2, window=2, decay=False)
     keep = layer(policy.admission, 0).keep()
     held = stored(priorities(policy, score)[:, :1], keep, 2)[0, 0]
     found = [set(np.flatnonzero(held[q])) - {0, 1} for q in range(4, 10)]
@@ -79,7 +79,7 @@ def test_what_is_out_stays_out(model, age):
     """The rank of a token is one number for all queries, the order that effective scores give at each of them; the
     paper's age in whole blocks since the token is not, and brings back what a cache no longer has."""
     window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
-    policy = made(model, age=age, window=window, budget=30, sink=0)
+    policy = made(model, age=age, window=window, max_entries=30, sink=0)
     at = layer(policy.admission, 0)
     at.scorers.theta[...] = jnp.full_like(at.scorers.theta[...], -50.0)  # γ = .999
     log_gamma = float(at.scorers.log_gamma()[0])
@@ -121,7 +121,7 @@ def test_of_equal_scores_age_decides(model, decay, sink, window):
 
 
 def test_with_room_for_sinks_alone_it_is_streaming_llm(model):
-    found = seen(made(model), AT, capacity=jnp.int32(2))
+    found = seen(made(model), AT, max_retained=jnp.int32(2))
     np.testing.assert_array_equal(found, seen(streaming(model, 2, 6), AT))
     assert (found != seen(made(model), AT)).any()
 
@@ -193,7 +193,7 @@ def narrowest(priority, capacity, window):
         {},
         *(
             pytest.param(x, marks=pytest.mark.thorough)
-            for x in ({"delayed": False, "age": 4}, {"budget": 200})
+            for x in ({"delayed": False, "age": 4}, {"max_entries": 200})
         ),
     ],
     ids=str,
@@ -206,15 +206,15 @@ def test_a_cache_keeps_what_training_sees(model, told, calls):
     found, cache = cached_logits(model, policy, TOKENS, calls)
     wanted, priority, end = in_training(model, policy, np.pad(TOKENS, ((0, 0), (0, 1))))
     np.testing.assert_allclose(found, wanted[:, :LENGTH], atol=1e-4)
-    assert narrowest(priority, int(policy.admission.capacity.max()), 6) > 1e-5, "or rounding might decide"
+    assert narrowest(priority, int(policy.admission.max_retained.max()), 6) > 1e-5, "or rounding might decide"
     left = np.arange(LENGTH) <= LENGTH - 6
     assert positions(cache) == lists((end[..., :LENGTH] > LENGTH) & left)
-    assert int(cache.layers.length.max()) == min(told.get("budget", 15) - 6, LENGTH - 5)
+    assert int(cache.layers.length.max()) == min(told.get("max_entries", 15) - 6, LENGTH - 5)
 
 
 @pytest.mark.thorough
 def test_a_budget_that_holds_all_is_full_attention(model):
-    policy = made(model, budget=LENGTH + 1)
+    policy = made(model, max_entries=LENGTH + 1)
     with use_mesh(model):
         wanted = jax.jit(lambda model, tokens: model.logits(model.hidden(tokens)))(model, put(TOKENS))
     cached, _ = cached_logits(model, policy, TOKENS, [17, 1, 1, 21])
@@ -258,22 +258,22 @@ def test_a_cache_has_one_size_whatever_comes():
 
 def test_files_hold_what_was_trained(model, tmp_path):
     scorers = tiny_scorers(model, normaliser="xlstm")
-    save_scorers(tmp_path, scorers, {"budget": 20, "sink": 1, "window": 5, "decay": False})
+    save_scorers(tmp_path, scorers, {"max_entries": 20, "sink": 1, "window": 5, "decay": False})
     found, said = load_scorers(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, found, scorers)
     assert found.sizes == scorers.sizes
     policy = make_policy({"kvpop": {"scorers": tmp_path}})
-    assert (policy.window, int(policy.admission.capacity), policy.admission.decay) == (5, 15, False)
+    assert (policy.window, int(policy.admission.max_retained), policy.admission.decay) == (5, 15, False)
     assert policy.admission.delayed
     assert said["method"] == "kvpop"
-    other = make_policy({"kvpop": {"scorers": tmp_path, "window": 9, "budget": 12}})
-    assert (other.window, int(other.admission.capacity)) == (9, 3)
+    other = make_policy({"kvpop": {"scorers": tmp_path, "window": 9, "max_entries": 12}})
+    assert (other.window, int(other.admission.max_retained)) == (9, 3)
 
 
 def test_what_cannot_be_is_refused_in_a_line(model, tmp_path):
     scorers = tiny_scorers(model)
-    with pytest.raises(UserError, match=r"budget of 8 entries .* must be at least 2 \+ 6 \+ 1 = 9"):
-        KVPOP(scorers, budget=8, sink=2, window=6)
+    with pytest.raises(UserError, match=r"max_entries=8 .* must be at least 2 \+ 6 \+ 1 = 9"):
+        KVPOP(scorers, max_entries=8, sink=2, window=6)
     with pytest.raises(UserError, match="scorers must be a folder of scorers or a Scorer, got 3"):
         KVPOP(3)
     with pytest.raises(UserError, match=r"scorers are for .* = \(3, 4, 8\), the model has \(2, 4, 8\)"):

@@ -1,4 +1,5 @@
-"""A capacity: of the tokens that left the ring, a row keeps the best so far by priority; of equal ones the earlier.
+"""Heads that hold at most `max_entries` entries: of the tokens that left the window, a head cache keeps the best so far
+by priority, and of equal ones the earlier.
 
 What is out stays out, so a row that is full only ever swaps its worst entry for a better one. The newcomer takes its
 place: the entries of such a row are in no order, and two planes say of each what it is worth and where it stood.
@@ -25,7 +26,7 @@ class Turnover(NamedTuple):
     stays: Bool[Array, "b k t"]
     """Of as many of the oldest tokens of the ring and the call, in order, those that stay if they leave the ring."""
     gone: Bool[Array, "b k s"] | None = None
-    """The stored entries whose places they take, by place; never more than stay. None: there is no capacity."""
+    """The stored entries whose places they take, by place; never more than stay. None: there is no limit."""
 
 
 class Standing(NamedTuple):
@@ -53,7 +54,7 @@ def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
 def swap_worst(
     stored: Standing,
     length: Int[Array, "b k"],
-    capacity: Int[Array, "..."],
+    max_entries: Int[Array, "..."],
     wanted: Bool[Array, "b k"],
     priority: Float[Array, "b k"],
 ) -> Turnover:
@@ -62,7 +63,7 @@ def swap_worst(
     lowest_ones = stored.exists & (stored.priority == lowest[..., None])
     newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)
     worst = lowest_ones & (stored.position == newest[..., None])
-    full = length >= capacity
+    full = length >= max_entries
     stays = wanted & (~full | (priority > lowest))
     return Turnover(stays[..., None], worst & (stays & full)[..., None])
 
@@ -70,7 +71,7 @@ def swap_worst(
 def ends(
     wanted: Bool[Array, "b k s"],
     priority: Float[Array, "b k s"],
-    capacity: Int[Array, "..."] | None,
+    max_entries: Int[Array, "..."] | None,
     *,
     window: int,
     exists: Bool[Array, "b k_or_1 s"] | None = None,
@@ -78,23 +79,23 @@ def ends(
     queries: int | None = None,
 ) -> Int[Array, "b k s"]:
     """`end` of `vertical_slash` for keys that stay, once they left the window, iff they are `wanted` and among the
-    `capacity` of highest priority of those so far (KVPOP, App. C).
+    `max_entries` of highest priority of those so far (KVPOP, App. C).
 
     Args:
-        capacity: one number, or one of each row; None: no limit.
+        max_entries: one number, or one of each row; None: no limit.
         exists: False: nobody ever sees the key. None: all exist.
         position: of equal priorities the lower one stays. None: the keys are in order.
         queries: how many of the last indices are queries; None: all.
     """
     wanted = wanted if exists is None else wanted & exists
-    if capacity is None:
+    if max_entries is None:
         end = attention.ends(wanted, window)
     else:
         index = jnp.broadcast_to(jnp.arange(priority.shape[-1], dtype=jnp.int32), priority.shape)
         keys = -priority, index if position is None else position, index
         order = lax.sort(keys, num_keys=2)[2]
         rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
-        of_rows = jnp.broadcast_to(capacity, priority.shape[:2])
+        of_rows = jnp.broadcast_to(max_entries, priority.shape[:2])
         _, end = running_topk(rank, k=of_rows, window=window, queries=queries, competes=wanted)
         end = jnp.where(wanted, end, index + window)
     return end if exists is None else jnp.where(exists, end, 0)

@@ -20,11 +20,11 @@ from tests.inference.dense import dense_logits, stored
 from tests.tiny_models import tiny_model
 
 TABLE = np.arange(12).reshape(3, 4)
-"""A capacity for each layer and kv head, 0 among them."""
+"""A number for each layer and kv head, 0 among them."""
 
 
 @pytest.mark.parametrize(
-    ("window", "capacity", "delay", "threshold", "sinks"),
+    ("window", "max_entries", "delay", "threshold", "sinks"),
     [
         (6, 7, 5, 2, 3),
         *(
@@ -33,15 +33,17 @@ TABLE = np.arange(12).reshape(3, 4)
         ),
     ],
 )
-def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacity, delay, threshold, sinks):
-    rule = dict(window=window, capacity=capacity, delay=delay, threshold=threshold, sinks=sinks)
+def test_every_cut_keeps_and_sees_the_best_so_far(
+    model, tokens, window, max_entries, delay, threshold, sinks
+):
+    rule = dict(window=window, max_entries=max_entries, delay=delay, threshold=threshold, sinks=sinks)
     policy = delayed(**rule)
     want, kept = dense_logits(model, policy, tokens)
     for calls in ([LENGTH], [8] * 4 + [1] * 8, [1] * 8 + [8] * 4):
         got, cache = cached_logits(model, policy, tokens, calls, page_size=3)
         assert np.abs(got - want).max() < 1e-4
         np.testing.assert_array_equal(cache.layers.length, kept.sum(-1))
-        if capacity is not None:
+        if max_entries is not None:
             assert positions(cache) == lists(kept)
             assert all(row[:sinks] == list(range(sinks)) for row in positions(cache).values())
 
@@ -50,7 +52,7 @@ def test_every_cut_keeps_and_sees_the_best_so_far(model, tokens, window, capacit
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
     """Rows that stop while others go on, before they are full and after, and one empty row."""
     batch, lengths = np.concatenate([tokens, tokens]), np.array([LENGTH, 20, 3, 0])
-    policy = delayed(window=6, capacity=TABLE, delay=2)
+    policy = delayed(window=6, max_entries=TABLE, delay=2)
     together, cache = cached_logits(model, policy, batch, [16] + [1] * 24, lengths=lengths)
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):
         split = tiny_model()
@@ -68,9 +70,9 @@ def test_training_masks_what_decoding_drops():
     """`ends`, which recipes give to `vertical_slash`, by every query."""
     priority = jnp.asarray(np.random.default_rng(1).integers(0, 5, (2, 4, 50)), jnp.float32)
     for window in (1, 7):
-        for capacity in (None, 6, np.arange(4)):
-            keep = Keep(jnp.float32(1), None if capacity is None else jnp.asarray(capacity))
-            end = caches.ends(keep.wanted(priority), priority, keep.capacity, window=window)
+        for max_entries in (None, 6, np.arange(4)):
+            keep = Keep(jnp.float32(1), None if max_entries is None else jnp.asarray(max_entries))
+            end = caches.ends(keep.wanted(priority), priority, keep.max_entries, window=window)
             held, index = stored(priority, keep, window)[:, :, :50], jnp.arange(50)
             near = index[:, None] - index < window
             seen = (index[:, None] < end[:, :, None]) & (index <= index[:, None])
@@ -79,8 +81,8 @@ def test_training_masks_what_decoding_drops():
 
 
 @pytest.mark.thorough
-def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model, tokens):
-    policy = delayed(window=6, capacity=8, delay=5)
+def test_the_default_pool_is_as_large_as_max_entries_and_serves_questions(model, tokens):
+    policy = delayed(window=6, max_entries=8, delay=5)
     prompt = [np.tile(tokens[0], 8)]
     cache = prefill(model, prompt, policy=policy, page_size=4, chunk=32)
     sizes = caches.stats(cache)
@@ -105,11 +107,12 @@ def test_the_default_pool_is_as_large_as_the_capacity_and_serves_questions(model
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "later", [pytest.param({"capacity": 4}, marks=pytest.mark.thorough), {"capacity": 12, "threshold": 4}]
+    "later",
+    [pytest.param({"max_entries": 4}, marks=pytest.mark.thorough), {"max_entries": 12, "threshold": 4}],
 )
 def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
     """A row never loses an entry without another in its place, in one call or token by token."""
-    cache = prefill(model, tokens[:1], policy=delayed(window=6, capacity=12), page_size=4)
+    cache = prefill(model, tokens[:1], policy=delayed(window=6, max_entries=12), page_size=4)
     policy, said = delayed(window=6, **later), []
     for chunk in (16, 1):
         got = generate(
@@ -125,11 +128,11 @@ def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
     np.testing.assert_array_equal(*said)
 
 
-def test_what_cannot_go_with_a_capacity_is_refused(model, tokens):
-    policy = delayed(window=6, capacity=8)
+def test_what_cannot_go_with_max_entries_is_refused(model, tokens):
+    policy = delayed(window=6, max_entries=8)
     for part in ({"eviction": KNorm(), "budget": Ratio(0.5)}, {"selection": Quest(ratio=0.5)}):
         with pytest.raises(UserError, match="keeps its entries in no order"):
             Policy(policy.admission, window=6, **part)
     cache = prefill(model, tokens[:1], policy=policy)
-    with pytest.raises(UserError, match="with a capacity of its rows, policy delayed has no capacity"):
+    with pytest.raises(UserError, match="made with max_entries, policy delayed has none"):
         generate(model, [[1]], cache=cache, policy=delayed(window=6))
