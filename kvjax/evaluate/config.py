@@ -9,7 +9,7 @@ from kvjax.builtin import BUILTIN, GATES
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.cli.options import find_value, load_config
 from kvjax.errors import LARGEST_INT, UserError
-from kvjax.tasks.scbench import TURNS
+from kvjax.tasks.suite import TURNS
 
 UNTRAINED = {"KeyDiff": "keydiff", "H2O": "h2o", "Expected Attention": "expected_attention"}
 """The evictions that do best on the built-in model without training, as training's report calls them."""
@@ -62,9 +62,9 @@ class EvaluateConfig:
     budgets: tuple[float, ...] = (0.1, 0.2, 0.4, 0.7)
     """Shares of the full cache's entries."""
     tasks: tuple[str, ...] = ("needle", "copy", "text")
-    """needle, by depth; documents: questions about --documents; text: how it goes on, from --documents; recall and copy
-    (built-in model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1,
-    qa_2; LongBench's and SCBench's: longbench_qasper, …, scbench_kv, …. Or contests, answered at length: aime_2024,
+    """needle, by depth; documents: questions about a text of one's own; text: how it goes on; recall and copy (built-in
+    model, which has a text of its own, too); RULER's thirteen by name: niah_single_1, …, vt, cwe, fwe, qa_1, qa_2;
+    LongBench's and SCBench's: longbench_qasper, …, scbench_kv, …. Or contests, answered at length: aime_2024,
     aime_2025, hmmt_feb_2025, hmmt_nov_2025."""
     context: tuple[int, ...] = (1024,)
     """Tokens of a context with a question and its answer, of a contest's problem with its answer."""
@@ -89,26 +89,13 @@ class EvaluateConfig:
     order, how many sinks and which windows are then chosen on 10."""
     order_length: int = 1024
     """Tokens of the contexts that heads are ordered on, at most; shorter where --context is."""
-    documents: Path | None = None
-    """documents and text: a text file, or a folder of .txt files."""
-    ruler_data: Path | None = None
-    """RULER's own samples instead of samples made here: a folder with a .jsonl or .parquet file a task or with one for
-    all, or a hub data set with a configuration for each context's length (simonjegou/ruler)."""
-    essays: Path | None = None
-    """The haystack of RULER and of needles in text: a text file; by default the packaged text. Repeated where it is too
-    short."""
-    squad: Path | None = None
-    """qa_1: SQuAD's JSON file."""
-    hotpotqa: Path | None = None
-    """qa_2: HotpotQA's JSON file."""
-    contest_data: Path | None = None
-    """Contests: a .jsonl or .parquet file, a folder of files called as the tasks are, or a hub data set; by default
-    each contest's own on the hub."""
-    longbench_data: Path | None = None
-    """LongBench: a folder of files called as the tasks are, its data.zip or a hub data set; by default its own on the
-    hub."""
-    scbench_data: Path | None = None
-    """SCBench: a folder of files called as the tasks are, or a hub data set; by default its own on the hub."""
+    data: tuple[str, ...] = ()
+    """What tasks read, as NAME=PATH. documents (for documents and text): a text file, or a folder of .txt files.
+    essays: the haystack of RULER and of needles, a text file; by default the packaged text. squad, hotpotqa (for qa_1,
+    qa_2): the datasets' JSON files. ruler: RULER's own samples instead of samples made here, a folder with a .jsonl or
+    .parquet file for each task or for all, or a hub dataset with a configuration for each length (simonjegou/ruler).
+    longbench, scbench, contests: a folder of files named like the tasks, or a hub dataset; longbench also its data.zip,
+    contests also a file; by default their own on the hub."""
     turns: str = TURNS[0]
     """SCBench's questions of a context: each by itself (`each`), or after those before it, with their true answers
     (`golden`) or what the model said (`own`)."""
@@ -140,8 +127,22 @@ class EvaluateConfig:
     mesh: MeshShape = MeshShape()
     """Devices: 8 (fsdp), 4x2 (fsdp × tensor) or fsdp=4,tensor=2."""
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The paths of `data` by name. Raises UserError for one without a name or a path, and for a name twice."""
+        found: dict[str, Path] = {}
+        for text in self.data:
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise UserError(f"--data {text}: expected NAME=PATH")
+            if name in found:
+                raise UserError(f"--data names {name} twice")
+            found[name] = Path(path)
+        return found
+
     def check(self) -> None:
         """Refuse values that mean nothing. Raises UserError."""
+        _ = self.files
         for name in ("policies", "budgets", "tasks", "context"):
             values = getattr(self, name)
             if not values:

@@ -17,8 +17,7 @@ from kvjax.evaluate.footprint import critical_footprint
 from kvjax.evaluate.recovery import Recovery, dense_cells, recovery
 from kvjax.evaluate.results import BUDGET, LAMBDA, Cell
 from kvjax.policies.make import format_policy, parse_policy
-from kvjax.tasks import scbench
-from kvjax.tasks.ruler import RULER_TASKS
+from kvjax.tasks.registry import suite_of
 
 HOW_ASKED = {
     "each": "each question was asked by itself, of the same cache (multi-request)",
@@ -97,11 +96,12 @@ def _about(config: EvaluateConfig, cells: Sequence[Cell]) -> str:
             "paper; their size is what it comes to. wgkv+NAME: at their own τ the most selective gates that let in as "
             "much as the budget. The second table of a task says which τ each had."
         )
-    published = dict.fromkeys(cell.task for cell in cells if cell.published)
-    if ruler := [task for task in published if task in RULER_TASKS]:
-        lines.append(f"RULER's own data: {', '.join(ruler)}. Not comparable with RULER's tasks made here.")
-    if turns := [task for task in published if task in scbench.TASKS]:
-        lines.append(f"{', '.join(turns)}: {HOW_ASKED[config.turns]}.")
+    published: dict[str, list[str]] = {}
+    for task in dict.fromkeys(cell.task for cell in cells if cell.published):
+        published.setdefault(suite_of(task).note, []).append(task)
+    for note, tasks in published.items():
+        if note:
+            lines.append(note.format(tasks=", ".join(tasks), turns=HOW_ASKED[config.turns]))
     return "\n\n".join(lines)
 
 

@@ -21,18 +21,13 @@ from kvjax.files import write_text
 from kvjax.models.decoder import Decoder
 from kvjax.policies import HeadPattern
 from kvjax.policies.admission.pattern_folder import pattern_digest
-from kvjax.tasks.contests import CONTESTS
+from kvjax.tasks.registry import suite_of
 
 MEASURED_WITH = (
     *("samples", "chunk", "observed", "question_aware", "chat", "seed", "batch", "capacity", "page_size"),
     *("dtype", "order_contexts", "order_length", "turns"),
 )
 """Settings that all cells of a folder share."""
-READ = (
-    *("documents", "ruler_data", "essays", "squad", "hotpotqa", "contest_data", "longbench_data"),
-    "scbench_data",
-)
-"""Files and folders that they share, too: their contents, wherever these are."""
 DRAWN_WITH = "temperature", "top_p", "top_k"
 """Settings of contests alone; None in a folder of other tasks."""
 READ_SUFFIXES = ".txt", ".jsonl", ".parquet"
@@ -182,9 +177,9 @@ def cell(
 def metric_of(config: EvaluateConfig, workload: Workload) -> str:
     """What the score of a workload is, in words; of answers that are drawn, how."""
     if not workload.drawn:
-        return workload.source.metric
+        return workload.dataset.metric
     how = f"temperature {config.temperature:g}, top-p {config.top_p:g}, top-k {config.top_k}"
-    return f"{workload.source.metric}; drawn at {how}"
+    return f"{workload.dataset.metric}; drawn at {how}"
 
 
 class Results:
@@ -198,11 +193,11 @@ class Results:
         self._file, self._settings_file = config.out / "results.jsonl", config.out / "settings.json"
         self._settings = {name: getattr(config, name) for name in MEASURED_WITH}
         self._settings["page_size"] = _page_size(config)
-        contests = all(task in CONTESTS for task in config.tasks)
-        self._settings |= {name: getattr(config, name) if contests else None for name in DRAWN_WITH}
-        self._settings |= {name: _read_from(getattr(config, name)) for name in READ} | {
-            "gates": [[folder, digest(folder)] for folder in config.gates],
-        }
+        drawn = all(suite_of(task).drawn for task in config.tasks)
+        self._settings |= {name: getattr(config, name) if drawn else None for name in DRAWN_WITH}
+        # their contents, wherever these are
+        self._settings["data"] = [[name, _read_from(path)] for name, path in sorted(config.files.items())]
+        self._settings["gates"] = [[folder, digest(folder)] for folder in config.gates]
         # gates that stand in policy strings
         named = [pair for text in config.policies for pair in compared_of(text).own_gates.items()]
         self._named = {
@@ -314,10 +309,8 @@ def _page_size(config: EvaluateConfig) -> int | str:
     return usual if usual == selected else f"{usual}, {selected} with a selection"
 
 
-def _read_from(path: Path | None) -> list[str | None] | None:
+def _read_from(path: Path) -> list[str | None]:
     """What an option named, and a digest of the files there; None in its place for what is elsewhere (on the hub)."""
-    if path is None:
-        return None
     files = (
         sorted(file for file in path.rglob("*") if file.suffix in READ_SUFFIXES) if path.is_dir() else [path]
     )
@@ -332,8 +325,8 @@ def _read_from(path: Path | None) -> list[str | None] | None:
 
 def _counts(value: Any) -> Any:
     """What must be equal of a setting: of [name, digest] the digest, if there is one."""
-    if isinstance(value, list):
-        if len(value) == 2 and isinstance(value[0], str):
+    if isinstance(value, list | tuple):
+        if len(value) == 2 and isinstance(value[0], str) and not isinstance(value[1], list):
             return value[1] or value[0]
         return [_counts(x) for x in value]
     return value

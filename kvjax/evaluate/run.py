@@ -52,10 +52,9 @@ from kvjax.models.folder import load_tokenizer
 from kvjax.policies import Policy, make_policy
 from kvjax.policies.admission.wgkv import WGKV, load_gates
 from kvjax.policies.registry import is_method
-from kvjax.tasks.contests import CONTESTS
+from kvjax.tasks.registry import TASKS, check_data, suite_of
 from kvjax.tasks.sample import Sample, score_agreements
-from kvjax.tasks.scbench import TASKS as SCBENCH_TASKS
-from kvjax.tasks.scbench import TURNS
+from kvjax.tasks.suite import TURNS
 
 ANSWERS_FOLDER = "answers"
 """The folder of what was answered to contests."""
@@ -342,10 +341,10 @@ def with_gates(config: EvaluateConfig, say: Callable[[str], None] = lambda text:
 def answers_contests(config: EvaluateConfig) -> bool:
     """Whether the tasks are contests.
 
-    Raises UserError for contests beside other tasks, with questions known ahead, or several from one place.
+    Raises UserError for an unknown task, and for contests beside other tasks or with questions known ahead.
     """
-    contests = [task for task in config.tasks if task in CONTESTS]
-    others = [task for task in config.tasks if task not in CONTESTS]
+    contests = [task for task in config.tasks if suite_of(task).drawn]
+    others = [task for task in config.tasks if task not in contests]
     if not contests:
         return False
     if others:
@@ -355,11 +354,6 @@ def answers_contests(config: EvaluateConfig) -> bool:
         )
     if config.question_aware:
         raise UserError(f"--question-aware is for questions about a context, which {contests[0]} has none of")
-    if config.contest_data is not None and not config.contest_data.is_dir() and len(contests) > 1:
-        raise UserError(
-            f"--contest-data {config.contest_data} holds one contest, got --tasks {' '.join(contests)}: give a folder "
-            "with a file for each"
-        )
     return True
 
 
@@ -367,9 +361,10 @@ def check_policies(config: EvaluateConfig) -> None:
     """Refuse policies that are none, those that are not for the tasks, --dense without contests and --turns without
     SCBench. Raises UserError."""
     drawn = answers_contests(config)
+    check_data(list(config.files))
     if config.dense is not None and not drawn:
         raise UserError(f"--dense is for contests, which {config.tasks[0]} is none of")
-    if config.turns != TURNS[0] and not any(task in SCBENCH_TASKS for task in config.tasks):
+    if config.turns != TURNS[0] and not any(suite_of(task).takes_turns for task in config.tasks):
         raise UserError(f"--turns is for SCBench's tasks, which {config.tasks[0]} is none of")
     for one in compared(config):
         if not (one.on_contests if drawn else one.on_contexts):
@@ -378,7 +373,7 @@ def check_policies(config: EvaluateConfig) -> None:
                 "for those that evict while they answer (when=position), and for full, streaming_llm, wgkv and kvpop"
                 if drawn
                 else f"--policies {one.label} evicts while it answers at length, which is measured on contests: "
-                f"{', '.join(CONTESTS)}"
+                f"{', '.join(task for task, suite in TASKS.items() if suite.drawn)}"
             )
         if one.own_tau and len(found := gates_for(config, one)) > 1:
             by_lambda(found)

@@ -9,10 +9,10 @@ import numpy as np
 
 from kvjax.evaluate.compared import compared_of
 from kvjax.evaluate.config import EvaluateConfig
-from kvjax.tasks.ruler import Files
-from kvjax.tasks.sample import Sample, one_question, question_aware
-from kvjax.tasks.sources import Material, Source, check_separable, source
+from kvjax.tasks.registry import open_task
+from kvjax.tasks.sample import Sample, check_separable, one_question, question_aware
 from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import Dataset, Inputs
 
 CALIBRATION_SAMPLES = 4
 """Samples that τ is searched on."""
@@ -26,7 +26,7 @@ class Workload:
     """Its name."""
     length: int
     """Tokens of a context with a question and its answer, at most."""
-    source: Source
+    dataset: Dataset
     """Where its samples come from."""
     samples: Sequence[Sample]
     """Those that are compared."""
@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def published(self) -> bool:
-        return self.source.published
+        return self.dataset.published
 
 
 def workloads(config: EvaluateConfig) -> list[Workload]:
@@ -76,25 +76,14 @@ def workloads(config: EvaluateConfig) -> list[Workload]:
 
     Raises UserError for a task or a length that does not do.
     """
-    files = Files(config.essays, config.squad, config.hotpotqa)
-    material = Material(
-        config.model,
-        files,
-        config.ruler_data,
-        config.chat,
-        config.documents,
-        config.contest_data,
-        config.longbench_data,
-        config.scbench_data,
-        config.turns,
-    )
-    sources = {task: source(task, material) for task in config.tasks}
+    inputs = Inputs(config.model, config.files, config.chat, config.turns, config.tasks)
+    opened = {task: open_task(task, inputs) for task in config.tasks}
     return [
-        _workload(task, length, sources[task], config) for length in config.context for task in config.tasks
+        _workload(task, length, opened[task], config) for length in config.context for task in config.tasks
     ]
 
 
-def _workload(task: str, length: int, own: Source, config: EvaluateConfig) -> Workload:
+def _workload(task: str, length: int, own: Dataset, config: EvaluateConfig) -> Workload:
     count = _count(own, length, config)
     samples = own.samples(Split(config.seed, count), count, length)
     if samples[0].drawn:
@@ -117,16 +106,16 @@ def _batch(count: int, config: EvaluateConfig) -> int:
 
 def for_rivals(workload: Workload, config: EvaluateConfig, count: int, length: int) -> list[Sample]:
     """`count` samples of a workload's task that are not among those compared: what static rivals are chosen on."""
-    compared = _count(workload.source, workload.length, config)
+    compared = _count(workload.dataset, workload.length, config)
     split = Split(config.seed, compared, calibration=True, skipped=CALIBRATION_SAMPLES)
-    samples = workload.source.samples(split, count, length)
+    samples = workload.dataset.samples(split, count, length)
     return question_aware(one_question(samples)) if config.question_aware else samples
 
 
-def _count(own: Source, length: int, config: EvaluateConfig) -> int:
+def _count(own: Dataset, length: int, config: EvaluateConfig) -> int:
     """Samples for so many answers or some more: batches of one size, since each size is a program of its own. Of
     published samples, of which there may be no more, as many as are asked for."""
-    count = -(-config.samples // own.worth(length))
+    count = -(-config.samples // own.answers(length))
     if own.published:
         return count
     batches = -(-count // config.batch)

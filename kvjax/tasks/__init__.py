@@ -5,8 +5,9 @@ tokens and text; tasks of them are recall, needle, copy and text; hide: how they
 them, to train on. prompt: samples that are written as text, for any tokenizer, as those of ruler and
 document_questions (of documents, cut into passages). contests, contest_answers: AIME and HMMT, answered at length.
 longbench, scbench: the benchmarks in their published form; text_scores: what they score texts by; benchmark: samples
-of them, long contexts cut in the middle. datasets: files of published data. sources: every task by its name, for a
-model and its files. splits: which samples are compared, and which calibrated on.
+of them, long contexts cut in the middle. datasets: files of published data. suite: what a task gives an evaluation;
+registry: every task by its name; own: those that are none of a benchmark; documents: questions about a user's texts.
+splits: which samples are compared, and which calibrated on.
 """
 
 from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, heldout_files

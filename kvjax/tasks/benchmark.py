@@ -26,13 +26,13 @@ class BenchmarkSamples:
     metric: str
     """What the score is, in words."""
     published: bool = True
-    """Whether its samples are a published data set's."""
+    """Whether its samples are a published dataset's."""
 
     def __post_init__(self):
         if not self.drafts:
             raise UserError(f"{self.where}: there are no samples of {self.name}")
 
-    def worth(self, length: int) -> int:
+    def answers(self, length: int) -> int:
         """As many answers as the context with the fewest questions has."""
         return min(len(draft.questions) for draft in self.drafts)
 

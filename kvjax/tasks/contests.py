@@ -20,8 +20,11 @@ from kvjax.tasks.contest_answers import Expressions, Grader, Integers, last_box
 from kvjax.tasks.datasets import SUFFIXES, Row, file_rows, folder_rows, hub_rows, is_hub_name
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import Dataset, Inputs, Suite
 
-OPTION = "--contest-data"
+DATA = "contests"
+"""The name of their data."""
+OPTION = f"--data {DATA}"
 INSTRUCTION = r"Please reason step by step, and put your final answer within \boxed{}."
 INTEGERS = "\nThe answer is an integer between 0 and 999 inclusive."
 LEAST = 16
@@ -138,7 +141,7 @@ class ContestProblems:
     metric: str = PASS_AT_1
     """What the score is, in words."""
     published: bool = True
-    """Whether its samples are a published data set's."""
+    """Whether its samples are a published dataset's."""
 
     @cached_property
     def grader(self) -> Grader:
@@ -148,7 +151,7 @@ class ContestProblems:
     def problems(self) -> list[Problem]:
         return read_problems(self.contest, self.data, self.grader)
 
-    def worth(self, length: int) -> int:
+    def answers(self, length: int) -> int:
         return 1
 
     def samples(self, split: Split, count: int, length: int) -> list[Sample]:
@@ -181,3 +184,17 @@ class ContestProblems:
 
         true = self.tokenizer(problem.answer, add_special_tokens=False, verbose=False)["input_ids"]
         return Question(as_tokens([]), as_tokens(true), problem.name, score, room, stops=True, concluded=said)
+
+
+def _open(name: str, inputs: Inputs) -> Dataset:
+    data, contests = inputs.data.get(DATA), [task for task in inputs.tasks if task in CONTESTS]
+    if data is not None and not data.is_dir() and len(contests) > 1:
+        raise UserError(
+            f"{OPTION} {data} holds one contest, got --tasks {' '.join(contests)}: give a folder with a file for each"
+        )
+    own = ContestProblems(name, data, inputs.tokenizer, inputs.chat)
+    _ = own.problems  # read now
+    return own
+
+
+SUITE = Suite(tuple(CONTESTS), _open, data=(DATA,), drawn=True)

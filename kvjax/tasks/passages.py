@@ -29,11 +29,11 @@ def read_documents(path: Path) -> list[str]:
     Raises:
         UserError: no such file, one that is not UTF-8, or a folder without any.
     """
-    is_folder = is_there(path, "--documents") and path.is_dir()
+    is_folder = is_there(path, "--data documents") and path.is_dir()
     files = sorted(x for x in path.rglob("*.txt") if not x.is_dir()) if is_folder else [path]
     if not files:
-        raise UserError(f"--documents {path}: the folder has no .txt file")
-    return [read_text(file, "--documents") for file in files]
+        raise UserError(f"--data documents {path}: the folder has no .txt file")
+    return [read_text(file, "--data documents") for file in files]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from kvjax.errors import UserError
+
 Tokens = np.ndarray
 """One-dimensional int32 array of token ids."""
 Scorer = Callable[[Tokens], float]
@@ -150,3 +152,12 @@ def question_aware(samples: Sequence[Sample]) -> list[Sample]:
         for sample in samples
         for q in sample.questions
     ]
+
+
+def check_separable(name: str, samples: Sequence[Sample]) -> None:
+    """Refuse samples whose contexts cannot be read before their questions. Raises UserError."""
+    if any(not sample.separable for sample in samples):
+        raise UserError(
+            f"--tasks {name}: its samples hold context and question in one, so the context cannot be read first; use "
+            "--question-aware"
+        )

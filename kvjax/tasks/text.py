@@ -11,6 +11,8 @@ from kvjax.tasks.vocabulary import Vocabulary
 
 PARTS = 8
 """The last of so many parts is predicted, token by token, which takes much longer than reading."""
+COUNTS_FOR = 12
+"""Answers that a text counts for whose end is predicted."""
 
 
 @dataclass(frozen=True)

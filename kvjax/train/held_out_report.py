@@ -20,10 +20,10 @@ from kvjax.evaluate.config import default_chunk
 from kvjax.evaluate.measuring import Manner, measure
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
-from kvjax.tasks.ruler import Files
-from kvjax.tasks.sample import Sample, score_agreements
-from kvjax.tasks.sources import SAME_AS_FULL, Material, check_separable, source
+from kvjax.tasks.registry import open_task
+from kvjax.tasks.sample import Sample, check_separable, score_agreements
 from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import SAME_AS_FULL, Inputs
 from kvjax.tasks.text import continuation
 from kvjax.train.distillation import distillation
 from kvjax.train.recipe import Recipe, Validation
@@ -66,14 +66,14 @@ class Row:
 def task_samples(config: Recipe, count: int) -> dict[str, list[Sample]]:
     """So many samples of each task that --tasks names, as long as the longest sequence that is trained on. Raises
     UserError for a task that is not for the model, or not for that length."""
-    material = Material(config.model, Files(), ruler_data=None, chat=True)
+    inputs = Inputs(config.model)
     made = {}
     for name in config.tasks:
         if name in OF_FILES:
             raise UserError(
                 f"--tasks {name} is made of files, which kvjax.evaluate takes and a training run does not"
             )
-        made[name] = source(name, material).samples(Split(0, count), count, config.most_tokens)
+        made[name] = open_task(name, inputs).samples(Split(0, count), count, config.most_tokens)
         check_separable(name, made[name])
     return made
 

@@ -23,8 +23,8 @@ from kvjax.evaluate.teacher_forcing import TeacherForcing
 from kvjax.models.decoder import Decoder
 from kvjax.policies import Policy, make_policy
 from kvjax.tasks import Copy, Needle, Recall, Sample, builtin_task
-from kvjax.tasks.sources import RIGHT, FromSeeds
 from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import RIGHT, FromSeeds
 from kvjax.train.recipe import Recipe, option
 
 CONTEXT = 1024

@@ -16,14 +16,7 @@ def test_questions_in_turn_and_cut_contexts(tmp_path):
     write(tmp_path, {"scbench_many_shot": [row, row, row | {"multi_turns": turns[:1]}]})
     write(tmp_path, {"lcc": [longbench_row("", ["x"], "x = 1\n" * 40)] * 3})
     own = ["--policies", "full", "--tasks", "scbench_many_shot", "longbench_lcc", "--samples", "3", "--turns"]
-    data = [
-        "--scbench-data",
-        str(tmp_path),
-        "--longbench-data",
-        str(tmp_path),
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    data = ["--data", f"scbench={tmp_path}", f"longbench={tmp_path}", "--out", str(tmp_path / "run")]
     main([*SMALL, *own, "own", *data])
     asked, code = lines(tmp_path / "run")
     assert asked["by_kind"] == {"turn 1": 1.0, "turn 2": 0.0}

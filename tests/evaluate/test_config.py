@@ -9,7 +9,7 @@ from kvjax.cli.options import packaged_configs
 from kvjax.errors import UserError
 from kvjax.evaluate.config import default_chunk, default_observed, parse
 from kvjax.evaluate.run import check_policies
-from kvjax.tasks.sources import SOURCES
+from kvjax.tasks.registry import TASKS
 from kvjax.train.config import parse as parse_training
 
 CLAIMS = sorted(f"claims/{path.stem}" for path in (packaged_configs() / "claims").glob("*.yaml"))
@@ -52,7 +52,7 @@ def test_every_packaged_comparison_is_of_known_policies_and_tasks(name, tmp_path
     config = parse(["--config", name, "--out", str(tmp_path)])
     check_policies(config)
     assert config.model == "builtin" or "/" in config.model
-    assert set(config.tasks) <= set(SOURCES)
+    assert set(config.tasks) <= set(TASKS)
 
 
 @pytest.mark.parametrize("name", CLAIMS)

@@ -23,7 +23,7 @@ def command(data, out, *args, tasks=("aime_2024",), policies=POLICIES):
     return [
         *("--model", str(builtin_model("test_model")), "--dtype", "float32", "--page-size", "4"),
         *("--context", str(LENGTH), "--samples", "4", "--batch", "4", "--budgets", "0.25"),
-        *("--contest-data", str(data), "--tasks", *tasks, "--policies", *policies, "--out", str(out), *args),
+        *("--data", f"contests={data}", "--tasks", *tasks, "--policies", *policies, "--out", str(out), *args),
     ]
 
 

@@ -71,8 +71,11 @@ def ruler_data(tmp_path_factory):
         (["--tasks", "needles"], "--tasks: unknown task 'needles'; the nearest known: needle"),
         (["--tasks", "copy", "--context", "32"], "17 tokens are too few to hide 48 in"),
         (["--tasks", "vt", "--context", "200"], "vt: 200 tokens are too few, the shortest prompt"),
-        (["--tasks", "documents"], "--tasks documents and text need --documents, a text file or a folder"),
-        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --squad FILE"),
+        (
+            ["--tasks", "documents"],
+            "--tasks documents and text need --data documents=PATH, a text file or a folder",
+        ),
+        (["--tasks", "qa_1"], "qa_1 asks questions of SQuAD: give its JSON file as --data squad=FILE"),
         (["--samples", "0"], "--samples must be at least 1, got 0"),
         (["--chunk", "0"], "--chunk must be at least 1, got 0"),
         (["--order-contexts", "0"], "--order-contexts must be at least 1, got 0"),
@@ -99,13 +102,13 @@ def test_bad_values_are_named(args, message, tmp_path, monkeypatch):
     ("task", "message"),
     [
         ("vt", "--tasks vt: its samples hold context and question in one, .* use --question-aware"),
-        ("cwe", r"--ruler-data .*: sample 0 of cwe takes \d+ tokens with its answer, --context is 200"),
+        ("cwe", r"--data ruler .*: sample 0 of cwe takes \d+ tokens with its answer, --context is 200"),
         ("fwe", "fwe.jsonl: line 1 has no field `outputs`, it has input"),
         ("niah_single_1", "there are no samples of niah_single_1, expected niah_single_1.jsonl, "),
     ],
 )
 def test_ruler_data_that_does_not_do_is_named(task, message, ruler_data, tmp_path):
-    args = ["--policies", "full", "--tasks", task, "--context", "200", "--ruler-data", str(ruler_data)]
+    args = ["--policies", "full", "--tasks", task, "--context", "200", "--data", f"ruler={ruler_data}"]
     args += ["--samples", "1"]
     with pytest.raises(UserError, match=message):
         main([*SMALL, *args, "--out", str(tmp_path / "run")])
@@ -129,7 +132,7 @@ def test_too_few_published_samples_are_refused(policies, samples, message, tmp_p
     data.mkdir()
     (data / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(8)))))
     save_gates(gates, tiny_gates(load_model(builtin_model("test_model"))), {"tau": 0.5, "window": 4})
-    args = ["--policies", *policies, "--tasks", "qa_1", "--ruler-data", str(data), "--order-contexts", "2"]
+    args = ["--policies", *policies, "--tasks", "qa_1", "--data", f"ruler={data}", "--order-contexts", "2"]
     args += ["--gates", str(gates)]
     with pytest.raises(UserError, match=message):
         main([*SMALL, *args, "--budgets", "0.5", "--samples", samples, "--out", str(tmp_path / "run")])

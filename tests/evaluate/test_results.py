@@ -24,7 +24,7 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     documents = tmp_path / "text.txt"
     paragraphs = [f"An old owl sat there in year {year}." for year in range(400)]
     documents.write_text("\n\n".join(paragraphs))
-    files = ["--documents", str(documents), "--out", str(tmp_path / "run")]
+    files = ["--data", f"documents={documents}", "--out", str(tmp_path / "run")]
     command = [*SMALL, "--samples", "12", "--policies", "full", "--tasks", "text", *files]
     main(command)
     main(command)
@@ -32,12 +32,10 @@ def test_results_on_other_contexts_are_refused(tmp_path):
     moved = tmp_path / "elsewhere" / "text.txt"
     moved.parent.mkdir()
     documents.rename(moved)
-    main([str(moved) if word == str(documents) else word for word in command])
+    main([word.replace(str(documents), str(moved)) for word in command])
     assert len(lines(tmp_path / "run")) == 1
     documents.write_text("\n\n".join(paragraphs).replace("owl", "cat"))
-    with pytest.raises(
-        UserError, match=r"holds results with --documents \['.*', '\w{16}'\], got \['.*', '\w{16}'\]"
-    ):
+    with pytest.raises(UserError, match=r"holds results with --data .*'\w{16}'\]\]\, got .*'\w{16}'\]\]"):
         main(command)
 
 

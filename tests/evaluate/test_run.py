@@ -116,7 +116,7 @@ def test_ruler_s_own_data_is_answered_in_text(tmp_path):
     }
     rows = [row, row, row | {"outputs": ["§"]}, row | {"outputs": ["§"]}]
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    own = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--ruler-data", str(tmp_path)]
+    own = ["--policies", "full", "--tasks", "qa_1", "--samples", "4", "--data", f"ruler={tmp_path}"]
     main([*SMALL, *own, "--out", str(tmp_path / "run")])
     (cell,) = lines(tmp_path / "run")
     assert cell["published"]

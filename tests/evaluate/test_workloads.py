@@ -24,7 +24,7 @@ def test_published_samples_after_those_compared_are_calibrated_on_at_their_own_l
     (tmp_path / "qa_1.jsonl").write_text("\n".join(map(json.dumps, map(fact, range(14)))))
     config = parse([
         *SMALL, "--policies", "head_pattern:calibrated", "wgkv:calibrated", "--tasks", "qa_1",
-        "--ruler-data", str(tmp_path),
+        "--data", f"ruler={tmp_path}",
         "--order-contexts", "2", "--order-length", "64", "--budgets", "0.5", "--samples", "4",
         "--gates", "builtin", "--out", str(tmp_path / "run"),
     ])  # fmt: skip

@@ -11,14 +11,14 @@ from kvjax.models import load_model, save_model
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from kvjax.tasks import PromptEncoder
-from kvjax.tasks.ruler import Files, make_ruler_task
+from kvjax.tasks.ruler import make_ruler_task
 
 LENGTH = 2048
 
 
 @pytest.fixture(scope="module")
 def draft(tokenizer):
-    return make_ruler_task("niah_single_1", tokenizer, Files()).draft(1, LENGTH)
+    return make_ruler_task("niah_single_1", tokenizer).draft(1, LENGTH)
 
 
 @pytest.fixture(scope="module")

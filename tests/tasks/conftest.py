@@ -8,7 +8,6 @@ from tokenizers import Tokenizer
 
 from kvjax.builtin import builtin_model
 from kvjax.tasks import builtin_vocabulary
-from kvjax.tasks.ruler import Files
 from tests.tasks.document_inputs import paragraph_text
 from tests.tasks.model_tokenizers import smol_tokenizer, spaced_tokenizer
 from tests.tasks.ruler.question_data import hotpotqa, squad
@@ -30,7 +29,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ruler")
     (folder / "squad.json").write_text(json.dumps(squad()))
     (folder / "hotpot.json").write_text(json.dumps(hotpotqa()))
-    return Files(squad=folder / "squad.json", hotpotqa=folder / "hotpot.json")
+    return {"squad": folder / "squad.json", "hotpotqa": folder / "hotpot.json"}
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,9 @@
 import numpy as np
 
 from kvjax.builtin import builtin_model
-from kvjax.tasks.ruler import Files
 from kvjax.tasks.ruler.words import ADJECTIVES, NOUNS
-from kvjax.tasks.sources import Material
 from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import Inputs
 
 LENGTH = 700
 COMPARED = Split(7, 5)
@@ -28,5 +27,5 @@ def paragraph_text(seed: int, paragraphs: int) -> str:
     return "\n\n".join(text) + "\n"
 
 
-def material(documents=None):
-    return Material(str(builtin_model()), Files(), None, True, documents)
+def inputs(**data):
+    return Inputs(str(builtin_model()), data)

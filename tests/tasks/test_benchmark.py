@@ -8,11 +8,11 @@ import pytest
 from kvjax.errors import UserError
 from kvjax.tasks.benchmark import BenchmarkSamples, cut_middle
 from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.registry import TASKS, open_task
 from kvjax.tasks.sample import question_aware
-from kvjax.tasks.sources import SOURCES, source
 from kvjax.tasks.splits import Split
 from tests.tasks.benchmark_inputs import longbench_row, scbench_row, write
-from tests.tasks.document_inputs import material
+from tests.tasks.document_inputs import inputs
 from tests.tasks.model_tokenizers import byte_tokenizer
 
 TEXT = "".join(f"{i:03d}," for i in range(100))
@@ -61,7 +61,7 @@ def test_a_conversation_s_room_is_all_of_it():
 
 def test_the_first_are_compared_and_those_after_them_calibrated_on():
     own = benchmark("a", "b", "c", count=2)
-    assert own.worth(99) == 2
+    assert own.answers(99) == 2
 
     def letters(split, count):
         return byte_tokenizer().decode([int(sample.context[0]) for sample in own.samples(split, count, 99)])
@@ -76,16 +76,16 @@ def test_the_first_are_compared_and_those_after_them_calibrated_on():
         benchmark()
 
 
-def test_a_benchmark_s_tasks_are_sources(tmp_path):
+def test_a_benchmark_s_tasks_are_opened_by_name(tmp_path):
     """With the built-in tokenizer; question-aware each question is read with its context."""
     turns = [scbench_row("scbench_kv"), scbench_row("scbench_kv")]
     turns[1]["multi_turns"] = turns[1]["multi_turns"][:1]
     write(tmp_path, {"scbench_kv": turns, "qasper": [longbench_row("Who?", ["Berta"], "Berta wrote. " * 99)]})
-    own = dataclasses.replace(material(), longbench=tmp_path, scbench=tmp_path)
-    kv, qasper = source("scbench_kv", own), source("longbench_qasper", own)
+    own = inputs(longbench=tmp_path, scbench=tmp_path)
+    kv, qasper = open_task("scbench_kv", own), open_task("longbench_qasper", own)
     assert kv.published
     assert qasper.published
-    assert kv.worth(512) == 1
+    assert kv.answers(512) == 1
     assert qasper.metric == "F1 of the words"
     (sample,) = qasper.samples(Split(0, 1), 1, 500)
     assert 499 <= len(sample.context) + sample.room <= 500
@@ -95,8 +95,8 @@ def test_a_benchmark_s_tasks_are_sources(tmp_path):
     whole = np.concatenate([sample.context, sample.questions[0].prompt])
     np.testing.assert_array_equal(np.concatenate([known.context, known.questions[0].prompt]), whole)
     assert [len(sample.questions) for sample in kv.samples(Split(0, 2), 2, 512)] == [2, 1]
-    assert len(SOURCES) == len({name.lower() for name in SOURCES})
+    assert len(TASKS) == len({name.lower() for name in TASKS})
     with pytest.raises(
         UserError, match="unknown task 'longbench_qaspr'; the nearest known: longbench_qasper"
     ):
-        source("longbench_qaspr", own)
+        open_task("longbench_qaspr", own)

@@ -12,8 +12,8 @@ from kvjax.tasks import (
     builtin_task,
     builtin_text,
 )
-from kvjax.tasks.ruler import Files
-from kvjax.tasks.sources import Material, source
+from kvjax.tasks.registry import open_task
+from kvjax.tasks.suite import Inputs
 
 LENGTHS = (128, 256, 1024)
 
@@ -43,7 +43,7 @@ def test_training_and_evaluation_text_share_no_file():
 
 def test_errors_say_what_is_wrong(vocabulary):
     with pytest.raises(UserError, match="unknown task 'recal'; the nearest known: recall"):
-        source("recal", Material("builtin", Files(), None, True))
+        open_task("recal", Inputs("builtin"))
     with pytest.raises(UserError, match="too few"):
         builtin_task(Recall).sample(0, 16)
     with pytest.raises(UserError, match="the text has 5 tokens"):

@@ -125,7 +125,7 @@ def test_rows_that_do_not_do_are_named(rows, message, tmp_path):
     file = write(tmp_path / "aime_2024.jsonl", rows)
     with pytest.raises(UserError, match=message) as error:
         read_problems("aime_2024", file, Integers())
-    assert str(error.value).startswith(f"--contest-data {file}")
+    assert str(error.value).startswith(f"--data contests {file}")
 
 
 def test_where_there_is_nothing(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         (write(tmp_path / "a.txt", []), "expected a .jsonl or .parquet file"),
         (Path("no/body"), "no such file or folder, and as a hub data set it cannot be had"),
     ):
-        with pytest.raises(UserError, match=f"--contest-data {data}: {message}") as error:
+        with pytest.raises(UserError, match=f"--data contests {data}: {message}") as error:
             read_problems("aime_2024", data, Integers())
         assert "\n" not in str(error.value)
 

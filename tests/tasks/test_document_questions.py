@@ -11,8 +11,9 @@ from kvjax.tasks.document_questions import (
     distinctive_words,
     document_questions,
 )
+from kvjax.tasks.documents import Documents
 from kvjax.tasks.prompt import prompt_size
-from tests.tasks.document_inputs import COMPARED, LENGTH, material
+from tests.tasks.document_inputs import COMPARED, LENGTH, inputs
 
 
 def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
@@ -37,7 +38,8 @@ def test_the_first_distinctive_word_of_a_sentence_is_asked_for():
 
 
 def test_words_that_do_not_fit_into_an_answer_are_not_asked(folder):
-    own = material(folder)
+    documents = Documents(inputs(documents=folder))
+    own = documents.inputs
 
     def count(texts):
         """As if terms of every tenth paragraph took a token more than an answer has."""
@@ -46,15 +48,16 @@ def test_words_that_do_not_fit_into_an_answer_are_not_asked(folder):
             for text, n in zip(texts, own.count(texts), strict=True)
         ]
 
-    samples = document_questions(own.documents_of(COMPARED), own.encode, count, LENGTH)
+    samples = document_questions(documents.of(COMPARED), own.encode, count, LENGTH)
     asked = [word for sample in samples for q in sample.questions for word in q.expected]
     assert len(asked) >= 12
     assert not [word for word in asked if re.search(r"3x\d$", word)]
 
 
 def test_questions_have_one_answer_which_only_the_context_holds(folder):
-    own = material(folder)
-    samples = document_questions(own.documents_of(COMPARED), own.encode, own.count, LENGTH)
+    documents = Documents(inputs(documents=folder))
+    own = documents.inputs
+    samples = document_questions(documents.of(COMPARED), own.encode, own.count, LENGTH)
     assert len(samples) >= 6
     for sample in samples:
         assert 0.7 * LENGTH < prompt_size(sample, own.encode) <= LENGTH

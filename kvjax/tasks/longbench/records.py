@@ -25,7 +25,9 @@ from kvjax.tasks.datasets import (
 from kvjax.tasks.longbench.tasks import EVEN, longbench_task
 from kvjax.tasks.prompt import Draft, DraftQuestion
 
-OPTION = "--longbench-data"
+DATA = "longbench"
+"""The name of its data."""
+OPTION = f"--data {DATA}"
 LARGEST = 1 << 30
 """Bytes of an archive's file, unpacked. The published ones have less than a tenth of it."""
 HUB, ARCHIVE = "THUDM/LongBench", "data.zip"

@@ -7,12 +7,13 @@ comparable: the wording, the words and by default the essays differ.
 
 writer: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
 variables, frequent, questions: the writers; haystack, draw, words: what they are written with. question_files: SQuAD
-and HotpotQA. published_files, published: RULER's own rows, and drafts of them.
+and HotpotQA. published: RULER's own samples. A task is a line in `RULER_TASKS`.
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +24,33 @@ from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.haystack import Lines, read_essays
 from kvjax.tasks.ruler.needle_by_depth import needle_by_depth
 from kvjax.tasks.ruler.needles import Needles
-from kvjax.tasks.ruler.published import published_draft
-from kvjax.tasks.ruler.published_files import published_rows
+from kvjax.tasks.ruler.published import DATA, PublishedSamples, published_draft, published_rows
 from kvjax.tasks.ruler.question_files import read_hotpotqa, read_squad
 from kvjax.tasks.ruler.task import RulerTask
 from kvjax.tasks.ruler.variables import VariableTracking
 from kvjax.tasks.ruler.writer import DraftWriter
+from kvjax.tasks.suite import HOLDS, Dataset, FromSeeds, Inputs, Suite
 
 RecipeOf = Callable[[int, int], DraftWriter]
 """For a length, and the tokens of the chat template."""
 
 
-@dataclass(frozen=True)
-class Files:
-    """What the tasks read."""
-
-    essays: Path | None = None
-    """The needles' haystack; by default the packaged text."""
-    squad: Path | None = None
-    """The data set's JSON file, which qa_1 needs."""
-    hotpotqa: Path | None = None
-    """The data set's JSON file, which qa_2 needs."""
+Files = Mapping[str, Path]
+"""Files by name: `essays`, the needles' haystack (by default the packaged text); `squad` and `hotpotqa`, the datasets'
+JSON files, which qa_1 and qa_2 need."""
+NO_FILES: Files = {}
 
 
 @dataclass(frozen=True)
 class RulerEntry:
-    """Reserved answer tokens, and what makes the task's recipe of its name and its files."""
+    """A task before its files, a tokenizer and a length are known."""
 
     reserved: int
     """Tokens of an answer."""
     open: Callable[[str, Files], RecipeOf]
     """Makes the task of its name and its files."""
+    scoring: str = "all"
+    """How published samples are scored: by all of the expected strings, or by any of them."""
 
 
 def _lines(name: str, files: Files) -> RecipeOf:
@@ -63,7 +60,7 @@ def _lines(name: str, files: Files) -> RecipeOf:
 def _essays(**arguments: Any) -> RulerEntry:
     return RulerEntry(
         needles.RESERVED,
-        lambda name, files: _any_length(Needles(name, read_essays(files.essays), **arguments)),
+        lambda name, files: _any_length(Needles(name, read_essays(files.get("essays")), **arguments)),
     )
 
 
@@ -72,15 +69,15 @@ def _among_needles(**arguments: Any) -> RulerEntry:
 
 
 def _squad(name: str, files: Files) -> RecipeOf:
-    if files.squad is None:
-        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as --squad FILE")
-    return _any_length(read_squad(files.squad, name))
+    if "squad" not in files:
+        raise UserError(f"{name} asks questions of SQuAD: give its JSON file as --data squad=FILE")
+    return _any_length(read_squad(files["squad"], name))
 
 
 def _hotpotqa(name: str, files: Files) -> RecipeOf:
-    if files.hotpotqa is None:
-        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as --hotpotqa FILE")
-    return _any_length(read_hotpotqa(files.hotpotqa, name))
+    if "hotpotqa" not in files:
+        raise UserError(f"{name} asks questions of HotpotQA: give its JSON file as --data hotpotqa=FILE")
+    return _any_length(read_hotpotqa(files["hotpotqa"], name))
 
 
 def _any_length(recipe: DraftWriter) -> RecipeOf:
@@ -107,12 +104,12 @@ RULER_TASKS = {
     "vt": RulerEntry(variables.RESERVED, lambda name, files: _any_length(VariableTracking(name))),
     "cwe": RulerEntry(frequent.LIST_RESERVED, _common_words),
     "fwe": RulerEntry(frequent.CODED_RESERVED, _coded_words),
-    "qa_1": RulerEntry(questions.RESERVED, _squad),
-    "qa_2": RulerEntry(questions.RESERVED, _hotpotqa),
+    "qa_1": RulerEntry(questions.RESERVED, _squad, scoring="any"),
+    "qa_2": RulerEntry(questions.RESERVED, _hotpotqa, scoring="any"),
 }
 
 
-def make_ruler_task(name: str, tokenizer: Any, files: Files = Files(), *, chat: bool = True) -> RulerTask:
+def make_ruler_task(name: str, tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
     """The task called `name`, sized by a tokenizer of transformers or of tokenizers.
 
     Args:
@@ -124,9 +121,9 @@ def make_ruler_task(name: str, tokenizer: Any, files: Files = Files(), *, chat: 
     return RulerTask(name, _entry(name).open(name, files), PromptEncoder(tokenizer, chat))
 
 
-def make_needle_task(tokenizer: Any, files: Files = Files(), *, chat: bool = True) -> RulerTask:
+def make_needle_task(tokenizer: Any, files: Files = NO_FILES, *, chat: bool = True) -> RulerTask:
     """A needle by depth in essays, beside the thirteen, as `make_ruler_task`."""
-    recipe = needle_by_depth(read_essays(files.essays))
+    recipe = needle_by_depth(read_essays(files.get("essays")))
     return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
 
 
@@ -137,7 +134,7 @@ def ruler_drafts(
     length: int,
     samples: int,
     seed: int = 0,
-    files: Files = Files(),
+    files: Files = NO_FILES,
     chat: bool = True,
 ) -> list[Draft]:
     """`samples` drafts of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
@@ -150,14 +147,16 @@ def ruler_drafts(
 
 
 def published_drafts(data: Path, name: str, length: int) -> list[Draft]:
-    """Drafts of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published` for their
-    form and `published_files` for where they are looked for.
+    """Drafts of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published`.
 
     Raises:
         UserError: a name that is none of the thirteen; no samples of it, or a row that is not as it should be.
     """
-    reserved = _entry(name).reserved
-    return [published_draft(row, name, reserved, at) for at, row in published_rows(data, name, length)]
+    entry = _entry(name)
+    return [
+        published_draft(row, name, entry.reserved, entry.scoring, at)
+        for at, row in published_rows(data, name, length)
+    ]
 
 
 def _entry(name: str) -> RulerEntry:
@@ -167,9 +166,23 @@ def _entry(name: str) -> RulerEntry:
     return RULER_TASKS[name]
 
 
+def _open(name: str, inputs: Inputs) -> Dataset:
+    if (data := inputs.data.get(DATA)) is not None:
+        return PublishedSamples(name, data, inputs.encode, partial(published_drafts, data, name))
+    task = make_ruler_task(name, inputs.tokenizer, inputs.data, chat=inputs.chat)
+    return FromSeeds(lambda length: task, HOLDS)
+
+
+SUITE = Suite(
+    tuple(RULER_TASKS),
+    _open,
+    data=(DATA, "essays", "squad", "hotpotqa"),
+    note="RULER's own data: {tasks}. Not comparable with RULER's tasks made here.",
+)
+
 __all__ = [
     "RULER_TASKS",
-    "Files",
+    "SUITE",
     "RulerTask",
     "make_needle_task",
     "make_ruler_task",

@@ -124,4 +124,4 @@ def read_essays(file: Path | None) -> Essays:
     """
     if file is None:
         return Essays("\n\n".join(heldout_files().values()), "the packaged text")
-    return Essays(read_text(file, "--essays"), f"--essays {file}")
+    return Essays(read_text(file, "--data essays"), f"--data essays {file}")

@@ -1,4 +1,5 @@
-"""A row of RULER's own data as a draft, in either of the two forms in which it is published.
+"""RULER's own samples: rows of a folder's .jsonl and .parquet files or of a hub data set, in either of the two forms in
+which they are published, as drafts.
 
 As RULER's programs write it: `input`, `outputs` and sometimes `answer_prefix`. `input` holds context and question in
 one. All thirteen tasks end with their question, on a line that starts with one of `QUESTION_STARTS`; there it is cut.
@@ -13,12 +14,21 @@ draft is read `as_is`.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from kvjax.errors import whole_number
-from kvjax.tasks.datasets import row_text, row_texts
-from kvjax.tasks.prompt import Draft, DraftQuestion
+from kvjax.errors import UserError, whole_number
+from kvjax.tasks.datasets import Row, file_rows, hub_splits, is_hub_name, row_text, row_texts, table_files
+from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
+from kvjax.tasks.sample import Sample
+from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import HOLDS
+
+DATA = "ruler"
+"""The name of their data."""
+OPTION = f"--data {DATA}"
 
 QUESTION_STARTS = ("Question:", "What is ", "What are ")
 LONGEST_QUESTION = 1500
@@ -37,14 +47,15 @@ TEMPLATE_START = re.compile(
 """A mark of a turn or of a text's beginning, or one of the two system prompts of RULER's templates that have none."""
 
 
-def published_draft(row: Mapping[str, Any], task: str, reserved: int, at: str) -> Draft:
+def published_draft(row: Mapping[str, Any], task: str, reserved: int, scoring: str, at: str) -> Draft:
     """A row of published data as a draft.
 
     Args:
         row: needs `input` (a string) and `outputs` (a list of strings), or `context`, `question` (strings) and `answer`
             (a list of strings, or one).
-        task: one of the thirteen; its kind, and how it is scored.
+        task: one of the thirteen; its kind.
         reserved: answer tokens, where the row does not say.
+        scoring: a name in `kvjax.tasks.prompt.SCORES`.
         at: where the row stands, for errors.
 
     Raises:
@@ -61,7 +72,103 @@ def published_draft(row: Mapping[str, Any], task: str, reserved: int, at: str) -
         expected = row_texts(row, "outputs", at)
     if row.get("max_new_tokens") is not None:
         reserved = whole_number(at, "`max_new_tokens`", row["max_new_tokens"])
-    scoring = "any" if task.startswith("qa_") else "all"
     one = DraftQuestion(question, prefix, expected, scoring, reserved, task)
     templated = TEMPLATE_START.match(context or question) is not None
     return Draft(context, (one,), as_is=templated)
+
+
+def published_rows(data: Path, task: str, length: int) -> list[Row]:
+    """A task's rows, in their order.
+
+    Args:
+        data: a folder with the file TASK.jsonl, TASK.parquet or TASK/validation.jsonl (where RULER's programs write
+            it), or with .jsonl or .parquet files of rows that name their `task`. Else a hub data set, OWNER/NAME, with
+            a configuration for each length, whose split `test` has rows that name their `task`.
+
+    Raises:
+        UserError: no rows of the task there, or a file that cannot be read.
+    """
+    if data.is_file():
+        raise UserError(f"{OPTION} {data}: is a file; pass the folder that holds it")
+    if is_hub_name(data):
+        rows = list(_hub_rows(data.as_posix(), task, str(length)))
+        expected = f"a column `task` that names it, in the configuration {length}"
+    else:
+        rows = list(_folder_rows(data, task))
+        expected = f"{task}.jsonl, {task}.parquet, {task}/validation.jsonl, or files with a column `task`"
+    if not rows:
+        raise UserError(f"{OPTION} {data}: there are no samples of {task}, expected {expected}")
+    return rows
+
+
+def _folder_rows(folder: Path, task: str) -> Iterator[Row]:
+    if not folder.is_dir():
+        raise UserError(
+            f"{OPTION} {folder}: there is no such folder, and a hub data set is called OWNER/NAME"
+        )
+    for name in (f"{task}.jsonl", f"{task}.parquet", f"{task}/validation.jsonl"):
+        if (folder / name).is_file():
+            yield from file_rows(folder / name, OPTION)
+            return
+    for file in table_files(folder):
+        yield from ((at, row) for at, row in file_rows(file, OPTION, task) if row.get("task") == task)
+
+
+def _hub_rows(name: str, task: str, configuration: str) -> Iterator[Row]:
+    ((_, rows),) = hub_splits(name, OPTION, configuration)
+    tasks = rows["task"] if "task" in rows.column_names else []
+    at = [index for index, found in enumerate(tasks) if found == task]
+    return (
+        (f"{OPTION} {name}: row {index}", dict(row)) for index, row in zip(at, rows.select(at), strict=True)
+    )
+
+
+@dataclass(frozen=True)
+class PublishedSamples:
+    """RULER's own samples of the task called `name`, in their order."""
+
+    name: str
+    """Of the task."""
+    data: Path
+    """A folder, or a hub data set."""
+    encode: PromptEncoder
+    """Makes samples of drafts."""
+    read: Callable[[int], list[Draft]]
+    """Reads all drafts of a length."""
+    metric: str = HOLDS
+    """What the score is, in words."""
+    published: bool = True
+    """Whether its samples are a published dataset's."""
+    _known: dict[int, list[Draft]] = field(default_factory=dict, init=False, repr=False)
+
+    def answers(self, length: int) -> int:
+        return 1
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        """The first samples are compared, those after them are calibrated on."""
+        where = f"{OPTION} {self.data}"
+        drafts = split.of_published(self._drafts(length), count, where, f"samples of {self.name}")
+        samples = [self.encode(draft) for draft in drafts]
+        sizes = [len(sample.context) + sample.room for sample in samples]
+        for index, size in enumerate(sizes, split.compared if split.calibration else 0):
+            if size > length:
+                raise UserError(
+                    f"{where}: sample {index} of {self.name} takes {size} tokens with its answer, --context is {length}"
+                )
+        if 2 * max(sizes) < length:
+            raise UserError(
+                f"{where}: the longest sample of {self.name} takes {max(sizes)} tokens with its answer, less than half "
+                f"of --context {length}: name the length that they were made for"
+            )
+        return samples
+
+    def _drafts(self, length: int) -> list[Draft]:
+        """All of a length. Raises UserError for a second length of a folder, where a task has one file."""
+        if length not in self._known:
+            if self._known and self.data.is_dir():
+                raise UserError(
+                    f"{OPTION} {self.data}: a folder's samples have one length, got --context "
+                    f"{', '.join(map(str, (*self._known, length)))}; evaluate a folder for each length"
+                )
+            self._known[length] = self.read(length)
+        return self._known[length]

@@ -18,8 +18,8 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
     """
     documents: dict[str, int] = {}
     questions = []
-    for i, article in enumerate(_field(_load(file, "--squad"), "data", list, f"--squad {file}:")):
-        at = f"--squad {file}: data[{i}]"
+    for i, article in enumerate(_field(_load(file, "--data squad"), "data", list, f"--data squad {file}:")):
+        at = f"--data squad {file}: data[{i}]"
         places = []
         paragraphs = _field(article, "paragraphs", list, at)
         for j, paragraph in enumerate(paragraphs):
@@ -36,7 +36,7 @@ def read_squad(file: Path, name: str = "qa_1") -> QuestionAnswering:
                     questions.append(
                         DataQuestion(question.strip(), tuple(dict.fromkeys(answers)), (places[j],), near)
                     )
-    return _task(name, f"--squad {file}", documents, questions)
+    return _task(name, f"--data squad {file}", documents, questions)
 
 
 def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
@@ -47,11 +47,11 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
     """
     documents: dict[str, int] = {}
     questions = []
-    entries = _load(file, "--hotpotqa")
+    entries = _load(file, "--data hotpotqa")
     if not isinstance(entries, list):
-        raise UserError(f"--hotpotqa {file}: expected a JSON list of questions")
+        raise UserError(f"--data hotpotqa {file}: expected a JSON list of questions")
     for i, entry in enumerate(entries):
-        at = f"--hotpotqa {file}: [{i}]"
+        at = f"--data hotpotqa {file}: [{i}]"
         question, answer = _field(entry, "question", str, at), _field(entry, "answer", str, at)
         context = _field(entry, "context", list, at)
         try:
@@ -62,7 +62,7 @@ def read_hotpotqa(file: Path, name: str = "qa_2") -> QuestionAnswering:
             raise UserError(f"{at}: `context` has no document")
         given = dict.fromkeys(documents.setdefault(text, len(documents)) for text in texts)
         questions.append(DataQuestion(question.strip(), (answer,), tuple(given)))
-    return _task(name, f"--hotpotqa {file}", documents, questions)
+    return _task(name, f"--data hotpotqa {file}", documents, questions)
 
 
 def _load(file: Path, option: str) -> Any:

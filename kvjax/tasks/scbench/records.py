@@ -1,9 +1,10 @@
 """SCBench's rows as drafts: a `context` (or `input`) and its `multi_turns`, each with `input` and `answer`, and where
 its task has them `options`, the `task` that it is of, or the `name` of a function in the row's `repo` and `lang`.
 
-Its two modes: "each" is multi-request, every question by itself from the context. "golden" and "own" are multi-turn:
-every question after those before it, answered with the true answers ("golden", as published) or with what the model
-said ("own"). In multi-turn an empty line ends the context, in multi-request nothing does, as published.
+It has two modes (`kvjax.tasks.suite.TURNS`). In multi-request, "each", every question is asked by itself, right after
+the context. In multi-turn every question follows those before it, answered with the true answers ("golden", as
+published) or with what the model said ("own"). In multi-turn an empty line ends the context, in multi-request nothing
+does, as published.
 """
 
 import re
@@ -16,38 +17,17 @@ from kvjax.errors import UserError
 from kvjax.tasks.datasets import Row, folder_rows, hub_rows, is_hub_name, row_field, row_text, row_texts
 from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, Scoring
 from kvjax.tasks.scbench.code import LANGUAGES
-from kvjax.tasks.scbench.scores import (
-    LETTERS,
-    character_overlap,
-    choice,
-    first_integer,
-    first_number,
-    function_match,
-    held,
-    held_share,
-    summary_overlap,
-)
-from kvjax.tasks.scbench.tasks import FUNCTION, KV, PASSKEY, SUMMARY, TASKS
+from kvjax.tasks.scbench.scores import LETTERS, choice, first_number, function_match
+from kvjax.tasks.scbench.tasks import FUNCTION, SCORING, TASKS
 
-OPTION = "--scbench-data"
+DATA = "scbench"
+"""The name of its data."""
+OPTION = f"--data {DATA}"
 HUB = "microsoft/SCBench"
-TURNS = "each", "golden", "own"
-"""How questions follow each other."""
 MOST = 5
 """Questions of a context, the first ones: as many as the official runs ask."""
 TARGET = re.compile(r"(The .+) is")
 """What scbench_mf asks for."""
-SCORING: dict[str, Scoring | str] = {
-    KV: held,
-    "scbench_prefix_suffix": held,
-    "scbench_vt": held_share,
-    "scbench_qa_eng": "any",
-    "scbench_qa_chn": character_overlap,
-    "scbench_many_shot": "any",
-    SUMMARY: summary_overlap,
-    PASSKEY: first_integer,
-}
-"""Of the kinds of questions whose true answers are a string or some."""
 Functions = dict[str, dict[tuple[str, str], None]]
 """Of each repository the functions that are asked for, each with its name."""
 

@@ -8,6 +8,9 @@ template a choice is asked for as "The letter of …", and with one a summary be
 
 from dataclasses import dataclass
 
+from kvjax.tasks.prompt import Scoring
+from kvjax.tasks.scbench.scores import character_overlap, first_integer, held, held_share, summary_overlap
+
 KV, FUNCTION, SUMMARY, PASSKEY = "scbench_kv", "scbench_repoqa", "scbench_summary", "scbench_passkey"
 """Kinds of questions that tasks have in common."""
 CONTEXT, ASKED = "{context}", "{input}"
@@ -69,3 +72,15 @@ TASKS = {
     ),
     "scbench_repoqa_and_kv": SCBenchTask({FUNCTION: 1024, KV: 80}, f"{PASS}, and {HELD}"),
 }
+
+SCORING: dict[str, Scoring | str] = {
+    KV: held,
+    "scbench_prefix_suffix": held,
+    "scbench_vt": held_share,
+    "scbench_qa_eng": "any",
+    "scbench_qa_chn": character_overlap,
+    "scbench_many_shot": "any",
+    SUMMARY: summary_overlap,
+    PASSKEY: first_integer,
+}
+"""Scores by kind of question, where the true answers are strings; `records` has those of the other kinds."""

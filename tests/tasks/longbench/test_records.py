@@ -149,7 +149,7 @@ def test_damaged_rows_are_named(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         longbench_drafts("trec_e", write(tmp_path, {"trec_e": [row]}))
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"--longbench-data {tmp_path}")
+    assert str(error.value).startswith(f"--data longbench {tmp_path}")
 
 
 def test_where_there_is_nothing(tmp_path, monkeypatch):
@@ -164,7 +164,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
         (tmp_path / "not.zip", r"cannot be read \(.*No such file"),
         (tmp_path / "data.zip", "there is no qasper.jsonl in it"),
     ):
-        with pytest.raises(UserError, match=f"--longbench-data {data}: {message}") as error:
+        with pytest.raises(UserError, match=f"--data longbench {data}: {message}") as error:
             longbench_drafts("qasper", data)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="there is no trec.jsonl, trec.parquet or folder trec"):
@@ -176,7 +176,7 @@ def test_where_there_is_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
     with pytest.raises(
         UserError,
-        match=r"--longbench-data: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
+        match=r"--data longbench: data.zip of THUDM/LongBench cannot be had from the hub \(OSError: no network\)",
     ):
         longbench_drafts("qasper", None)
 

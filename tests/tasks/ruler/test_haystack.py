@@ -7,7 +7,7 @@ import numpy as np
 
 from kvjax.tasks import heldout_files
 from kvjax.tasks.prompt import PromptEncoder, prompt_size
-from kvjax.tasks.ruler import Files, make_ruler_task
+from kvjax.tasks.ruler import make_ruler_task
 from kvjax.tasks.ruler.haystack import DEPTHS, LONGEST, PASSAGE, Essays, Lines, split_sentences
 
 
@@ -47,7 +47,7 @@ def test_a_short_text_is_repeated():
 
 def test_a_short_file_of_essays_is_long_enough(smol, tmp_path):
     (tmp_path / "short.txt").write_text("The owl is grey. It sits on a branch of the old tree.")
-    task = make_ruler_task("niah_multiquery", smol, Files(essays=tmp_path / "short.txt"))
+    task = make_ruler_task("niah_multiquery", smol, {"essays": tmp_path / "short.txt"})
     sample = task.draft(0, 2048)
     assert 0.98 * 2048 < prompt_size(sample, PromptEncoder(smol)) <= 2048
     assert sample.context.count("It sits on a branch of the old tree.") > 50

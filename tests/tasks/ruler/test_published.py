@@ -102,4 +102,4 @@ def test_bad_published_lines_are_named(row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         published_drafts(write_rows(tmp_path, PUBLISHED, row), "niah_multivalue", 99)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"--ruler-data {tmp_path}")
+    assert str(error.value).startswith(f"--data ruler {tmp_path}")

@@ -5,16 +5,12 @@ from pathlib import Path
 import datasets
 import pytest
 
-from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.tasks.ruler import Files, published_drafts
-from kvjax.tasks.sources import Material, PublishedSamples
+from kvjax.tasks.registry import open_task
+from kvjax.tasks.ruler import published_drafts
 from kvjax.tasks.splits import Split
+from tests.tasks.document_inputs import inputs
 from tests.tasks.ruler.rows import HUB, of_hub, write_rows
-
-
-def material():
-    return Material(str(builtin_model()), Files(), None, True)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -62,7 +58,7 @@ def test_a_hub_data_set_has_a_configuration_for_each_length(tmp_path, monkeypatc
     monkeypatch.setattr(datasets, "load_dataset", from_hub)
     monkeypatch.chdir(tmp_path)
     name = Path("someone/ruler")
-    published = PublishedSamples("niah_multivalue", name, material())
+    published = open_task("niah_multivalue", inputs(ruler=name))
     with pytest.raises(
         UserError, match=r"takes \d+ tokens with its answer, less than half of --context 4096: "
     ):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvjax.errors import UserError
-from kvjax.tasks.ruler import Files, make_ruler_task
+from kvjax.tasks.ruler import make_ruler_task
 from tests.tasks.ruler.question_data import hotpotqa, squad
 
 
@@ -27,8 +27,8 @@ def refused(tokenizer, folder, data_set, content, message):
     file = folder / "bad.json"
     file.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(UserError, match=message) as error:
-        make_ruler_task({"squad": "qa_1", "hotpotqa": "qa_2"}[data_set], tokenizer, Files(**{data_set: file}))
-    assert str(error.value).startswith(f"--{data_set} {file}")
+        make_ruler_task({"squad": "qa_1", "hotpotqa": "qa_2"}[data_set], tokenizer, {data_set: file})
+    assert str(error.value).startswith(f"--data {data_set} {file}")
     assert "\n" not in str(error.value)
 
 

@@ -10,7 +10,6 @@ from kvjax.errors import UserError
 from kvjax.tasks.prompt import PromptEncoder, prompt_size
 from kvjax.tasks.ruler import (
     RULER_TASKS,
-    Files,
     make_ruler_task,
     published_drafts,
     ruler_drafts,
@@ -94,9 +93,9 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     for name in RULER_TASKS:
         with pytest.raises(UserError, match=rf"{name}: 60 tokens are too few, the shortest .* take \d+"):
             make_ruler_task(name, builtin, files).sample(0, 60)
-    with pytest.raises(UserError, match="give its JSON file as --squad FILE"):
+    with pytest.raises(UserError, match="give its JSON file as --data squad=FILE"):
         make_ruler_task("qa_1", builtin)
-    with pytest.raises(UserError, match="give its JSON file as --hotpotqa FILE"):
+    with pytest.raises(UserError, match="give its JSON file as --data hotpotqa=FILE"):
         make_ruler_task("qa_2", builtin)
     with pytest.raises(
         UserError, match="none: there is no such folder, and a hub data set is called OWNER/NAME"
@@ -106,22 +105,22 @@ def test_errors_say_what_is_wrong(builtin, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     for file in (tmp_path / "vt.jsonl", Path(tmp_path.name, "vt.jsonl")):
         with pytest.raises(
-            UserError, match="--ruler-data .*vt.jsonl: is a file; pass the folder that holds it"
+            UserError, match="--data ruler .*vt.jsonl: is a file; pass the folder that holds it"
         ):
             published_drafts(file, "vt", 99)
     (tmp_path / "vt.jsonl").unlink()
     (tmp_path / "vt.parquet").write_bytes(b"nothing")
-    with pytest.raises(UserError, match="--ruler-data .*vt.parquet: is no parquet file"):
+    with pytest.raises(UserError, match="--data ruler .*vt.parquet: is no parquet file"):
         published_drafts(tmp_path, "vt", 99)
     short = tmp_path / "short.txt"
     for content, message in ((b"", "there is no text in it"), (b"\xff\xfe\xfa", "is not UTF-8 text")):
         short.write_bytes(content)
-        with pytest.raises(UserError, match=f"^--essays .*short.txt: {message}"):
-            make_ruler_task("niah_single_2", builtin, Files(essays=short))
-    with pytest.raises(UserError, match=r"^--essays .*no: cannot be read \(No such file"):
-        make_ruler_task("niah_single_2", builtin, Files(essays=tmp_path / "no"))
-    with pytest.raises(UserError, match=r"^--squad .*none: cannot be read \(No such file"):
-        make_ruler_task("qa_1", builtin, Files(squad=tmp_path / "none"))
+        with pytest.raises(UserError, match=f"^--data essays .*short.txt: {message}"):
+            make_ruler_task("niah_single_2", builtin, {"essays": short})
+    with pytest.raises(UserError, match=r"^--data essays .*no: cannot be read \(No such file"):
+        make_ruler_task("niah_single_2", builtin, {"essays": tmp_path / "no"})
+    with pytest.raises(UserError, match=r"^--data squad .*none: cannot be read \(No such file"):
+        make_ruler_task("qa_1", builtin, {"squad": tmp_path / "none"})
 
 
 def test_words_do_not_last_for_ever(builtin, monkeypatch):

@@ -9,7 +9,8 @@ import pytest
 
 from kvjax.errors import UserError
 from kvjax.tasks.prompt import PromptEncoder
-from kvjax.tasks.scbench import TASKS, TURNS, scbench_drafts
+from kvjax.tasks.scbench import TASKS, scbench_drafts
+from kvjax.tasks.suite import TURNS
 from tests.tasks.benchmark_inputs import BOOK, SCBENCH, SCBENCH_FIGURES, scbench_row, turn, write
 from tests.tasks.model_tokenizers import byte_tokenizer
 
@@ -204,7 +205,7 @@ def test_damaged_rows_are_named(task, row, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         drafts(write(tmp_path, {task: [row]}), task)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith(f"--scbench-data {tmp_path}")
+    assert str(error.value).startswith(f"--data scbench {tmp_path}")
 
 
 def test_where_there_is_nothing(tmp_path):
@@ -212,7 +213,7 @@ def test_where_there_is_nothing(tmp_path):
     file.write_text("")
     for data in (file, tmp_path / "none"):
         with pytest.raises(
-            UserError, match=f"--scbench-data {data}: expected a folder or a hub data set, OWNER/NAME"
+            UserError, match=f"--data scbench {data}: expected a folder or a hub data set, OWNER/NAME"
         ):
             drafts(data, "scbench_kv")
     with pytest.raises(

@@ -1,6 +1,5 @@
-"""Samples by the task's name: documents and files are opened once, and no text is both compared and calibrated on."""
+"""Tasks of documents: files are opened once, and no text is both compared and calibrated on."""
 
-import dataclasses
 import re
 import shutil
 
@@ -9,25 +8,30 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from kvjax.errors import UserError
+from kvjax.tasks.documents import DocumentQuestions, Documents, DocumentText
 from kvjax.tasks.passages import read_documents
 from kvjax.tasks.prompt import prompt_size
-from kvjax.tasks.ruler import Files, published_drafts
-from kvjax.tasks.sources import DocumentQuestions, DocumentText, PublishedSamples, source
+from kvjax.tasks.registry import open_task
+from kvjax.tasks.ruler import published_drafts
 from kvjax.tasks.splits import Split
-from tests.tasks.document_inputs import COMPARED, LENGTH, material, paragraph_text
+from tests.tasks.document_inputs import COMPARED, LENGTH, inputs, paragraph_text
 from tests.tasks.ruler.rows import write_rows
 
 
+def opened(path):
+    return Documents(inputs(documents=path))
+
+
 def test_contexts_repeat_by_seed_and_none_is_read_twice(folder):
-    questions = DocumentQuestions(material(folder))
+    questions = DocumentQuestions(opened(folder))
     samples = questions.samples(COMPARED, 5, LENGTH)
-    again = DocumentQuestions(material(folder)).samples(COMPARED, 5, LENGTH)
+    again = DocumentQuestions(opened(folder)).samples(COMPARED, 5, LENGTH)
     for one, other in zip(samples, again, strict=True):
         np.testing.assert_array_equal(one.context, other.context)
         for a, b in zip(one.questions, other.questions, strict=True):
             np.testing.assert_array_equal(a.prompt, b.prompt)
         assert len(one.context) + one.room <= LENGTH
-        assert len(one.questions) == questions.worth(LENGTH)
+        assert len(one.questions) == questions.answers(LENGTH)
     assert len({sample.context.tobytes() for sample in samples}) == 5
     other = questions.samples(Split(8, 5), 5, LENGTH)
     assert [s.context.tobytes() for s in other] != [s.context.tobytes() for s in samples]
@@ -43,10 +47,10 @@ def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(kind, fi
     for index in range(files):
         text = paragraph_text(index, 150 // files).replace(". In", ".\n\nIn")
         (tmp_path / f"{index}.txt").write_text(text)
-    own = kind(material(tmp_path if files > 1 else tmp_path / "0.txt"))
+    own = kind(opened(tmp_path if files > 1 else tmp_path / "0.txt"))
 
     def terms(part, length, count):
-        decode, samples = own.material.tokenizer.decode, own.samples(part, count, length)
+        decode, samples = own.documents.inputs.tokenizer.decode, own.samples(part, count, length)
         return [set(re.findall(r"Guild\d+x\d+x\d+", decode(s.context.tolist()))) for s in samples]
 
     compared = set.union(*terms(COMPARED, LENGTH, 5))
@@ -61,22 +65,23 @@ def test_no_text_that_is_compared_is_calibrated_on_whatever_the_lengths(kind, fi
 
 
 def test_a_text_is_a_passage_and_its_end_is_given(folder):
-    own = material(folder)
+    own = opened(folder)
     for sample in DocumentText(own).samples(COMPARED, 3, 600):
         (question,) = sample.questions
         line = np.concatenate([sample.context, question.prompt, question.answer])
         assert 0.9 * 600 - 2 < len(line) <= 600
         assert question.answer_tokens == len(question.answer) == len(line) // 8
-        text = own.tokenizer.decode(line.tolist(), skip_special_tokens=True)
+        text = own.inputs.tokenizer.decode(line.tolist(), skip_special_tokens=True)
         assert any(text in document for document in own.texts)
         assert question.score(question.answer) == 1
 
 
 def test_chat_templates_are_for_questions_and_not_for_texts(folder):
-    own = material(folder)
-    own.tokenizer.chat_template = "<|question|>{{ messages[0]['content'] }}<|separator|>"
-    assert isinstance(own.tokenizer, PreTrainedTokenizerFast)
-    mark = own.tokenizer.convert_tokens_to_ids("<|question|>")
+    own = opened(folder)
+    tokenizer = own.inputs.tokenizer
+    tokenizer.chat_template = "<|question|>{{ messages[0]['content'] }}<|separator|>"
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    mark = tokenizer.convert_tokens_to_ids("<|question|>")
     assert mark in DocumentQuestions(own).samples(COMPARED, 1, LENGTH)[0].context
     assert mark not in DocumentText(own).samples(COMPARED, 1, LENGTH)[0].context
 
@@ -89,17 +94,17 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
         (tmp_path / "none.txt", r"none.txt: cannot be read \(No such file"),
         (tmp_path / "latin.txt", "latin.txt: is not UTF-8 text"),
     ):
-        with pytest.raises(UserError, match=f"--documents .*{message}"):
+        with pytest.raises(UserError, match=f"--data documents .*{message}"):
             read_documents(path)
     for kind in (DocumentQuestions, DocumentText):
-        with pytest.raises(UserError, match="need --documents, a text file or a folder"):
-            kind(material()).samples(COMPARED, 1, LENGTH)
-        own = kind(material(folder))
+        with pytest.raises(UserError, match="need --data documents=PATH, a text file or a folder"):
+            kind(Documents(inputs())).samples(COMPARED, 1, LENGTH)
+        own = kind(opened(folder))
         for part, use in (
             (Split(0, 1000), r"compare \(of 75%"),
             (Split(0, 5, calibration=True), r"calibrate on \(of 25%"),
         ):
-            wanted = rf"--documents .* of {LENGTH} tokens.* to {use} of the text\): found \d+, needed 1000; give more"
+            wanted = rf"--data documents .* of {LENGTH} tokens.* to {use} of the text\): found \d+, needed 1000; give"
             with pytest.raises(UserError, match=wanted):
                 own.samples(part, 1000, LENGTH)
         for length in (1, 8, 16):
@@ -110,8 +115,9 @@ def test_errors_say_what_is_wrong(folder, tmp_path):
 def test_a_folder_s_samples_have_one_length(tmp_path):
     words = {"input": "some word " * 60 + "\nQuestion: which?\nAnswer:", "outputs": ["word"]}
     write_rows(tmp_path, words, words, file="qa_1.jsonl")
-    published = PublishedSamples("qa_1", tmp_path, material())
-    size = prompt_size(published_drafts(tmp_path, "qa_1", 0)[0], published.material.encode)
+    own = inputs(ruler=tmp_path)
+    published = open_task("qa_1", own)
+    size = prompt_size(published_drafts(tmp_path, "qa_1", 0)[0], own.encode)
     (sample,) = published.samples(Split(0, 1), 1, 2 * size)
     assert len(sample.context) + sample.room == size
     (tmp_path / "qa_1.jsonl").unlink()
@@ -124,21 +130,21 @@ def test_a_folder_s_samples_have_one_length(tmp_path):
     write_rows(tmp_path, words, file="qa_1.jsonl")
     message = f"longest sample of qa_1 takes {size} tokens with its answer, less than half of --context {2 * size + 1}"
     with pytest.raises(UserError, match=message):
-        PublishedSamples("qa_1", tmp_path, material()).samples(Split(0, 1), 1, 2 * size + 1)
+        open_task("qa_1", own).samples(Split(0, 1), 1, 2 * size + 1)
 
 
 def test_files_are_opened_before_any_context_is_made_and_once(files, tmp_path):
     for task, message in (
-        ("qa_1", "give its JSON file as --squad FILE"),
-        ("qa_2", "give its JSON file as --hotpotqa FILE"),
-        ("documents", "need --documents, a text file"),
+        ("qa_1", "give its JSON file as --data squad=FILE"),
+        ("qa_2", "give its JSON file as --data hotpotqa=FILE"),
+        ("documents", "need --data documents=PATH, a text file"),
     ):
         with pytest.raises(UserError, match=message):
-            source(task, material())
-    with pytest.raises(UserError, match=r"--documents .*none.txt: cannot be read"):
-        source("text", dataclasses.replace(material(), documents=tmp_path / "none.txt"))
-    shutil.copy(files.squad, tmp_path / "squad.json")
-    asked = source("qa_1", dataclasses.replace(material(), files=Files(squad=tmp_path / "squad.json")))
+            open_task(task, inputs())
+    with pytest.raises(UserError, match=r"--data documents .*none.txt: cannot be read"):
+        open_task("text", inputs(documents=tmp_path / "none.txt"))
+    shutil.copy(files["squad"], tmp_path / "squad.json")
+    asked = open_task("qa_1", inputs(squad=tmp_path / "squad.json"))
     (tmp_path / "squad.json").unlink()
     (one,), (other,) = (asked.samples(Split(seed, 1), 1, 400) for seed in (0, 1))
     assert one.context.tolist() != other.context.tolist()

@@ -1,0 +1,61 @@
+"""kvjax's own tasks: recall and copy, made of the built-in model's tokens; needle, text and documents for any model."""
+
+from dataclasses import dataclass
+
+from kvjax.errors import UserError
+from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary
+from kvjax.tasks.copy import Copy
+from kvjax.tasks.documents import DATA, DocumentQuestions, Documents, DocumentText
+from kvjax.tasks.needle import Needle
+from kvjax.tasks.recall import Recall
+from kvjax.tasks.ruler import RULER_TASKS, make_needle_task
+from kvjax.tasks.sample import Sample, Task
+from kvjax.tasks.splits import Split
+from kvjax.tasks.suite import HOLDS, RIGHT, SAME_AS_FULL, Dataset, FromSeeds, Inputs, Suite
+from kvjax.tasks.text import COUNTS_FOR, Text, split_text
+
+
+@dataclass(frozen=True)
+class BuiltInText:
+    """Slices of the packaged text, of which the end is predicted."""
+
+    metric: str = SAME_AS_FULL
+    """What the score is, in words."""
+    published: bool = False
+    """Whether its samples are a published dataset's."""
+
+    def answers(self, length: int) -> int:
+        return COUNTS_FOR
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        compared, calibration = split_text(builtin_text("evaluate"))
+        task = Text(builtin_vocabulary(), calibration if split.calibration else compared)
+        return [task.sample(split.first + index, length) for index in range(count)]
+
+
+def _open(name: str, inputs: Inputs) -> Dataset:
+    if name in ("recall", "copy"):
+        if not inputs.is_builtin:
+            raise UserError(
+                f"--tasks {name} is made of the built-in model's tokens, which {inputs.model} does not have; for any "
+                f"model: needle, documents, text, {', '.join(RULER_TASKS)}"
+            )
+        return FromSeeds(_copy if name == "copy" else lambda length: builtin_task(Recall), RIGHT)
+    if name == "needle":
+        if inputs.is_builtin:
+            return FromSeeds(lambda length: builtin_task(Needle), RIGHT)
+        task = make_needle_task(inputs.tokenizer, inputs.data, chat=inputs.chat)
+        return FromSeeds(lambda length: task, HOLDS)
+    if name == "text" and DATA not in inputs.data and inputs.is_builtin:
+        return BuiltInText()
+    documents = Documents(inputs)
+    _ = documents.texts  # read now
+    return DocumentText(documents) if name == "text" else DocumentQuestions(documents)
+
+
+def _copy(length: int) -> Task:
+    """As many families of passages as the model has seen at that length, a question each."""
+    return Copy(builtin_vocabulary(), builtin_text("evaluate"), families=max(1, length // 256))
+
+
+SUITE = Suite(("recall", "needle", "copy", "text", "documents"), _open, data=(DATA, "essays"))

@@ -1,0 +1,33 @@
+"""Every task by its name. A suite is one line in `SUITES`, and one file."""
+
+import difflib
+
+from kvjax.errors import UserError
+from kvjax.tasks import contests, longbench, own, ruler, scbench
+from kvjax.tasks.suite import Dataset, Inputs, Suite
+
+SUITES = (own.SUITE, ruler.SUITE, contests.SUITE, longbench.SUITE, scbench.SUITE)
+TASKS: dict[str, Suite] = {name: suite for suite in SUITES for name in suite.tasks}
+
+
+def suite_of(task: str) -> Suite:
+    """Return the suite that a task belongs to. Raises UserError with the nearest names."""
+    if task not in TASKS:
+        near = difflib.get_close_matches(task, TASKS) or list(TASKS)
+        raise UserError(f"--tasks: unknown task {task!r}; the nearest known: {', '.join(near)}")
+    return TASKS[task]
+
+
+def open_task(name: str, inputs: Inputs) -> Dataset:
+    """Return a task's samples for a model. Raises UserError for an unknown task, for one that is not for the model, or
+    for a file."""
+    return suite_of(name).open(name, inputs)
+
+
+def check_data(names: list[str]) -> None:
+    """Refuse names of data that no suite reads. Raises UserError with the nearest names."""
+    known = sorted({name for suite in TASKS.values() for name in suite.data})
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known) or known
+            raise UserError(f"--data: unknown name {name!r}; the nearest known: {', '.join(near)}")

@@ -1,0 +1,119 @@
+"""What an evaluation needs of a task: a suite that opens it for a model, and the samples that it then gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from kvjax.tasks.prompt import PromptEncoder
+from kvjax.tasks.sample import Sample, Task
+from kvjax.tasks.splits import Split
+
+TURNS = "each", "golden", "own"
+"""How the questions about a context follow each other: each by itself, or in turn, after those before it with their
+true answers or with the model's own."""
+RIGHT = "answers right"
+SAME_AS_FULL = "next tokens that are the full cache's, each after the true text before it"
+HOLDS = "share of the expected strings that the answer holds"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What tasks are opened with: a model's tokenizer, and what the command line says of data and prompts."""
+
+    model: str
+    """A model folder, a GGUF file, a hub id, or `builtin`: the tokenizer is its."""
+    data: Mapping[str, Path] = field(default_factory=dict)
+    """Files, folders and hub datasets by the names that suites give their data."""
+    chat: bool = True
+    """Whether prompts go through the chat template, if there is one."""
+    turns: str = TURNS[0]
+    """One of `TURNS`."""
+    tasks: Sequence[str] = ()
+    """All tasks that are opened."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from kvjax.models.folder import load_tokenizer
+
+        return load_tokenizer(self.model)
+
+    @cached_property
+    def encode(self) -> PromptEncoder:
+        return PromptEncoder(self.tokenizer, self.chat)
+
+    @property
+    def is_builtin(self) -> bool:
+        """Whether the model has the built-in model's tokens."""
+        from kvjax.models.folder import speaks_builtin
+
+        return speaks_builtin(self.model)
+
+    def count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text."""
+        return list(map(len, self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]))
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A task for a model: samples of any length, some to compare on and others to calibrate on."""
+
+    @property
+    def metric(self) -> str:
+        """What its score is, in words."""
+        ...
+
+    @property
+    def published(self) -> bool:
+        """Whether its samples are a published dataset's: so many of them, in their order, at some lengths."""
+        ...
+
+    def answers(self, length: int) -> int:
+        """How many answers a sample of that length counts for."""
+        ...
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        """The first samples of a split, each of at most `length` tokens with any of its questions and answers.
+
+        Raises UserError for a length or a file that does not do, or that has too few.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tasks that are opened alike. `kvjax.tasks.registry` lists the suites."""
+
+    tasks: tuple[str, ...]
+    """Their names."""
+    open: Callable[[str, Inputs], Dataset]
+    """Opens a task by its name, and its files, so that a missing one is found before any sample is made. Raises
+    UserError."""
+    data: tuple[str, ...] = ()
+    """Names of the data that they read, each given as `--data NAME=PATH`."""
+    drawn: bool = False
+    """Whether they are problems that are answered at length, by answers that are drawn."""
+    takes_turns: bool = False
+    """Whether several questions about a context may follow each other as `--turns` says."""
+    note: str = ""
+    """What a report says of published samples, with `{tasks}` and `{turns}`."""
+
+
+@dataclass(frozen=True)
+class FromSeeds:
+    """Samples that are made here, each from a seed."""
+
+    make: Callable[[int], Task]
+    """The task for a length."""
+    metric: str
+    """What the score is, in words."""
+    published: bool = False
+    """Whether its samples are a published dataset's."""
+
+    def answers(self, length: int) -> int:
+        return len(self.make(length).sample(0, length).questions)
+
+    def samples(self, split: Split, count: int, length: int) -> list[Sample]:
+        task = self.make(length)
+        return [task.sample(split.first + index, length) for index in range(count)]

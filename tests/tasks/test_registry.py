@@ -1,0 +1,48 @@
+"""A task of a suite of one's own, as the documentation adds it: one file and one line."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvjax.errors import UserError
+from kvjax.evaluate.config import parse
+from kvjax.evaluate.run import check_policies
+from kvjax.evaluate.workloads import workloads
+from kvjax.tasks import registry
+from tests.evaluate.inputs import SMALL
+
+PAGE = Path(__file__).parents[2] / "docs" / "evaluation.md"
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """The documentation's `my_qa.py`, and the line in `SUITES`."""
+    (code,) = re.findall(r"```python\n(# kvjax/tasks/my_qa.py\n.*?)```", PAGE.read_text(), re.DOTALL)
+    module = {}
+    exec(code, module)
+    for name in module["SUITE"].tasks:
+        monkeypatch.setitem(registry.TASKS, name, module["SUITE"])
+
+
+def test_an_evaluation_knows_a_new_suite_s_task(registered, tmp_path):
+    row = {"context": "The owl of house 7 is grey.", "question": "Which owl?", "answers": ["grey", "Grey"]}
+    file = tmp_path / "questions.jsonl"
+    file.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    own = ["--tasks", "my_qa", "--policies", "full", "--samples", "2", "--out", str(tmp_path / "run")]
+    config = parse([*SMALL, *own, "--data", f"my_qa={file}"])
+    check_policies(config)
+    (found,) = workloads(config)
+    (question,) = found.samples[0].questions
+    assert (found.task, found.published, len(found.samples), question.kind) == ("my_qa", True, 2, "my_qa")
+    assert question.score(question.answer) == 1
+
+
+def test_data_that_no_suite_reads_is_refused(tmp_path):
+    for data, message in (
+        ("sqad=x", "--data: unknown name 'sqad'; the nearest known: squad"),
+        ("squad", "--data squad: expected NAME=PATH"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_policies(parse(["--out", str(tmp_path), "--data", data]))
