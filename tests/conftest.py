@@ -15,13 +15,14 @@ os.environ["JAX_NUM_CPU_DEVICES"] = "8"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(__file__).parent.parent / ".jax_cache")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Nearly all the time of the tests is compiling, but for those of a real model: without LLVM's optimisations, and with
-# XLA's older way of emitting loops, it takes less than half. jaxlib 0.11 has that no longer, and a process with a flag
-# that it does not know ends.
+# Nearly all the time of the tests is compiling, but for those of a real model: without LLVM's optimisations, with XLA's
+# older way of emitting loops and with programs compiled in one piece, it takes less than half. jaxlib 0.11 has the
+# older way no longer, and a process with a flag that it does not know ends.
 if not os.environ.get("KVJAX_REAL_MODEL"):
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if Version(version("jaxlib")) < Version("0.11"):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+        faster = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {faster}"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "agg"

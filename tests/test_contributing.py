@@ -72,5 +72,6 @@ def test_the_commands_that_are_printed_pass(printed, tree):
     assert "failed" not in said
 
 
+@pytest.mark.slow
 def test_it_keeps_what_it_says(tree):
     assert run(tree, "-c", CHECK).split() == ["3", "40"]

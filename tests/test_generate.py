@@ -25,6 +25,7 @@ def generate(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_text_comes_first_and_then_one_line_of_what_it_took(capsys):
     done = generate("--prompt", "def main(", *SMALL, "--max-new-tokens", "20")
     assert done.returncode == 0, done.stderr

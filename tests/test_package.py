@@ -28,6 +28,7 @@ def test_importing_the_package_imports_nothing():
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_in_silence():
     """Neither jax nor transformers says something of what is missing here and not needed."""
     code = "import os, kvjax; kvjax.load('builtin'); assert 'TRANSFORMERS_NO_ADVISORY_WARNINGS' not in os.environ"
@@ -72,6 +73,7 @@ def test_policies_are_listed_with_a_line_each():
     assert lines[at + 1] == "    observed=64, pool=5, pooling=average, group=mean"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "code", "says"),
     [

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def test_without_a_model_it_is_an_error():
     env = {name: text for name, text in os.environ.items() if name != "KVJAX_REAL_MODEL"}

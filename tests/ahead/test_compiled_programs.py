@@ -11,6 +11,8 @@ import pytest
 from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
 from tests.ahead.compile_programs import HEAD_DIMS, SPLIT, TRAINED
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(scope="module", params=["tpu", "gpu"])
 def platform(request):

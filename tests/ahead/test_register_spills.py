@@ -9,6 +9,8 @@ import pytest
 
 from pallas_kernels.ahead import ENVIRONMENT, cuda_compiler
 
+pytestmark = pytest.mark.kernels
+
 KERNELS = {
     "attention_mass": {"attention_mass"},
     # many query tokens are vertical_slash's

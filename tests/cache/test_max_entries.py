@@ -48,6 +48,7 @@ def test_every_cut_keeps_and_sees_the_best_so_far(
             assert all(row[:sinks] == list(range(sinks)) for row in positions(cache).values())
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_batch_equals_its_sequences_alone_and_a_mesh_one_device(model, tokens):
     """Rows that stop while others go on, before they are full and after, and one empty row."""

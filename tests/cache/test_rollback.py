@@ -71,6 +71,7 @@ def test_a_cache_that_is_taken_back_is_the_one_that_it_was(name):
     np.testing.assert_array_equal(first, again)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_on_a_mesh_too():
     with jax.set_mesh(make_mesh(fsdp=2, tensor=4)):

@@ -15,6 +15,7 @@ from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import tiny_gates
 
 
+@pytest.mark.slow
 def test_memory_is_real(model):
     """With a quarter admitted, a third of the full cache's memory serves the prompt; the full policy is refused."""
     prompt = [np.random.default_rng(1).integers(0, 61, 600)]

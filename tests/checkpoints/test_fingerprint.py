@@ -163,6 +163,7 @@ def test_the_gates_that_come_with_kvjax_are_for_the_model_that_comes_with_it():
     np.testing.assert_array_equal(own.eviction.gates.b, named.eviction.gates.b)
 
 
+@pytest.mark.slow
 def test_commands_refuse_and_force(tmp_path, capsys):
     model = load_model(builtin_model("test_model"))
     their = MadeFor("their/model", fingerprint(jax.tree.map(lambda x: jnp.flip(x, 0), model)))

@@ -10,6 +10,8 @@ import pytest
 from kvjax.builtin import builtin_model
 from kvjax.cli.compile_cache import remove_broken
 
+pytestmark = pytest.mark.slow
+
 SAMPLES = f"""
 import jax
 jax.jit(lambda x: x + 1)(1.0)  # a program of the user's, before anything is kept

@@ -13,6 +13,8 @@ from kvjax.evaluate.__main__ import main as evaluate
 from kvjax.train.__main__ import main as train
 from tests.evaluate.inputs import SMALL
 
+pytestmark = pytest.mark.slow
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -8,6 +8,7 @@ from tests.evaluate.whole_run import SMALL, lines
 from tests.tasks.benchmark_inputs import longbench_row, turn, write
 
 
+@pytest.mark.slow
 def test_questions_in_turn_and_cut_contexts(tmp_path):
     """What is expected of a model that writes ASCII: some letter, or a sign that it has none of."""
     facts = "The owl is grey and sits on a branch of the old tree. " * 4

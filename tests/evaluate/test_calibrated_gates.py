@@ -76,6 +76,7 @@ def test_each_gates_have_a_cell_at_their_own_tau(evaluated, folders):
     assert (found["full", 1.0]["gates"], found["full", 1.0]["tau"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_tau_is_searched_with_the_gates_of_the_nearest_size_and_written_down(evaluated, folders):
     found = cells(evaluated)
     small, large = found["wgkv:calibrated", 0.3], found["wgkv:calibrated", 0.8]

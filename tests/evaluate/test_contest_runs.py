@@ -77,6 +77,7 @@ def test_every_cell_says_what_was_drawn_and_held(evaluated):
     assert streaming["bytes"] < 0.6 * full["bytes"]
 
 
+@pytest.mark.slow
 def test_answers_are_there_to_be_read(evaluated):
     for cell in lines(evaluated):
         own = (evaluated / "answers" / f"aime_2024-160-{cell['policy']}-{cell['budget']:g}.jsonl").read_text()
@@ -87,6 +88,7 @@ def test_answers_are_there_to_be_read(evaluated):
         assert all(row["said"] is None and row["text"] and row["tokens"] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_finished_cell_is_kept(data, evaluated, tmp_path):
     """The last one is taken away, and only that is drawn again, to the same."""
     out = shutil.copytree(evaluated, tmp_path / "run")
@@ -113,6 +115,7 @@ def test_the_report_has_pass_at_1_and_relative_recovery(data, evaluated, tmp_pat
         assert said in report, said
 
 
+@pytest.mark.slow
 def test_the_dense_model_may_be_another_run_s(data, evaluated, tmp_path):
     """KVPOP's is the model before it had a small cache."""
     dense = rewritten(evaluated, tmp_path / "dense", full=0.8, streaming_llm=0.1, r_kv=0.1)
@@ -230,6 +233,7 @@ def test_what_means_nothing_is_refused_in_one_line(given, args, message, data, t
     assert not (tmp_path / "run" / "results.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_a_file_holds_one_contest(data, tmp_path):
     file = data / "aime_2024.jsonl"
     with pytest.raises(

@@ -13,6 +13,8 @@ from kvjax.policies import make_policy
 from kvjax.tasks.sample import Question, Sample
 from tests.tiny_models import tiny_model, tiny_scorers
 
+pytestmark = pytest.mark.slow
+
 LENGTH, ENDS = 64, (5, 6)
 DRAWING = Drawing(3, temperature=1.5, top_p=0.95, top_k=20, seed=4)
 MANNER = Manner(batch=6, page_size=4)

@@ -67,6 +67,7 @@ def test_a_tau_that_was_searched_can_be_used(evaluated):
         assert own_tau(policy) == cell["tau"]
 
 
+@pytest.mark.slow
 def test_arguments_of_the_policy_are_told_to_the_command(arguments, evaluated):
     config = EvaluateConfig(Path("out"), model="a model", force=True)
     known = Results(parse([*arguments, *TASKS, "--out", str(evaluated[0])])).cells

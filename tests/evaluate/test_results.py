@@ -91,6 +91,7 @@ def test_a_folder_without_results_may_have_other_settings(tmp_path):
         results("--gates", one, other, "--order-length", "512")
 
 
+@pytest.mark.slow
 def test_a_folder_of_other_settings_is_refused(arguments, evaluated, tmp_path):
     others = ("--samples", "48", "8"), ("--chunk", "32", "16"), ("--batch", "4", "2"), ("--seed", "0", "3")
     for option, was, now in others:

@@ -67,6 +67,7 @@ def test_another_budget_compiles_nothing(evaluated):
         assert at_cell[first + 1] == at_cell[first]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_alike(arguments, evaluated, tmp_path, monkeypatch):
     folder, add = tmp_path / "run", Results.add
 

@@ -72,6 +72,7 @@ def test_every_pattern_is_what_the_policy_says(model, samples):
         )
 
 
+@pytest.mark.mesh
 def test_patterns_share_one_program_and_a_mesh_agrees(model, samples):
     compiled = []
 

@@ -132,6 +132,7 @@ def test_a_pool_grows_to_twice_its_size_or_what_is_needed(
             allocation.grow(policy, cache, need, min(tokens, 4), tokens - min(tokens, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [{}, pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough)], ids=str
 )

@@ -37,6 +37,7 @@ def test_every_cut_adds_it_to_what_left_the_window(window, max_entries, delay, t
         assert "bias" in cache.pages.planes
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_mesh_gives_the_same():
     model = tiny_model()

@@ -57,6 +57,7 @@ def test_what_was_evicted_is_gone_and_nothing_else(model, prompts, captured):
         np.testing.assert_allclose(o[head, 0], p @ values, atol=1e-5)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "named",

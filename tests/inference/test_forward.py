@@ -67,6 +67,7 @@ def test_a_batch_equals_its_sequences_alone_and_padding_leaves_no_trace(model, t
     np.testing.assert_array_equal(sizes.entries[0, :, 0] >= np.minimum(lengths, 5), True)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_mesh_gives_the_same(model, tokens):
     batch = np.concatenate([tokens, tokens[:, ::-1]])

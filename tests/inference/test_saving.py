@@ -55,6 +55,7 @@ def test_what_comes_back_goes_on_bit_by_bit(model, name, tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "name", ["wgkv", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("quest", "max_entries"))]
 )

@@ -18,6 +18,8 @@ from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import TRAINED, tiny_config, tiny_model
 
+pytestmark = pytest.mark.mesh
+
 PATTERN = {"pattern": np.arange(12).reshape(3, 4) % 3 == 0, "sink": 2, "window": 6}
 POLICIES = {
     "full": {},

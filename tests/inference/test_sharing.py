@@ -44,6 +44,7 @@ def test_branches_answer_as_if_each_was_alone_and_leave_the_context_alone(model,
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(cache), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["r_kv", "wgkv"])
 def test_another_question_beside_it_changes_no_bit_of_a_branch_s_answer(model, name):
     policy = policies(model)[name]()
@@ -56,6 +57,7 @@ def test_another_question_beside_it_changes_no_bit_of_a_branch_s_answer(model, n
     assert (one.logprobs[1].chosen != another.logprobs[1].chosen).any()
 
 
+@pytest.mark.slow
 def test_sixteen_questions_take_little_more_than_one(model):
     policy, questions = make_policy("full"), [RANDOM.integers(0, 61, 4) for _ in range(16)]
     cache = prefill(model, [np.tile(CONTEXTS[0], 30)], policy=policy)
@@ -69,6 +71,7 @@ def test_sixteen_questions_take_little_more_than_one(model):
     assert all_.stats.pages == 12 * (2100 // 16 + 16 * 2)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "shape", [pytest.param({}, marks=pytest.mark.thorough), {"fsdp": 2, "tensor": 2}], ids=str
 )
@@ -119,6 +122,7 @@ def test_a_branch_of_a_branch_goes_on_and_a_context_that_nobody_asks_is_free(mod
     assert int(np.asarray(last.layers.length)[:, :2].sum()) == int(np.asarray(last.layers.length).sum())
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("over", ["layer", pytest.param("model", marks=pytest.mark.thorough)])
 def test_branches_whose_heads_share_a_budget_have_room_on_the_device_that_keeps_it(over):
     """Of heads with unequal keys, all of the budget goes to one device's."""
@@ -181,6 +185,7 @@ def test_compactions_of_branches_find_room(model):
         np.testing.assert_allclose(found.logprobs[place].chosen, alone.logprobs[0].chosen, atol=1e-5)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_branches_that_devices_have_unequally_many_of_are_not_continued_by_place(tmp_path):
     with jax.set_mesh(make_mesh(fsdp=2)):

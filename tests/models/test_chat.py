@@ -94,6 +94,7 @@ def test_what_cannot_be_encoded_is_one_line(plain, template, prompt, part, says)
     assert len(str(caught.value)) <= 500
 
 
+@pytest.mark.slow
 def test_a_template_that_would_never_end_is_ended(templated):
     templated.chat_template = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     with pytest.raises(UserError, match="it takes longer than 2 s, or more memory than 1024 MiB$"):

@@ -36,6 +36,7 @@ def test_rotary_angles_are_those_of_transformers(tmp_path):
             assert_golden(name, piece, x[0], atol=1e-6)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}])
 def test_a_mesh_changes_nothing(shape, tmp_path):
     name = "qwen3_biases"

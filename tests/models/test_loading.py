@@ -70,6 +70,7 @@ def test_every_tensor_stands_where_it_belongs(folder, whole):
     assert not embed[CASE["vocab_size"] :].any()
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_any_mesh_loads_the_same_model_its_weights_split(shape, wide_folder):
     whole = load_model(wide_folder)
@@ -103,6 +104,7 @@ def test_every_row_is_read_once(shape, wide_folder, monkeypatch):
         assert (rows == 1).all(), (name, rows)
 
 
+@pytest.mark.slow
 def test_the_host_holds_about_a_layer(tmp_path, monkeypatch):
     """tracemalloc sees numpy's memory, not XLA's; but a CPU device keeps the embedding's pieces as they are."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 4096}
@@ -150,6 +152,7 @@ open(f"{sys.argv[4]}.read{sys.argv[1]}", "w").write(str(read))
 """
 
 
+@pytest.mark.slow
 def test_two_processes_read_half_each_and_save_one_folder(wide_folder, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

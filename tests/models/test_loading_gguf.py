@@ -43,6 +43,7 @@ def test_logits_are_those_of_the_folder(tmp_path):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize("shape", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}], ids=str)
 def test_any_mesh_loads_the_same_model_and_every_row_is_read_once(shape, tmp_path, monkeypatch):
     file = write_gguf(tmp_path / "model.gguf", WIDE, weights(WIDE))
@@ -64,6 +65,7 @@ def test_any_mesh_loads_the_same_model_and_every_row_is_read_once(shape, tmp_pat
         assert (rows == 1).all(), name
 
 
+@pytest.mark.slow
 def test_the_host_holds_about_a_layer(tmp_path):
     """As of safetensors (test_loading.py): tracemalloc sees numpy's memory, and a CPU device keeps the embedding's."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 24, "vocab_size": 4096}

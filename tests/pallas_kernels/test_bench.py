@@ -21,6 +21,8 @@ from pallas_kernels.vertical_slash import bench as vertical_slash_bench
 from pallas_kernels.vertical_slash import ends, vertical_slash
 from tests.pallas_kernels.compiled import OPS
 
+pytestmark = pytest.mark.kernels
+
 TINY = timing.Setting(
     n=4,
     k=2,

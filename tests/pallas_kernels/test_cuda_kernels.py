@@ -7,6 +7,8 @@ import pytest
 from pallas_kernels.ahead import cuda_compiler
 from tests.pallas_kernels.compiled import CASES, OPS, compiled
 
+pytestmark = pytest.mark.kernels
+
 
 @pytest.fixture(scope="module", autouse=True)
 def packages():

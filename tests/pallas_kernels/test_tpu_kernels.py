@@ -15,6 +15,8 @@ from pallas_kernels.ahead import TPUS
 from tests.pallas_kernels.compiled import CASES, OPS, compiled, run
 from tests.pallas_kernels.race_cases import source_of
 
+pytestmark = pytest.mark.kernels
+
 MODES = "eager", "on_wait"
 """When an interpreted copy happens: at its start or when it is waited for."""
 WITH_LIBTPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")

@@ -16,6 +16,8 @@ from kvjax.plan import ahead
 from kvjax.plan.ahead import CHIPS, GPU_SHARE, Job, Topology, compiled
 from kvjax.plan.programs import TABLES, WEIGHTS, ServeConfig, Serving
 
+pytestmark = pytest.mark.slow
+
 libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
 JOB = Job("decode", ("--mesh", "4", "--batch", "8"), 64, topology="v5e:2x2")
 

@@ -23,6 +23,8 @@ from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import filled, tiny_sink_gates
 
+pytestmark = pytest.mark.slow
+
 RUN = WriteGates(mesh=MeshShape(1, 2, 2), window=8, lengths=(64,), shares=(1.0,), sequences=10)
 
 

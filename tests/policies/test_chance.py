@@ -70,6 +70,7 @@ def places(model, cache, row, prompt) -> list[set[int]]:
     ]
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=() if x == "random" else pytest.mark.thorough) for x in METHODS]
 )

@@ -147,6 +147,7 @@ ONE = "wgkv+snapkv"
 process may map."""
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "name", [ONE, *(pytest.param(x, marks=pytest.mark.thorough) for x in POLICIES if x != ONE)]
 )

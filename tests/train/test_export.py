@@ -46,6 +46,7 @@ def contents(folder):
     return {name: (folder / name).read_bytes() for name in ("gates.safetensors", "config.json")}
 
 
+@pytest.mark.slow
 def test_the_last_checkpoint_gives_what_the_run_exported(run, tmp_path, capsys):
     before = contents(run / "gates")
     command.main([str(run), "--out", str(tmp_path / "new" / "gates")])

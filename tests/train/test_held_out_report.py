@@ -53,6 +53,7 @@ def measured(folder, held_out, said):
     return [SimpleNamespace(**row) for row in written["rows"]], written, found.numbers, shown
 
 
+@pytest.mark.slow
 def test_rows_cover_the_shares_by_size_beside_the_full_cache(held_out, tmp_path):
     said = []
     rows, written, numbers, shown = measured(tmp_path, held_out[:2], said)

@@ -58,6 +58,7 @@ def opened(data="builtin", rows=ALL, lengths=(64, 128, 64), validation=(64, 128)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["natural", "passkeys"])
 def test_a_run_on_the_built_in_tasks(kind, tmp_path):
     """Three updates, in parts, on a mesh, and with the loss of what is labelled."""
@@ -73,6 +74,7 @@ def test_a_run_on_the_built_in_tasks(kind, tmp_path):
     assert all(isinstance(x, np.ndarray) for x in ended.held_out), "tokens, for a report"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [[], PASSKEYS])
 def test_a_run_on_two_sources(kind, two, tmp_path):
     told = [

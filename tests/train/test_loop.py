@@ -91,6 +91,7 @@ def resumed(killed, tmp_path, mesh):
     return go_on(shutil.copytree(killed, tmp_path / "run"), mesh)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_comes_after_the_metrics_of_its_steps(whole, saves):
     assert saves == {step: list(range(step)) for step in (2, 4, 6)}
 
@@ -119,6 +120,7 @@ def test_a_run_killed_after_a_checkpoint_lacks_no_step(whole, tmp_path, monkeypa
     np.testing.assert_array_equal(again.params.w1[...], whole.params.w1[...])
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_like_one_that_was_not(whole, killed, tmp_path):
     assert (killed / "checkpoints" / "2").is_dir()
     assert [line["step"] for line in written(killed)[0]] == [0, 1, 2, 3], "as far as the checkpoint under way"
@@ -223,6 +225,7 @@ def test_a_run_that_diverges_stops_and_keeps_its_last_good_checkpoint(broken, tm
     assert not (folder / "gates").exists()
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_far_too_high_ends_in_one_line(tmp_path):
     """Really: the weights of the gates run away until nothing is finite any more."""
     folder = tmp_path / "run"
@@ -281,6 +284,7 @@ def test_a_report_that_the_method_cannot_have_is_refused_before_the_start(tmp_pa
     assert "there will be no report: hidden_gate compacts while it decodes" in before
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypatch):
     args = [*ARGS, "--mesh", "8", "--out", str(tmp_path / "run")]
     broken = ValueError("no export today")
@@ -297,6 +301,7 @@ def test_a_run_that_fails_after_a_checkpoint_keeps_its_folder(tmp_path, monkeypa
     assert (train(parse(["--resume", *args])).folder / "gates").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("updates", "said"),
     [
@@ -364,6 +369,7 @@ def run_two_processes(*args, code=0):
     return said
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(whole, tmp_path):
     """Each with half the rows."""
     told = [part for part in ARGS if part not in ("--report", "none")]

@@ -17,6 +17,7 @@ from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.reporting import check_report
 
 
+@pytest.mark.slow
 def test_help_imports_little_and_names_every_option():
     shown = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "kvjax.train", "--help"],

@@ -132,6 +132,7 @@ def test_token_losses_have_the_gradients_of_finite_differences(monkeypatch):
             )
 
 
+@pytest.mark.slow
 def test_packed_documents_are_as_if_each_was_alone():
     """Their hidden states, plain and under a mask that counts from their own beginnings, and their losses: of every
     token but the first of each."""

@@ -22,6 +22,8 @@ from kvjax.train.recipes.wgkv import WriteGates
 from kvjax.train.update import initial_state, make_update
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.mesh
+
 MESHES = {"2": {"sequence": 2}, "2x2x2": {"fsdp": 2, "tensor": 2, "sequence": 2}}
 each = pytest.mark.parametrize(
     "mesh", [pytest.param(MESHES["2"], marks=pytest.mark.thorough), MESHES["2x2x2"]], ids=MESHES

@@ -148,6 +148,7 @@ def test_the_input_is_the_layers_own(teacher):
                 at += len(wanted)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("teacher", TEACHERS)
 def test_a_mesh_gives_the_same_targets(teacher):

@@ -30,6 +30,8 @@ from train.builtin.scores import best_single_head, score
 from train.builtin.text import VOCABULARY, hold_out, train_tokenizer
 from train.builtin.weights import SMALLEST, initial_weights, margins, record_matchers, settle_margins, trained
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def small() -> Recipe:

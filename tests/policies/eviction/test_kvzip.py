@@ -227,6 +227,7 @@ def without_planes(cache):
     return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, planes={}))
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_on_a_mesh_and_alone_a_sequence_has_the_same_scores(prompts, whole):
     """Of three, so that the batch is padded, each with as many passes as it needs."""

@@ -203,6 +203,7 @@ def test_a_budget_of_everything_is_no_quest_and_all_budgets_are_one_program(mode
     assert np.abs(outputs(evicted) - outputs(plain)).max() > 1e-2
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_sequence_alone_on_eight_devices_is_what_it_is_in_a_batch_on_one(prompts, admitted):
     """Beside it on the mesh is an empty row."""

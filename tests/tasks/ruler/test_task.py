@@ -23,6 +23,7 @@ each = pytest.mark.parametrize(
 LENGTHS = (1500, 5000)  # on both sides of the length from which the word list is a longer one
 
 
+@pytest.mark.slow
 @each
 def test_a_sample_fills_its_length(name, smol, files):
     """To within 2%, or within a line where every line is a pair of UUIDs."""

@@ -91,6 +91,7 @@ def test_the_rate_is_a_trapezoid():
     np.testing.assert_allclose(steps, wanted, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_pattern(tmp_path):
     told = [
         *("--method", "duo_attention", "--model", MODEL, "--dtype", "float32", "--mesh", "1"),

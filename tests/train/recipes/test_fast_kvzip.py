@@ -216,6 +216,7 @@ def test_memory_trains_like_the_disk_and_a_mesh_like_one_device(whole, tmp_path)
     assert not (tmp_path / "run" / "targets").exists()
 
 
+@pytest.mark.slow
 def test_what_a_run_leaves(whole, capsys):
     folder = whole.folder
     for name in ("predictions.png", "losses.png"):
@@ -291,6 +292,7 @@ def test_text_is_learned_from_by_reconstruction_unless_told(tmp_path):
     assert parse([*builtin, "--data", "builtin"]).target == "both"
 
 
+@pytest.mark.slow
 def test_runs_share_a_folder_of_targets_which_others_are_refused(whole, tmp_path, capsys):
     folder = tmp_path / "run"
     args = [*ARGS[:-2], "--targets", str(whole.folder / "targets"), "--mesh", "1", "--out", str(folder)]

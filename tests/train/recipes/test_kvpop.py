@@ -69,6 +69,7 @@ def sparsify(uptrained, folder, *more):
     return train(parse([*COMMON, *second(uptrained, *more), "--out", str(folder)]))
 
 
+@pytest.mark.slow
 def test_the_second_phase_goes_on_from_the_first(uptrained, tmp_path):
     run = sparsify(uptrained, tmp_path / "run", "--scorer-warmup", "0")
     assert (
@@ -279,6 +280,7 @@ def five(phase, mesh, parts=1):
     return numbers
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("phase", ["uptrain", "sparsify"])
 @pytest.mark.parametrize(
@@ -323,6 +325,7 @@ def test_each_phase_has_the_papers_updates_unless_told():
     assert parse([*told, "--sequences", "256"]).steps == 2
 
 
+@pytest.mark.mesh
 def test_bytes_of_each_device_are_an_eighth():
     """Parameters, moments and master weights, of the model and, by kv heads, of the scorers; and gradients."""
     recipe, mesh = ConstantCache(phase="sparsify", **SIZES), make_mesh(fsdp=2, tensor=4)

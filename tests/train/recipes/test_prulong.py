@@ -261,6 +261,7 @@ def run(tmp_path_factory):
     return train(parse([*COMMON, "--sparsity", "0.5", "--out", str(folder)]))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_pattern_for_any_sparsity(run):
     folder = run.folder / "pattern"
     model = load_model(MODEL)

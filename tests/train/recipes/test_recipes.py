@@ -103,12 +103,14 @@ def alone(method):
     return updates(made(method), make_mesh())[0]
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @each_but(*(method for method in RECIPES if method != "wgkv"))
 def test_a_mesh_of_sequences_gives_the_same(method):
     compare_on(make_mesh(fsdp=8), method)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_mesh_of_sequences_and_heads_gives_the_same(method):
@@ -122,6 +124,7 @@ def compare_on(mesh, method):
     assert alone(method)[0]["loss"] != alone(method)[2]["loss"]
 
 
+@pytest.mark.slow
 @each_but(*(method for method in RECIPES if method != "prulong"))
 def test_an_update_in_parts_is_the_update(method):
     parts, _ = updates(made(method, accumulate=4), make_mesh(fsdp=2))
@@ -249,6 +252,7 @@ def test_every_recipe_is_here():
     assert set(recipes.RECIPES) <= set(RECIPES)
 
 
+@pytest.mark.slow
 @each_but("duo_attention", "kvpop", "prulong", "fast_kvzip")
 def test_what_is_frozen_stays(method):
     """An update changes what is trained, among which are no weights of a frozen model, and no constants."""
@@ -290,6 +294,7 @@ def test_held_out_sequences_go_alone_where_a_recipe_has_only_its_loss():
     assert [x.sequences for x in found] == [3, 3]
 
 
+@pytest.mark.mesh
 def test_a_trained_model_its_gradients_and_its_moments_are_split():
     """Each of 8 devices has an eighth of parameters and moments, but for what is too small to split."""
     recipe, mesh = made("tests.train.recipes.whole_model:WholeModel"), make_mesh(fsdp=8)

@@ -162,6 +162,7 @@ def entropy_of_all_layers(gates, x, target):
     return -(target * jnp.log(scores) + (1 - target) * jnp.log1p(-scores)).mean()
 
 
+@pytest.mark.mesh
 @pytest.mark.parametrize(
     "form", [pytest.param(x, marks=() if x in ("sink", "mlp") else pytest.mark.thorough) for x in FORMS]
 )

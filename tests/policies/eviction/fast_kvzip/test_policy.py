@@ -109,6 +109,7 @@ def test_what_a_chat_template_puts_before_a_text_is_a_prompts_prefix(gates, tmp_
     assert FastKVzip(tmp_path, tokenizer=tokenizer).needs.prefix == len(beginning)
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 def test_a_mesh_keeps_the_same(gates):
     told = READ[1]
@@ -224,6 +225,7 @@ def test_an_answer_keeps_what_the_authors_keep(model, gates, buffer, last):
     assert caches.stats(cache, 2).kv_ratio < 0.4
 
 
+@pytest.mark.mesh
 @pytest.mark.thorough
 @pytest.mark.parametrize("inputs", ["hidden", "k"])
 def test_what_waits_on_a_mesh_is_scored_as_at_once_on_a_device(inputs):
