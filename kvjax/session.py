@@ -47,7 +47,7 @@ class Session:
             raise UserError(f"Session: system must be a text, got {shown(system)}")
         check_unicode(system)
         self.llm = llm
-        if llm.policy.when is not None and not llm.policy.compacts_answers:
+        if llm.policy.schedule is not None and not llm.policy.compacts_answers:
             warn(
                 f"Session: policy {llm.policy.name} compacts the first turn alone, and all later ones stay: "
                 "when=every or when=overflow goes on",

@@ -126,6 +126,12 @@ class Cache:
         return self.pages.pool.shape[1]
 
     @property
+    def entry_bytes(self) -> int:
+        """Bytes of one token's key and value in all layers and kv heads."""
+        layers, _, heads = self.layers.length.shape
+        return layers * heads * self.pages.pool.shape[-1] * self.pages.pool.dtype.itemsize
+
+    @property
     def columns(self) -> int:
         """Pages that the table of a head cache's retained entries has places for."""
         return self.layers.page_table.shape[-1] - ring_pages(self.window, self.page_size)

@@ -65,8 +65,6 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
     length = np.asarray(cache.layers.length)[:, :sequences]
     ring = np.minimum(seen, cache.window - 1)[None, :, None]
     pool = cache.pages.pool
-    layers, _, heads = length.shape
-    entry_bytes = pool.shape[-1] * pool.dtype.itemsize
     pages = (-(-length // cache.page_size) + -(-ring // cache.page_size)).sum()
     if cache.pages.others is not None:
         pages = pool.shape[0] - np.asarray(cache.pages.free_count).sum()
@@ -77,7 +75,7 @@ def stats(cache: Cache, sequences: int | None = None) -> Stats:
         pool_pages=pool.shape[0],
         page_size=cache.page_size,
         bytes=cache.pages.nbytes,
-        full_bytes=int(seen.sum()) * layers * heads * entry_bytes,
+        full_bytes=int(seen.sum()) * cache.entry_bytes,
         planes=tuple(cache.pages.planes),
     )
 

@@ -38,9 +38,9 @@ from kvjax.policies.admission.wgkv import files as wgkv
 from kvjax.policies.budget import BUDGETS
 from kvjax.policies.eviction.fast_kvzip import files as fast_kvzip
 from kvjax.policies.make import Described, format_policy, parse_policy, takes_tokenizer
-from kvjax.policies.moment import MOMENTS
 from kvjax.policies.numbers import head_table
 from kvjax.policies.registry import find_method, is_method, role, trained
+from kvjax.policies.trigger import WHILE_DECODING
 
 CALIBRATED = "calibrated"
 LEARNED = "prulong", "duo_attention"
@@ -51,8 +51,6 @@ FITTED = {
     WGKV: ("tau",),
 }
 """Admissions that can be calibrated, and the arguments that are then chosen."""
-DECODING = [when for when, kind in MOMENTS.items() if kind.when in ("every", "position", "overflow")]
-"""Triggers while an answer is written."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ class Compared:
     @property
     def decodes(self) -> bool:
         """Whether it evicts while it answers."""
-        return any(told.get("when") in DECODING for told in self.described.values())
+        return any(told.get("when") in WHILE_DECODING for told in self.described.values())
 
     @property
     def on_contexts(self) -> bool:
@@ -239,7 +237,7 @@ def budget_argument(kind: Any, told: dict[str, Any], roles: set[str]) -> str | N
         takes = [x for x in ("ratio", "entries") if x in inspect.signature(kind).parameters]
         return next((x for x in takes if not {"ratio", "entries"} & told.keys()), None)
     if role(kind) == "eviction":
-        return None if told.keys() & BUDGETS else "entries" if told.get("when") in DECODING else "ratio"
+        return None if told.keys() & BUDGETS else "entries" if told.get("when") in WHILE_DECODING else "ratio"
     if kind is Quest:
         return None if {"tokens", "ratio"} & told.keys() or "eviction" in roles else "ratio"
     own = {
@@ -355,10 +353,10 @@ def budget_policy(one: Compared, sizing: Sizing) -> Policy:
     """
     try:
         policy = policy_of(one, sizing)
-        if policy.plan is not None:
+        if policy.schedule is not None:
             _check_holds(sizing.ratio * sizing.shortest, policy.window - 1, f"its window of {policy.window}")
             # budgets are no bytes here
-            policy.plan.check_bound(policy.name, policy.window - 1, entry_bytes=1)
+            policy.schedule.check_bound(policy.name, policy.window - 1, entry_bytes=1)
     except UserError as error:
         raise UserError(f"{one.label} at {sizing.ratio:g} of {sizing.tokens} tokens: {error}") from None
     return policy

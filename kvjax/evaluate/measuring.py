@@ -21,11 +21,11 @@ from kvjax.errors import UserError
 from kvjax.evaluate.answering import Answer, answer
 from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.joint_eviction import JointEviction, planes_of
+from kvjax.inference.eviction import at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
 from kvjax.inference.forward import feed
 from kvjax.inference.observations import drop_observation_state
 from kvjax.inference.prefill import CHUNK, prefill
-from kvjax.inference.schedule import at_prompt_end
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
@@ -140,8 +140,8 @@ def read(model: Decoder, policy: Policy, group: Sequence[Sample], manner: Manner
 def compact(
     model: Decoder, policy: Policy, reading: Reading, group: Sequence[Sample], watch: Stopwatch
 ) -> Reading:
-    """A copy of what was read without compaction, compacted as the policy plans for the prompt's end."""
-    if policy.plan is None:
+    """A copy of what was read without compaction, compacted as the policy does at the prompt's end."""
+    if policy.schedule is None:
         return dataclasses.replace(reading, cache=jax.tree.map(jnp.copy, reading.cache))
     watch.lap()
     observers = _observers(policy, group)
@@ -172,7 +172,7 @@ def measure(model: Decoder, policy: Policy, samples: Sequence[Sample], manner: M
 
 def measured_alone(policy: Policy) -> bool:
     """Whether reading leaves what no other policy's reading does, or something looks at the context behind it."""
-    guided = policy.when is not None and bool(policy.when.guidance)
+    guided = policy.schedule is not None and bool(policy.schedule.trigger.guidance)
     return guided or policy.max_entries is not None or BIAS in policy.planes
 
 
@@ -191,8 +191,7 @@ def measure_together(
     reader = changed(
         methods[0],
         eviction=JointEviction(tuple(method.compile(model).compact for method in methods)),
-        budget=None,
-        when=None,
+        schedule=None,
         selection=next((method.selection for method in methods if method.selection is not None), None),
     )
     tallies = [[Tally() for _ in own] for own in policies]
@@ -231,7 +230,7 @@ def groups(samples: Sequence[Item], batch: int) -> list[Sequence[Item]]:
 def for_answers(model: Decoder, policy: Policy, cache: Cache) -> tuple[CompiledPolicy, Cache]:
     """Return what answers from a cache (donated), without all that only a compaction needs, so that evictions whose
     work is done share one program."""
-    later = changed(policy, eviction=None, budget=None, when=None).compile(model)
+    later = changed(policy, eviction=None, schedule=None).compile(model)
     return later, drop_observation_state(cache, later.decode)
 
 

@@ -286,7 +286,7 @@ class Group:
 def reading_of(one: Compared, policy: Policy, gates: str | None) -> object:
     """Return what is alike of all policies for which one reading of contexts serves, until the prompt's end; None for
     one that is read alone."""
-    late = policy.when is not None and policy.when.when != "prompt"
+    late = policy.schedule is not None and policy.schedule.trigger.when != "prompt"
     passes = policy.eviction is not None and policy.eviction.rereads
     if late or passes or measured_alone(policy):
         return None

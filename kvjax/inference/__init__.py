@@ -2,7 +2,7 @@
 
 prefill: prompts into a new cache. generate: answers, in blocks of tokens. sampler: the next token of each sequence.
 text: what ends an answer. saving: caches on the disk. forward: tokens through all layers, over the cache. attention: of
-one layer. capture: what layers computed, streamed to the host. schedule: when the cache is compacted. reread: prompts
+one layer. capture: what layers computed, streamed to the host. eviction: when the cache is compacted. reread: prompts
 that are read again to score their entries. quota, compaction: how much stays, and what. allocation: the pages
 of a cache. checks: what is refused before anything is run. footprint_log: what the cache held at each call.
 """

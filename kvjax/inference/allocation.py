@@ -16,7 +16,6 @@ from jaxtyping import Float
 from kvjax import cache as caches
 from kvjax.cache import Cache, CapacityError, Layout, shard_pages
 from kvjax.errors import UserError, whole_number
-from kvjax.inference.quota import entry_bytes
 from kvjax.mesh import BATCH, HEADS, P, axis_size, batch_shards, gather, on_cpu
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, States, View
@@ -41,12 +40,12 @@ def new_cache(
 
     Raises UserError, CapacityError: as `layout_for`, and for a budget below what always stays.
     """
-    config, plan, shards = model.config, policy.host.plan, batch_shards()
-    if plan is not None:
+    config, schedule, shards = model.config, policy.host.schedule, batch_shards()
+    if schedule is not None:
         # at once, and not when a prompt or an answer has grown to it
         own = 2 * config.num_layers * config.num_kv_heads * config.head_dim * model.embed.dtype.itemsize
-        plan.check_bound(policy.host.name, policy.host.window - 1, own)
-    behind = 0 if plan is None else plan.read_behind
+        schedule.check_bound(policy.host.name, policy.host.window - 1, own)
+    behind = 0 if schedule is None else schedule.read_behind
     # an answer that is compacted as it grows has its pages allocated once the prompt was compacted
     beside = behind if policy.host.compacts_answers else behind + room
     return empty_cache(
@@ -258,13 +257,13 @@ def more_pages(
 
 def _expected_pages(policy: Policy, cache: Cache, question: int, answer: int) -> int:
     """Return the pages that a question and an answer of each sequence are expected to take."""
-    length, plan, tokens = np.asarray(cache.layers.length), policy.plan, question + answer
+    length, schedule, tokens = np.asarray(cache.layers.length), policy.schedule, question + answer
     admitted = policy.admission.admitted(tokens + cache.window) * caches.MARGIN + cache.page_size
     expected = length + np.broadcast_to(admitted, length.shape[::2])[:, None]
-    if plan is not None and policy.compacts_answers:
+    if schedule is not None and schedule.trigger.while_decoding:
         # at most the budget, and the tokens between two compactions
-        kept = plan.allowance([int(np.asarray(cache.seen).max()) + tokens], entry_bytes(cache))[0]
-        most = np.maximum(length + question, kept) + max(plan.moment.every, 1) + cache.page_size
+        kept = schedule.allowance([int(np.asarray(cache.seen).max()) + tokens], cache.entry_bytes)[0]
+        most = np.maximum(length + question, kept) + max(schedule.trigger.every, 1) + cache.page_size
         expected = np.minimum(expected, most)
     return more_pages(policy, cache, tokens, expected)
 

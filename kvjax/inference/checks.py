@@ -160,12 +160,12 @@ def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.n
     """Refuse tokens to look with of a policy that does not look, or not at a prompt's end."""
     if len(observers) != len(rows):
         raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
-    if policy.plan is not None and policy.plan.moment.while_decoding:
+    if policy.compacts_answers:
         raise UserError(
             f"prefill: observers look at a prompt's end, and {policy.name} compacts while it decodes"
         )
     if not policy.observes:
-        why = "evicts nothing" if policy.plan is None else "looks at what is stored alone"
+        why = "evicts nothing" if policy.schedule is None else "looks at what is stored alone"
         raise UserError(
             "prefill: observers are for an eviction that looks at tokens as they come, such as snapkv, and "
             f"{policy.name} {why}"

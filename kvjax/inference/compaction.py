@@ -133,8 +133,8 @@ def scores(
 def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quota) -> Cache:
     """The cache (donated) after a compaction by a quota, compiled for its longest row, and for as many entries as are
     observed at least."""
-    plan, eviction = policy.host.plan, policy.compact
-    assert plan is not None
+    schedule, eviction = policy.host.schedule, policy.compact
+    assert schedule is not None
     assert eviction is not None
     # entries are only moved in pages that no fork shares
     assert cache.pages.others is None or policy.host.rewritten is None
@@ -142,6 +142,6 @@ def compact_to(model: Decoder, policy: CompiledPolicy, cache: Cache, quota: Quot
     longest = int(np.asarray(cache.layers.length).max())
     if longest == 0:
         return cache
-    entries = bucket(max(longest, plan.observed))
-    how = {"over": plan.shares.over, "ties": plan.ties, "causal": policy.read.stores_all}
+    entries = bucket(max(longest, schedule.needs.observed))
+    how = {"over": schedule.shares.over, "ties": schedule.ties, "causal": policy.read.stores_all}
     return compact(model, eviction, cache, quota, entries=entries, **how)

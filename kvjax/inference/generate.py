@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.errors import UserError, named_arguments, shown, whole_number
-from kvjax.inference import schedule
+from kvjax.inference import eviction
 from kvjax.inference.allocation import copy_for_question, new_cache
 from kvjax.inference.checks import (
     Prompts,
@@ -258,7 +258,7 @@ def stream(
         if cache is None:
             held = new_cache(model, compiled, rows, longest_answer, page_size, capacity)
             check_length(model, rows, longest_answer)
-            held, after = schedule.read(model, compiled, held, rows, longest_answer, chunk, implementation)
+            held, after = eviction.read(model, compiled, held, rows, longest_answer, chunk, implementation)
             held = drop_observation_state(held, compiled.decode)
         else:
             if capacity is not None:
@@ -278,7 +278,7 @@ def stream(
             held, after = feed(
                 model, host, compiled.extend, held, rows, chunk, implementation, room=longest_answer
             )
-            held = schedule.at_end(model, compiled, held, len(rows))
+            held = eviction.at_end(model, compiled, held, len(rows))
         batch, vocabulary = held.seen.shape[0], model.config.vocab_size
         eos = model.config.eos_ids
         sampler = make_sampler(params, numbers, eos, vocabulary, order, batch)
@@ -291,13 +291,13 @@ def stream(
         new, logprobs = answers.block(jax.tree.map(lambda x: x[None], (token, found)), live, 1)
         caches.check(held, host.name, longest_answer)
         running = answers.still(running)
-        again = schedule.recurring(host, held)
+        again = eviction.recurring(host, held)
     yield Block(new, held, logprobs)
     made = 1
     while made < longest_answer and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
             left = longest_answer - made
-            count, size, held = schedule.next_block(host, held, before, made - 1, left, block)
+            count, size, held = eviction.next_block(host, held, before, made - 1, left, block)
             held, drawn, (token, running, counts), fed = decode_block(
                 model, compiled.decode, held, token, running, sampler, np.int32(made), counts,
                 limit=np.int32(count), count=size, recurring=again, implementation=implementation,
@@ -308,7 +308,7 @@ def stream(
         new, logprobs = answers.block(drawn, before, count)
         with use_mesh(model):
             running = answers.still(running)
-            held = schedule.after_block(model, compiled, held, np.asarray(running)[: len(rows)], made - 1)
+            held = eviction.after_block(model, compiled, held, np.asarray(running)[: len(rows)], made - 1)
         yield Block(new, held, logprobs)
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from kvjax import cache as caches
 from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
-from kvjax.inference import schedule
+from kvjax.inference import eviction
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.checks import (
     Prompts,
@@ -93,7 +93,7 @@ def prefill(
         cache = new_cache(model, compiled, rows, room, page_size, capacity)
         check_length(model, rows, max_new_tokens)
         arguments = max_new_tokens, chunk, implementation, behind
-        cache = schedule.read(model, compiled, cache, rows, *arguments)[0]
+        cache = eviction.read(model, compiled, cache, rows, *arguments)[0]
         caches.check(cache, compiled.host.name, max_new_tokens)
         return cache
 

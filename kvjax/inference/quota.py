@@ -1,4 +1,4 @@
-"""How much a compaction keeps of each row, worked out on the host by the policy's plan."""
+"""How much a compaction keeps of each row, worked out on the host by the policy's schedule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from jaxtyping import Array, Int
 from kvjax.cache import Cache, Quota
 from kvjax.mesh import BATCH, HEADS, put
 from kvjax.policies.budget import places
-from kvjax.policies.plan import Range
 from kvjax.policies.policy import Policy
+from kvjax.policies.schedule import Range, Schedule
 
 
 def quota(
@@ -23,7 +23,7 @@ def quota(
     dropped: Sequence[int] | None = None,
     prefix: Sequence[int] = (),
 ) -> Quota:
-    """What stays, by the policy's plan, of contexts (or of chunks of them) of so many tokens, a number a sequence.
+    """What stays, by the policy's schedule, of contexts (or of chunks of them) of so many tokens, a number a sequence.
 
     Args:
         due: which sequences are compacted; None: all.
@@ -31,24 +31,24 @@ def quota(
         dropped: how many more entries behind these are of tokens that were only read to look at them; None: none.
         prefix: how many of the first always stay of each prompt; (): none.
     """
-    plan = policy.plan
-    assert plan is not None
+    schedule = policy.schedule
+    assert schedule is not None
     layers, slots = len(cache.layers.length), cache.window - 1
     due = [True] * len(tokens) if due is None else list(due)
     dropped = [0] * len(tokens) if dropped is None else dropped
     prefix = prefix or [0] * len(tokens)
-    allowed = plan.of_prompts(tokens, prefix, entry_bytes(cache))
-    newest = [plan.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
-    if plan.moment.in_chunks:
-        counts = plan.chunk_counts(tokens, allowed, newest, layers)[..., None]
+    allowed = schedule.of_prompts(tokens, prefix, cache.entry_bytes)
+    newest = [schedule.newest(share, gone or None) for share, gone in zip(allowed, dropped, strict=True)]
+    if schedule.trigger.in_chunks:
+        counts = schedule.chunk_counts(tokens, allowed, newest, layers)[..., None]
     else:
-        counts = plan.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
+        counts = schedule.counts(tokens, allowed, prefix, slots, layers, cache.layers.length.shape[2])
     counts = np.maximum(counts - np.minimum(slots, tokens)[:, None], 0)
     # a budget below what always stays: the newest
     least = counts.min((0, 2))
     last = np.minimum(_beyond(newest, slots), least)
-    first = np.minimum(plan.first, least - last)
-    return _on_devices(plan, cache, due, counts, last, first, dropped, since)
+    first = np.minimum(schedule.needs.first, least - last)
+    return _on_devices(schedule, cache, due, counts, last, first, dropped, since)
 
 
 def range_quota(
@@ -58,7 +58,7 @@ def range_quota(
     read: int | None = None,
     before: int = 0,
 ) -> Quota:
-    """What stays of the ranges that a plan with `Needs.ahead` looks at, of prompts of these token ids.
+    """What stays of the ranges that a schedule with `Needs.ahead` looks at, of prompts of these token ids.
 
     The places of a range are a whole number of all that compete, int(ratio · entries), and not of each head.
 
@@ -66,25 +66,25 @@ def range_quota(
         read: how many were read of each, if it has so many; None: all.
         before: how many of them before the last compaction.
     """
-    plan, eviction = policy.plan, policy.eviction
-    assert plan is not None
+    schedule, eviction = policy.schedule, policy.eviction
+    assert schedule is not None
     assert eviction is not None
     layers, _, heads = cache.layers.length.shape
-    sizes = entry_bytes(cache)
 
     def looked_at(row: Int[np.ndarray, " _"]) -> Range:
         end = row.size if read is None else min(row.size, read)
-        return plan.range(row.size, min(row.size, before), end, sizes, eviction.prefix_of(row))
+        prefix = eviction.prefix_of(row)
+        return schedule.range(row.size, min(row.size, before), end, cache.entry_bytes, prefix)
 
     ranges = [looked_at(row) for row in rows]
-    counts = np.stack([places(x.tokens * x.ratio, layers, heads, plan.shares.over) for x in ranges], 1)
+    counts = np.stack([places(x.tokens * x.ratio, layers, heads, schedule.shares.over) for x in ranges], 1)
     newest = np.array([x.tokens + x.ahead for x in ranges], np.int32)
     none = np.zeros(len(ranges), np.int32)
     batch = cache.layers.length.shape[1]
     undecided = put(np.pad(newest, (0, batch - len(newest))), BATCH)
     since = cache.layers.length - undecided[:, None]
     due = [x.tokens > 0 for x in ranges]
-    quota = _on_devices(plan, cache, due, counts, none, none, none, since)
+    quota = _on_devices(schedule, cache, due, counts, none, none, none, since)
     ahead = np.array([x.ahead for x in ranges], np.int32)
     return dataclasses.replace(quota, ahead=put(np.pad(ahead, (0, batch - len(ahead))), BATCH))
 
@@ -92,21 +92,23 @@ def range_quota(
 def overflow_quota(policy: Policy, cache: Cache, over: Int[np.ndarray, " b"]) -> Quota:
     """What stays where every head loses a share of its own entries, once or as often as it takes until a sequence has
     lost as many as it is `over` its budget (`when="overflow"`). Nothing for one that is not."""
-    plan = policy.plan
-    assert plan is not None
+    schedule = policy.schedule
+    assert schedule is not None
     length = np.asarray(cache.layers.length)[:, : len(over)]
     seen, slots = np.asarray(cache.seen)[: len(over)], cache.window - 1
-    last = _beyond([plan.newest(share) for share in plan.allowance(seen.tolist(), entry_bytes(cache))], slots)
+    last = _beyond(
+        [schedule.newest(share) for share in schedule.allowance(seen.tolist(), cache.entry_bytes)], slots
+    )
     counts = length.copy()
     while (low := (length - counts).sum((0, 2)) < over).any():
-        free = np.maximum(counts - (last + plan.first)[:, None], 0)
-        gone = np.floor(plan.moment.drop * (1 + 1e-12) * counts).astype(np.int32)
+        free = np.maximum(counts - (last + schedule.needs.first)[:, None], 0)
+        gone = np.floor(schedule.trigger.drop * (1 + 1e-12) * counts).astype(np.int32)
         gone = np.minimum(np.maximum(gone, 1), free) * low[:, None]
         if not gone.any():
             break
         counts -= gone
-    first = np.full(len(over), plan.first)
-    return _on_devices(plan, cache, over > 0, counts, last, first, np.zeros_like(first), None)
+    first = np.full(len(over), schedule.needs.first)
+    return _on_devices(schedule, cache, over > 0, counts, last, first, np.zeros_like(first), None)
 
 
 def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
@@ -114,13 +116,7 @@ def _beyond(newest, slots) -> Int[np.ndarray, " b"]:
     return np.maximum(0, np.array(newest, np.int32) - slots)
 
 
-def entry_bytes(cache: Cache) -> int:
-    """Bytes of one token's key and value in all layers and kv heads."""
-    layers, _, heads = cache.layers.length.shape
-    return layers * heads * cache.pages.pool.shape[-1] * cache.pages.pool.dtype.itemsize
-
-
-def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
+def _on_devices(schedule: Schedule, cache: Cache, due, counts, last, first, dropped, since) -> Quota:
     layers, batch, heads = cache.layers.length.shape
     empty = (0, batch - len(due))
 
@@ -134,11 +130,11 @@ def _on_devices(plan, cache, due, counts, last, first, dropped, since) -> Quota:
     return Quota(
         due=by_sequence(due),
         count=by_row(counts.astype(np.int32)),
-        pinned=by_row(plan.shares.pins(counts)),
+        pinned=by_row(schedule.shares.pins(counts)),
         since=by_row(zero) if since is None else since,
         dropped=by_sequence(np.array(dropped, np.int32)),
         ahead=by_sequence(np.zeros(len(due), np.int32)),
         last=by_sequence(last.astype(np.int32)),
         first=by_sequence(first.astype(np.int32)),
-        floor=put(np.float32(plan.budget.floor)),
+        floor=put(np.float32(schedule.budget.floor)),
     )

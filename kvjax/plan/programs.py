@@ -16,11 +16,11 @@ from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.allocation import laid_out, layout_for
+from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import last_logits, pieces
 from kvjax.inference.generate import BLOCK, decode_block
 from kvjax.inference.prefill import CHUNK
 from kvjax.inference.sampler import make_sampler
-from kvjax.inference.schedule import recurring
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
@@ -211,22 +211,22 @@ class Serving:
 
     def kept(self, policy: Policy) -> int:
         """Return the tokens that a cache after the prompt has places for: what an eviction leaves, else the context."""
-        plan, context = policy.plan, self.told.context
-        if plan is None:
+        schedule, context = policy.schedule, self.told.context
+        if schedule is None:
             return context
-        left = min(context, int(plan.allowance([context], self.entry_bytes)[0]) + 1 + plan.prefix)
-        return left + (max(plan.moment.every, 1) if plan.moment.while_decoding else 0)
+        left = int(schedule.allowance([context], self.entry_bytes)[0]) + 1 + schedule.needs.prefix
+        return min(context, left) + (max(schedule.trigger.every, 1) if policy.compacts_answers else 0)
 
     def prefill(self) -> Program:
         """Return the call that reads the largest chunk of the prompts."""
         policy, told = self.policy(), self.told
-        plan = policy.plan
-        behind = 0 if plan is None else plan.read_behind
+        schedule = policy.schedule
+        behind = 0 if schedule is None else schedule.read_behind
         view = self.view("read")
         cache = self.cache(policy, view, told.context + behind + self._room(policy))
         chunk = min(told.chunk, told.context)
-        if plan is not None and plan.moment.in_chunks:
-            chunk = min(chunk, plan.moment.chunk)
+        if schedule is not None and schedule.trigger.in_chunks:
+            chunk = min(chunk, schedule.trigger.chunk)
         sizes = [size for _, size in pieces(chunk, told.chunk)]
         tokens = self._array(jnp.int32, (self.rows, max(sizes)), BATCH, None)
         valid = self._array(jnp.int32, (self.rows,), BATCH)
@@ -237,8 +237,7 @@ class Serving:
         """Return a block of decoded tokens."""
         policy, told = self.policy(), self.told
         view = self.view("decode")
-        without = {"budget": None, "when": None}
-        later = changed(policy, **without, **({} if policy.compacts_answers else {"eviction": None}))
+        later = changed(policy, schedule=None, **({} if policy.compacts_answers else {"eviction": None}))
         # the eviction may have kept one head cache whole
         cache = self.cache(
             later,
@@ -266,7 +265,7 @@ class Serving:
     def _room(self, policy: Policy) -> int:
         """Return the tokens of an answer that a cache has places for beside the prompt, or what is left of it: none
         where answers are compacted, since the places are then made when they are needed."""
-        return 0 if policy.plan is not None and policy.plan.moment.while_decoding else self.told.new
+        return 0 if policy.compacts_answers else self.told.new
 
     def _array(self, dtype: Any, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, P(*spec)))

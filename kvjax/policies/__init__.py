@@ -1,8 +1,9 @@
-"""Policies: `Policy(eviction=Adaptive(SnapKV()), budget=Ratio(0.25))`, or `make_policy("snapkv:ratio=0.25,adakv")`.
+"""Policies: `make_policy("snapkv:ratio=0.25,adakv")`, or
+`Policy(eviction=Adaptive(SnapKV()), schedule=Schedule(Ratio(0.25)))`.
 
 admission, eviction, selection: the methods, one file each; registry: their names. interfaces: what a method defines.
-policy: their composition. budget, moment, plan: how much stays, and when. make: policies by name, and their
-grammar. numbers: checked arrays. chance: randomness that repeats.
+policy: their composition. schedule: how much stays (budget), and when it is decided (trigger). make: policies by
+name, and their grammar. numbers: checked arrays. chance: randomness that repeats.
 """
 
 from kvjax.policies.admission.full import Full
@@ -26,10 +27,11 @@ from kvjax.policies.eviction.random import RandomEviction
 from kvjax.policies.eviction.snapkv import SnapKV
 from kvjax.policies.eviction.tova import TOVA
 from kvjax.policies.make import make_policy
-from kvjax.policies.moment import AtPositions, AtPrompt, Every, EveryChunk, Overflow
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import POLICIES
+from kvjax.policies.schedule import Schedule
 from kvjax.policies.selection.quest import Quest
+from kvjax.policies.trigger import Trigger
 
 __all__ = [
     "H2O",
@@ -38,12 +40,8 @@ __all__ = [
     "TOVA",
     "WGKV",
     "Adaptive",
-    "AtPositions",
-    "AtPrompt",
     "CriticalKV",
     "Entries",
-    "Every",
-    "EveryChunk",
     "ExpectedAttention",
     "FastKVzip",
     "Full",
@@ -52,7 +50,6 @@ __all__ = [
     "KVzip",
     "KeyDiff",
     "OracleKV",
-    "Overflow",
     "Policy",
     "Protected",
     "Pyramid",
@@ -60,9 +57,11 @@ __all__ = [
     "Random",
     "RandomEviction",
     "Ratio",
+    "Schedule",
     "Size",
     "SnapKV",
     "StreamingLLM",
     "Threshold",
+    "Trigger",
     "make_policy",
 ]

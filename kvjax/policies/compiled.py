@@ -139,7 +139,7 @@ def compile_policy(policy: Policy, layers: int, kv_heads: int) -> CompiledPolicy
     host = on_mesh(policy, layers, kv_heads)
     eviction = host.eviction
     if eviction is not None:
-        waits = host.compacts_answers or host.when is None
+        waits = host.compacts_answers or host.schedule is None
         eviction = (eviction if waits else eviction.of_prompts).traced
     later = eviction if host.compacts_answers else None
 

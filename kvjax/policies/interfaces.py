@@ -24,7 +24,8 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from kvjax.checkpoints.fingerprint import MadeFor
 from kvjax.policies.budget import Shares
-from kvjax.policies.moment import AtPrompt, Moment
+from kvjax.policies.schedule import Needs
+from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import bare, struct
 
@@ -157,37 +158,6 @@ class Admission(Role, abc.ABC):
         return np.full((1, 1), tokens, np.float64)
 
 
-class Ahead(NamedTuple):
-    """The newest tokens of a prompt that a compaction passes over: the next one looks at them, and the last one leaves
-    them. What stays of the others is what is above a threshold, the last place's score, and while decoding what is
-    not below it (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
-
-    tokens: int
-    """How many."""
-    short: int = 0
-    """Of prompts below so many tokens …"""
-    share: float = 0.0
-    """… it is this share of theirs."""
-
-
-class Needs(NamedTuple):
-    """What a plan must know of an eviction."""
-
-    last: int = 0
-    """The newest entries of each kv head that always stay. They take places of the budget."""
-    first: int = 0
-    """The very first entries of each kv head that always stay. They take places of the budget, too."""
-    recent: float = 0.0
-    """The share of the budget that always goes to the newest, if that is more than `last`."""
-    observed: int = 0
-    """How many of the last tokens are looked back at."""
-    ahead: Ahead | None = None
-    """What a compaction of a prompt passes over, in place of `last` and `first`; None: nothing."""
-    prefix: int = 0
-    """The most of a prompt's first tokens that always stay; `Eviction.prefix_of` says how many of one prompt do. They
-    stay beside the budget, which is that of the other tokens."""
-
-
 class Pass(NamedTuple):
     """Tokens that are read once more behind a prompt to look at a part of it, and leave nothing but numbers in
     planes."""
@@ -216,9 +186,9 @@ class Eviction(Role, abc.ABC):
         return Shares()
 
     @property
-    def usual_moment(self) -> Moment:
+    def usual_trigger(self) -> Trigger:
         """When it compacts where nothing else is said."""
-        return AtPrompt()
+        return Trigger()
 
     guidance: ClassVar[str] = ""
     """What is read behind a prompt to look at it where nothing else is said, one of `kvjax.policies.guidance.TEXTS`."""
@@ -227,10 +197,10 @@ class Eviction(Role, abc.ABC):
         """Its form that looks by so many tokens of guidance; None: it does not look back at tokens."""
         return None
 
-    def refuses_moment(self, moment: Moment) -> str:
+    def refuses_trigger(self, trigger: Trigger) -> str:
         """Why it is not compacted then; empty: it can be."""
-        if self.rereads and moment.when != "prompt":
-            return f"has the whole prompt read again before it scores it: when must be 'prompt', got {moment.when!r}"
+        if self.rereads and trigger.when != "prompt":
+            return f"has the whole prompt read again before it scores it: when must be 'prompt', got {trigger.when!r}"
         return ""
 
     @property

@@ -29,8 +29,6 @@ from kvjax.policies.budget import BUDGETS, budget
 from kvjax.policies.compiled import on_mesh
 from kvjax.policies.guidance import token_ids
 from kvjax.policies.interfaces import Eviction
-from kvjax.policies.moment import NOTHING, Moment, moment
-from kvjax.policies.moment import names as moment_names
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import (
     EVICTIONS,
@@ -45,9 +43,11 @@ from kvjax.policies.registry import (
     role,
     trained,
 )
+from kvjax.policies.schedule import Schedule
+from kvjax.policies.trigger import ARGUMENTS, Trigger
 from kvjax.struct import changed
 
-SCHEDULE = (*BUDGETS, "when", *NOTHING, "guidance")
+SCHEDULE = (*BUDGETS, "when", *ARGUMENTS, "guidance")
 """Arguments of every eviction's part."""
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 """Numbers as people write them. JSON has neither `.2` nor `2.`."""
@@ -67,7 +67,7 @@ def make_policy(
     """Make the policy that a string or a mapping describes.
 
     `make_policy("snapkv:ratio=0.1,observed=16,adakv")` is
-    `Policy(eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1))`.
+    `Policy(eviction=Adaptive(SnapKV(observed=16)), schedule=Schedule(Ratio(0.1)))`.
 
     Args:
         policy: methods joined by `+`, each with its arguments: `wgkv:tau=0.1+quest:ratio=0.5`; the same as a mapping,
@@ -389,9 +389,9 @@ def _composed(parts: dict[str, _Part], model: Any, tokenizer: Any, force: bool) 
 
 
 def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]:
-    """Return the eviction within its wrappers, its budget and when it compacts."""
+    """Return the eviction within its wrappers, and its schedule."""
     words, guidance = part.words, part.guidance
-    told = {name: words[name] for name in ("when", *NOTHING) if name in words}
+    told = {name: words[name] for name in ("when", *ARGUMENTS) if name in words}
     if guidance is not None:
         told["observers"] = token_ids(guidance, tokenizer)
         if "observed" not in part.own:
@@ -400,8 +400,11 @@ def _evicting(part: _Part, eviction: Eviction, tokenizer: Any) -> dict[str, Any]
             eviction = guided
     for wrapper in part.wrappers:
         eviction = wrapper.build(eviction)
-    measures = {name: words[name] for name in BUDGETS if name in words}
-    return {"eviction": eviction, "budget": budget(**measures), "when": _moment(eviction, told)}
+    stated = budget(**{name: words[name] for name in BUDGETS if name in words})
+    usual = eviction.usual_trigger
+    own = told.get("when", usual.when) == usual.when
+    trigger = dataclasses.replace(usual, **told) if own else Trigger(**told)
+    return {"eviction": eviction, "schedule": None if stated is None else Schedule(stated, trigger)}
 
 
 def _looks_back(kind: Any) -> bool:
@@ -412,11 +415,3 @@ def _looks_back(kind: Any) -> bool:
 def _unguided(name: str) -> UserError:
     able = ", ".join(name for name, kind in EVICTIONS.items() if _looks_back(kind))
     return UserError(f"{name}: guidance is for methods that look back at the last tokens ({able})")
-
-
-def _moment(eviction: Eviction, told: dict[str, Any]) -> Moment:
-    """Return when it compacts: as it is told, and else as the eviction usually does."""
-    usual = eviction.usual_moment
-    if told.get("when", usual.when) == usual.when:
-        told = {"when": usual.when} | {name: getattr(usual, name) for name in moment_names(usual)} | told
-    return moment(**told)

@@ -9,21 +9,18 @@ from jaxtyping import Float
 from kvjax.errors import UserError, shown, whole_number
 from kvjax.mesh import adopt, use_mesh
 from kvjax.policies.admission.full import Full
-from kvjax.policies.budget import BUDGETS, Budget, Threshold
+from kvjax.policies.budget import BUDGETS, Threshold
 from kvjax.policies.compiled import CompiledPolicy, compile_policy, on_mesh
 from kvjax.policies.interfaces import Admission, Eviction, Method, Selection
-from kvjax.policies.moment import Moment
-from kvjax.policies.plan import Plan
+from kvjax.policies.schedule import Schedule
 from kvjax.struct import assign, changed, short, static, struct
 
 EXAMPLES = {
     "admission": "StreamingLLM()",
     "eviction": "SnapKV()",
     "selection": "Quest(tokens=1024)",
-    "budget": "Ratio(0.25)",
-    "when": "AtPrompt()",
+    "schedule": "Schedule(Ratio(0.25))",
 }
-
 
 EVERYTHING = Full()
 """Where no admission is named."""
@@ -32,9 +29,9 @@ EVERYTHING = Full()
 @struct
 class Policy:
     """What a model keeps of its context: the last `window` tokens, and what `admission` lets into the global region
-    until `eviction` has it go, to what `budget` says, `when` it says.
+    until `eviction` has it go, as `schedule` says.
 
-        Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), budget=Ratio(0.1), when=AtPrompt())
+        Policy(WGKV("builtin"), eviction=Adaptive(SnapKV(observed=16)), schedule=Schedule(Ratio(0.1)))
 
     A query at position i sees exactly the tokens j ≤ i with i − j < window or j admitted and not evicted; in decoding
     only those of them in the pages that `selection` chooses for it.
@@ -49,18 +46,15 @@ class Policy:
     """A whole number; by default the admission's own."""
     eviction: Eviction | None = None
     """What scores entries; None: none is evicted."""
-    budget: Budget | None = static(default=None)
-    """Of the eviction, which needs one."""
-    when: Moment | None = static(default=None)
-    """Of the eviction: by default once the prompt was read."""
+    schedule: Schedule | None = static(default=None)
+    """How much the eviction leaves, and when it runs. An eviction needs one."""
     selection: Selection | None = None
     """Which pages a decoded token reads; None: all."""
     name: str = dataclasses.field(default="", repr=False, metadata={"static": True})
     """How reports call it: by default the names of its methods."""
 
     def __post_init__(self):
-        parts = {"admission": Admission, "eviction": Eviction, "selection": Selection}
-        parts |= {"budget": Budget, "when": Moment}
+        parts = {"admission": Admission, "eviction": Eviction, "selection": Selection, "schedule": Schedule}
         held = {part: getattr(self, part) for part in parts}
         given = {part: x for part, x in held.items() if x is not None and x is not EVERYTHING}
         if self.admission is None:
@@ -71,8 +65,7 @@ class Policy:
         methods = [given[x].label for x in ("admission", "eviction", "selection") if x in given]
         name = self.name or "+".join(label for label in methods if label != "full") or "full"
         window = self.admission.window if self.window is None else self.window
-        when = self.eviction.usual_moment if self.when is None and self.eviction is not None else self.when
-        assign(self, name=name, when=when)
+        assign(self, name=name)
         if window is None:
             raise UserError(f"{name} needs window: how many of the last tokens are always visible")
         assign(self, window=whole_number(name, "window", window))
@@ -81,12 +74,15 @@ class Policy:
                 f"{name}: what it keeps depends on its window of {self.admission.window}, so the policy can have no "
                 f"other: make {type(self.admission).__name__} with window={window}"
             )
-        if self.eviction is None and (alone := [x for x in ("budget", "when") if x in given]):
-            raise UserError(
-                f"{name}: {alone[0]}={shown(given[alone[0]])} is for an eviction, and there is none"
-            )
+        if self.eviction is None and self.schedule is not None:
+            raise UserError(f"{name}: schedule={shown(self.schedule)} is for an eviction, and there is none")
         if self.eviction is not None:
-            self._check(self.eviction)
+            if self.schedule is None:
+                raise UserError(f"{name} needs a budget: one of {', '.join(BUDGETS)}")
+            trigger = self.schedule.trigger or self.eviction.usual_trigger
+            given = {"trigger": trigger, "needs": self.eviction.needs, "shares": self.eviction.shares}
+            assign(self, schedule=dataclasses.replace(self.schedule, **given))
+            self._check(self.eviction, self.schedule)
         if self.admission.keep().max_entries is not None:
             self._check_max_entries()
 
@@ -110,50 +106,46 @@ class Policy:
                 f"{self.name}: an admission with max_entries cannot update its numbers, whose entries change places"
             )
 
-    def _check(self, eviction: Eviction) -> None:
+    def _check(self, eviction: Eviction, schedule: Schedule) -> None:
         """Refuse what the eviction does not go with."""
-        if self.budget is None:
-            raise UserError(f"{self.name} needs a budget: one of {', '.join(BUDGETS)}")
-        assert self.when is not None
-        if refusal := eviction.refuses_moment(self.when):
+        trigger, last, looking, name = schedule.trigger, schedule.needs.last, schedule.looking, self.name
+        if refusal := eviction.refuses_trigger(trigger):
             raise UserError(f"{eviction.label} {refusal}")
-        plan, name = self.plan, self.name
-        assert plan is not None
-        moment = plan.moment
-        if moment.while_decoding and (waiting := eviction.pending):
-            if plan.last < waiting:
+        schedule.check()
+        if trigger.while_decoding and (waiting := eviction.pending):
+            if last < waiting:
                 raise UserError(
                     f"{name}: the last {waiting} tokens may have no score yet, so they must stay: last must be at "
-                    f"least {waiting}, got {plan.last}"
+                    f"least {waiting}, got {last}"
                 )
-            if not 0 < moment.every <= waiting:
+            if not 0 < trigger.every <= waiting:
                 raise UserError(
                     f"{name}: {waiting} tokens wait for their scores at most, so a compaction must come after every "
-                    f"{waiting} or fewer, got {moment}"
+                    f"{waiting} or fewer, got {trigger}"
                 )
-        if eviction.refuses_threshold and isinstance(self.budget, Threshold):
+        if eviction.refuses_threshold and isinstance(schedule.budget, Threshold):
             raise UserError(f"{name}: {eviction.refuses_threshold}")
         if self.stores_all:
-            if moment.when != "prompt" and plan.last < plan.looking:
+            if trigger.when != "prompt" and last < looking:
                 raise UserError(
-                    f"{name}: when={moment.when!r} looks back at the last {plan.looking} tokens again and again, so "
-                    f"they must stay: last must be at least {plan.looking}, got {plan.last}"
+                    f"{name}: when={trigger.when!r} looks back at the last {looking} tokens again and again, so "
+                    f"they must stay: last must be at least {looking}, got {last}"
                 )
             return
         # what is stored is at least as old as the window, and the oldest query that is looked back at is younger
-        if self.window < plan.looking:
+        if self.window < looking:
             raise UserError(
-                f"{eviction.label} looks back at the last {plan.looking} tokens, which must still be in the window: "
-                f"window must be at least {plan.looking}, got {self.window}"
+                f"{eviction.label} looks back at the last {looking} tokens, which must still be in the window: "
+                f"window must be at least {looking}, got {self.window}"
             )
         if eviction.refuses_admission:
             raise UserError(f"{eviction.label} {eviction.refuses_admission}")
-        if moment.patched:
+        if trigger.patched:
             raise UserError(
                 f"{name}: observers='prompt' reads tokens behind a chunk, which would push its own out of an "
                 "admission's ring"
             )
-        if plan.by_chunk:
+        if schedule.by_chunk:
             raise UserError(
                 f"{name}: a budget of each chunk counts its tokens, which an admission does not all store: "
                 "state entries or size"
@@ -163,8 +155,9 @@ class Policy:
 
     def __repr__(self) -> str:
         plain: dict[str, Any] = {"window": None} if self.window == self.admission.window else {}
-        usual = None if self.eviction is None else self.eviction.usual_moment
-        plain |= {"when": None} if self.when == usual else {}
+        usual = None if self.eviction is None else self.eviction.usual_trigger
+        if self.schedule is not None and self.schedule.trigger == usual:
+            plain["schedule"] = changed(self.schedule, trigger=None)
         return short(changed(self, **plain))
 
     @property
@@ -173,21 +166,14 @@ class Policy:
         return isinstance(self.admission, Full) and self.window == 1
 
     @property
-    def plan(self) -> Plan | None:
-        """How much a compaction keeps, and when there is one; None: there is none."""
-        if self.eviction is None or self.budget is None or self.when is None:
-            return None
-        return Plan(self.budget, self.eviction.shares, self.when, *self.eviction.needs)
-
-    @property
     def compacts_answers(self) -> bool:
         """True if the cache is compacted while answers are decoded."""
-        return self.when is not None and self.when.while_decoding
+        return self.schedule is not None and self.schedule.trigger.while_decoding
 
     @property
     def observes(self) -> bool:
         """Whether there is a compaction for which tokens are looked at as they come."""
-        return self.plan is not None and self.eviction is not None and self.eviction.looks
+        return self.schedule is not None and self.eviction is not None and self.eviction.looks
 
     def compile(self, model: Any) -> CompiledPolicy:
         """Check it against a model and return what inference needs of it, on the current mesh or else the model's.
@@ -209,7 +195,7 @@ class Policy:
             method.check(config)
         if self.eviction is not None:
             self.eviction.shares.check(config.num_layers)
-        largest = max(() if self.when is None else self.when.guidance, default=0)
+        largest = max(() if self.schedule is None else self.schedule.trigger.guidance, default=0)
         if largest >= config.vocab_size:
             raise UserError(
                 f"{self.name}: observers have token id {largest}, the model's vocabulary is 0 … "
@@ -243,6 +229,6 @@ class Policy:
         ring = min(tokens, self.window - 1)
         stored = np.minimum(self.admission.admitted(tokens - ring), tokens - ring)
         stored = stored if self.max_entries is None else np.minimum(stored, self.max_entries)
-        return ring + (
-            stored if self.plan is None else np.minimum(stored, self.plan.most(tokens, entry_bytes))
-        )
+        if self.schedule is not None:
+            stored = np.minimum(stored, self.schedule.most(tokens, entry_bytes))
+        return ring + stored

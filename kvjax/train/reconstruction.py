@@ -17,7 +17,7 @@ from kvjax.inference.forward import forward, padded, pieces
 from kvjax.inference.reread import reread
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.policies import Policy, Ratio
+from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.compiled import View
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
@@ -29,7 +29,7 @@ PIECE = 1024
 
 def repetition(tokenizer: Any, prefix: int) -> Policy:
     """The policy whose scores are the targets, of contexts behind so many tokens."""
-    return Policy(eviction=KVzip(tokenizer=tokenizer, prefix=prefix), budget=Ratio(1.0))
+    return Policy(eviction=KVzip(tokenizer=tokenizer, prefix=prefix), schedule=Schedule(Ratio(1.0)))
 
 
 def reconstruction(

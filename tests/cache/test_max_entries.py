@@ -9,7 +9,7 @@ from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
 from kvjax.mesh import make_mesh
-from kvjax.policies import KNorm, Policy, Quest, Ratio
+from kvjax.policies import KNorm, Policy, Quest, Ratio, Schedule
 from kvjax.policies.interfaces import Keep
 from kvjax.sampling_params import SamplingParams
 from pallas_kernels.vertical_slash.api import FOREVER
@@ -131,7 +131,7 @@ def test_a_stricter_rule_later_keeps_as_many_as_there_are(model, tokens, later):
 
 def test_what_cannot_go_with_max_entries_is_refused(model, tokens):
     policy = delayed(window=6, max_entries=8)
-    for part in ({"eviction": KNorm(), "budget": Ratio(0.5)}, {"selection": Quest(ratio=0.5)}):
+    for part in ({"eviction": KNorm(), "schedule": Schedule(Ratio(0.5))}, {"selection": Quest(ratio=0.5)}):
         with pytest.raises(UserError, match="keeps its entries in no order"):
             Policy(policy.admission, window=6, **part)
     cache = prefill(model, tokens[:1], policy=policy)

@@ -95,15 +95,15 @@ def test_a_budget_is_met_and_another_is_the_same_program(text, model, gates_of):
     shapes = [jax.tree.map(jax.typeof, jax.tree.leaves(own)) for own in views]
     assert shapes[0] == shapes[1]
     assert jax.tree.structure(views[0]) == jax.tree.structure(views[1])
-    if small.plan is not None and one.decodes:
-        assert [policy.plan.budget.entries for policy in policies] == [256, 512]
-        assert (small.plan.moment.when, small.plan.moment.every) == ("position", 128)
-    elif small.plan is not None:
-        assert [policy.plan.budget.ratio for policy in policies] == [0.25, 0.5]
-        schedule = small.plan.moment
-        assert schedule.when == ("chunk" if "when=chunk" in text or text == "fast_kvzip" else "prompt")
-        assert schedule.patched == ("observers=prompt" in text)
-        assert schedule.chunk == (32 if schedule.in_chunks else 0)
+    if small.schedule is not None and one.decodes:
+        assert [policy.schedule.budget.entries for policy in policies] == [256, 512]
+        assert (small.schedule.trigger.when, small.schedule.trigger.every) == ("position", 128)
+    elif small.schedule is not None:
+        assert [policy.schedule.budget.ratio for policy in policies] == [0.25, 0.5]
+        trigger = small.schedule.trigger
+        assert trigger.when == ("chunk" if "when=chunk" in text or text == "fast_kvzip" else "prompt")
+        assert trigger.patched == ("observers=prompt" in text)
+        assert trigger.chunk == (32 if trigger.in_chunks else 0)
     elif small.max_entries is not None:
         assert [policy.admission.max_entries for policy in policies] == [32, 64]
     elif small.selection is not None:
@@ -118,11 +118,11 @@ def test_what_a_string_does_not_say_the_evaluation_does(text, model, gates_of):
     policy = budget_policy(one, dataclasses.replace(sizing_of(one, model, 0.25, gates_of), seed=7))
     assert policy.name.partition("+")[0].partition(":")[0] == re.split("[+:]", text)[0]
     if "snapkv" in text:
-        assert policy.plan.observed == 4
+        assert policy.schedule.needs.observed == 4
     if text == "random_eviction":
         assert int(policy.eviction.seed) == 7
     if text == GATED:
-        assert policy.plan.shares.over == "model"
+        assert policy.schedule.shares.over == "model"
         assert (policy.eviction.eviction.group, policy.eviction.eviction.pooling) == ("max", "max")
 
 
@@ -160,7 +160,7 @@ def test_labels_and_mappings_are_policies_too(tmp_path, model):
         "τ searched": "wgkv:calibrated",
     }
     policy = budget_policy(found[0], Sizing(model, 0.25, 128, 120, 32, 4))
-    assert (policy.plan.observed, policy.plan.shares.pinned) == (9, 0.3)
+    assert (policy.schedule.needs.observed, policy.schedule.shares.pinned) == (9, 0.3)
     file.write_text("budgets: {a: 0.3}\n")
     with pytest.raises(UserError, match="budgets must be a value or a list of values"):
         parse(["--config", str(file), "--out", str(tmp_path)])
@@ -183,9 +183,9 @@ def test_the_prefix_is_the_chat_templates_or_what_gates_were_trained_behind_unle
 def test_behind_gates_no_more_is_observed_than_their_window_has(model, gates):
     for observed, expected in ((4, 4), (9, 9), (32, 9)):
         sizing = Sizing(model, 0.25, tokens=128, shortest=120, chunk=64, observed=observed, gates=gates)
-        plan = budget_policy(compared_of("wgkv+snapkv"), sizing).plan
-        assert plan is not None
-        assert plan.observed == expected
+        schedule = budget_policy(compared_of("wgkv+snapkv"), sizing).schedule
+        assert schedule is not None
+        assert schedule.needs.observed == expected
 
 
 def test_what_is_read_together_reads_alike(model, gates_of):
@@ -225,7 +225,7 @@ def test_contests_are_compared_with_what_keeps_a_budget_while_it_answers():
 def test_what_always_stays_is_no_more_than_the_budget_of_an_answer(model, gates_of):
     one = compared_of("fast_kvzip:when=position")
     sizing = Sizing(model, 0.25, 528, 528, 32, 4, gates_of(one))
-    assert budget_policy(one, sizing).plan.budget.entries == 132
+    assert budget_policy(one, sizing).schedule.budget.entries == 132
     message = (
         "fast_kvzip:when=position at 0.25 of 524 tokens: .* of 131 entries per kv head is below the 132 that"
     )

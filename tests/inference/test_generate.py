@@ -15,7 +15,7 @@ from kvjax.inference.generate import BLOCK, decode_block
 from kvjax.inference.text import final_length, stop_place, stop_tokens_of
 from kvjax.mesh import make_mesh
 from kvjax.models import load
-from kvjax.policies import Adaptive, Entries, Policy, SnapKV
+from kvjax.policies import Adaptive, Entries, Policy, Schedule, SnapKV
 from kvjax.sampling_params import SamplingParams
 from tests.tiny_models import policies_for, tiny_model
 
@@ -144,7 +144,7 @@ def test_prompts_of_about_one_length_share_programs(model):
     programs = last_logits, decode_block
     counts = []
     for length, eviction in ((101, SnapKV(8)), (98, SnapKV(8)), (99, Adaptive(SnapKV(8), over="head"))):
-        policy = Policy(eviction=eviction, budget=Entries(40))
+        policy = Policy(eviction=eviction, schedule=Schedule(Entries(40)))
         inference.generate(
             model,
             [np.arange(length) % 61],

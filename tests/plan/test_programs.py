@@ -97,7 +97,7 @@ def test_guidance_that_is_a_text_has_tokens_for_it(mesh, shape, policy, guidance
     """G1 has 336 letters and T1 113."""
     config = ServeConfig(policy=policy, context=512)
     with jax.set_mesh(mesh):
-        assert Serving(config, shape, "bfloat16", mesh).policy().when.guidance == guidance
+        assert Serving(config, shape, "bfloat16", mesh).policy().schedule.trigger.guidance == guidance
 
 
 ANSWERS = "fast_kvzip:when=position,every=16,buffer=16,entries=32,protected.last=16"

@@ -12,27 +12,25 @@ from kvjax.policies import (
     TOVA,
     WGKV,
     Adaptive,
-    AtPrompt,
     CriticalKV,
     Entries,
-    Every,
-    EveryChunk,
     ExpectedAttention,
     Full,
     HeadPattern,
     KeyDiff,
     KNorm,
-    Overflow,
     Policy,
     Protected,
     Pyramid,
     Quest,
     Random,
     Ratio,
+    Schedule,
     Size,
     SnapKV,
     StreamingLLM,
     Threshold,
+    Trigger,
     make_policy,
 )
 from kvjax.policies.eviction.wrapper import Wrapper
@@ -65,42 +63,45 @@ SAME = {
     "random:ratio=0.5,window=8": lambda: Policy(Random(ratio=0.5), window=8),
     "quest:ratio=.25": lambda: Policy(selection=Quest(ratio=0.25)),
     "snapkv:observed=6,pool=7,pooling=max,group=max,ratio=0.3": lambda: Policy(
-        eviction=SnapKV(6, pool=7, pooling="max", group="max"), budget=Ratio(0.3)
+        eviction=SnapKV(6, pool=7, pooling="max", group="max"), schedule=Schedule(Ratio(0.3))
     ),
-    "snapkv:observed=6,size=1KiB": lambda: Policy(eviction=SnapKV(6), budget=Size("1KiB")),
+    "snapkv:observed=6,size=1KiB": lambda: Policy(eviction=SnapKV(6), schedule=Schedule(Size("1KiB"))),
     "snapkv:observed=6,ratio=0.3,when=prompt,adakv": lambda: Policy(
-        eviction=Adaptive(SnapKV(6)), budget=Ratio(0.3), when=AtPrompt()
+        eviction=Adaptive(SnapKV(6)), schedule=Schedule(Ratio(0.3), Trigger())
     ),
     "knorm:entries=9,when=chunk,chunk=16,pyramidkv.beta=4": lambda: Policy(
-        eviction=Pyramid(KNorm(), beta=4.0), budget=Entries(9), when=EveryChunk(16)
+        eviction=Pyramid(KNorm(), beta=4.0), schedule=Schedule(Entries(9), Trigger("chunk", chunk=16))
     ),
     "snapkv:observed=6,ratio=0.4,pyramidkv.beta=2.0,adakv": lambda: Policy(
-        eviction=Adaptive(Pyramid(SnapKV(6), 2.0)), budget=Ratio(0.4)
+        eviction=Adaptive(Pyramid(SnapKV(6), 2.0)), schedule=Schedule(Ratio(0.4))
     ),
     "snapkv:observed=6,ratio=0.4,adakv,pyramidkv.beta=2.0": lambda: Policy(
-        eviction=Pyramid(Adaptive(SnapKV(6)), 2.0), budget=Ratio(0.4)
+        eviction=Pyramid(Adaptive(SnapKV(6)), 2.0), schedule=Schedule(Ratio(0.4))
     ),
     "expected_attention:epsilon=0.5,critical_kv.epsilon=0.25,ratio=0.4": lambda: Policy(
-        eviction=CriticalKV(ExpectedAttention(epsilon=0.5), epsilon=0.25), budget=Ratio(0.4)
+        eviction=CriticalKV(ExpectedAttention(epsilon=0.5), epsilon=0.25), schedule=Schedule(Ratio(0.4))
     ),
     "expected_attention:ratio=0.4,critical_kv": lambda: Policy(
-        eviction=CriticalKV(ExpectedAttention(values=False)), budget=Ratio(0.4)
+        eviction=CriticalKV(ExpectedAttention(values=False)), schedule=Schedule(Ratio(0.4))
     ),
     "tova:ratio=0.4,adakv.pinned=0.1 + streaming_llm:window=8": lambda: Policy(
-        StreamingLLM(), 8, Adaptive(TOVA(), over="layer", pinned=0.1), Ratio(0.4)
+        StreamingLLM(), 8, Adaptive(TOVA(), over="layer", pinned=0.1), Schedule(Ratio(0.4))
     ),
     f"knorm:{__name__}:Twice.times=3.0,ratio=0.4": lambda: Policy(
-        eviction=Twice(KNorm(), times=3.0), budget=Ratio(0.4)
+        eviction=Twice(KNorm(), times=3.0), schedule=Schedule(Ratio(0.4))
     ),
     "keydiff:threshold=-0.5,adakv.over=model,adakv.pinned=0.0,protected.first=4,protected.last=2": lambda: Policy(
-        eviction=Protected(Adaptive(KeyDiff(), over="model", pinned=0.0), first=4, last=2), budget=Threshold(-0.5)
+        eviction=Protected(Adaptive(KeyDiff(), over="model", pinned=0.0), first=4, last=2),
+        schedule=Schedule(Threshold(-0.5)),
     ),
-    "random:ratio=0.5,window=8+knorm:ratio=0.25": lambda: Policy(Random(ratio=0.5), 8, KNorm(), Ratio(0.25)),
+    "random:ratio=0.5,window=8+knorm:ratio=0.25": lambda: Policy(
+        Random(ratio=0.5), 8, KNorm(), Schedule(Ratio(0.25))
+    ),
     "h2o:recent=0.2,entries=64,when=every,every=16+quest:tokens=32": lambda: Policy(
-        eviction=H2O(recent=0.2), budget=Entries(64), when=Every(16), selection=Quest(tokens=32)
+        eviction=H2O(recent=0.2), schedule=Schedule(Entries(64), Trigger("every", every=16)), selection=Quest(tokens=32)
     ),
     "quest:tokens=32,skip=1+streaming_llm:window=8+r_kv:sink=4,entries=64,when=overflow,drop=0.2": lambda: Policy(
-        StreamingLLM(), 8, RKV(sink=4), Entries(64), Overflow(drop=0.2), Quest(tokens=32, skip=1)
+        StreamingLLM(), 8, RKV(sink=4), Schedule(Entries(64), Trigger("overflow", drop=0.2)), Quest(tokens=32, skip=1)
     ),
 }  # fmt: skip
 
@@ -114,7 +115,7 @@ def test_a_string_and_its_mapping_are_the_objects(text):
     composed = SAME[text]()
     for policy in (make_policy(text), make_policy(parse_policy(text)), make_policy(composed)):
         assert repr(composed) == repr(policy)
-        assert (composed.name, composed.plan) == (policy.name, policy.plan)
+        assert (composed.name, composed.schedule) == (policy.name, policy.schedule)
         assert jax.tree.structure(composed) == jax.tree.structure(policy)
         for one, other in zip(leaves(composed), leaves(policy), strict=True):
             np.testing.assert_array_equal(one, other)
@@ -195,7 +196,7 @@ def test_a_method_that_has_texts_read_is_given_the_tokenizer(model):
     for text in ("oraclekv:ratio=0.5", "oraclekv:ratio=0.5,adakv", "tova:ratio=0.5,guidance=T1"):
         check_policy(text)
         policy = make_policy(text, tokenizer=tokenizer)
-        assert tokenizer.decode(policy.when.guidance).startswith("\n\nNext, you will be")
+        assert tokenizer.decode(policy.schedule.trigger.guidance).startswith("\n\nNext, you will be")
     # others have no use for it
     assert repr(make_policy("knorm:ratio=0.5", tokenizer=tokenizer)) == repr(make_policy("knorm:ratio=0.5"))
 
@@ -209,7 +210,7 @@ def test_streaming_llm_has_the_paper_s_size():
 
 def test_gates_go_to_the_method_that_has_none(model):
     gates, scorers = tiny_gates(model), tiny_scorers(model)
-    composed = Policy(WGKV(gates, tau=0.2, window=7), eviction=KNorm(), budget=Entries(30))
+    composed = Policy(WGKV(gates, tau=0.2, window=7), eviction=KNorm(), schedule=Schedule(Entries(30)))
     named = make_policy("wgkv:tau=0.2,window=7+knorm:entries=30", gates=gates)
     assert composed.name == named.name == "wgkv+knorm"
     assert composed.window == named.window == 7
@@ -234,8 +235,8 @@ def test_another_package_s_method_is_a_class_by_its_module_and_name():
     path = "kvjax.policies.eviction.snapkv:SnapKV"
     assert repr(make_policy(f"{path}:pool=3,ratio=0.5")) == repr(make_policy("snapkv:pool=3,ratio=0.5"))
     beside = make_policy(f"streaming_llm:window=70+{path}:observed=9,entries=80")
-    assert beside.plan is not None
-    assert beside.plan.observed == 9
+    assert beside.schedule is not None
+    assert beside.schedule.needs.observed == 9
 
 
 BUDGETS = "ratio, entries, size, threshold"

@@ -17,20 +17,19 @@ from kvjax.policies import (
     Adaptive,
     CriticalKV,
     Entries,
-    Every,
-    EveryChunk,
     KNorm,
-    Overflow,
     Policy,
     Protected,
     Pyramid,
     Quest,
     Random,
     Ratio,
+    Schedule,
     Size,
     SnapKV,
     StreamingLLM,
     Threshold,
+    Trigger,
     make_policy,
 )
 from kvjax.policies.compiled import compile_policy, on_mesh
@@ -50,12 +49,16 @@ RATES = np.linspace(0, 1, 12).reshape(3, 4)
         (Policy(Random(ratio=0.25), 8), "Policy(Random(rates=0.25), window=8)"),
         (Policy(Random(rates=RATES), 8), "Policy(Random(rates=float32[3, 4]), window=8)"),
         (
-            Policy(StreamingLLM(), 80, Adaptive(SnapKV()), Entries(100)),
-            "Policy(StreamingLLM(), window=80, eviction=Adaptive(SnapKV()), budget=Entries(100))",
+            Policy(StreamingLLM(), 80, Adaptive(SnapKV()), Schedule(Entries(100))),
+            "Policy(StreamingLLM(), window=80, eviction=Adaptive(SnapKV()), schedule=Schedule(Entries(100)))",
         ),
         (
-            Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9)),
-            "Policy(eviction=Protected(RKV(balance=0.1), first=2), budget=Ratio(0.5), when=Every(every=9))",
+            Policy(
+                eviction=Protected(RKV(balance=0.1), first=2),
+                schedule=Schedule(Ratio(0.5), Trigger("every", every=9)),
+            ),
+            "Policy(eviction=Protected(RKV(balance=0.1), first=2), "
+            "schedule=Schedule(Ratio(0.5), trigger=Trigger(when='every', every=9)))",
         ),
         (Policy(selection=Quest(tokens=64, skip=2)), "Policy(selection=Quest(tokens=64, skip=2))"),
     ],
@@ -68,26 +71,35 @@ def test_a_policy_is_shown_as_it_is_written(policy, written):
 
 def test_a_method_s_numbers_do_not_fill_the_screen(model):
     gated = Policy(
-        WGKV(tiny_gates(model), tau=0.5, window=16), eviction=KNorm(), budget=Size("2MiB"), when=Overflow()
+        WGKV(tiny_gates(model), tau=0.5, window=16),
+        eviction=KNorm(),
+        schedule=Schedule(Size("2MiB"), Trigger("overflow")),
     )
-    assert repr(gated) == ("Policy(WGKV(tau=0.5), eviction=KNorm(), budget=Size(2097152), when=Overflow())")
+    assert repr(gated) == (
+        "Policy(WGKV(tau=0.5), eviction=KNorm(), "
+        "schedule=Schedule(Size(2097152), trigger=Trigger(when='overflow', drop=0.1)))"
+    )
 
 
-def test_budgets_moments_and_who_shares_are_not_compiled():
+def test_schedules_and_who_shares_are_not_compiled():
     """One program for all of them: it sees the method within, without what the host reads."""
     policies = [
-        Policy(eviction=SnapKV(6), budget=Ratio(0.5)),
-        Policy(eviction=Adaptive(SnapKV(6), pinned=0.4), budget=Entries(40)),
-        Policy(eviction=Protected(Pyramid(SnapKV(6)), last=9), budget=Size(4096), when=EveryChunk(64)),
-        Policy(eviction=SnapKV(6), budget=Entries(50), when=Overflow(drop=0.3)),
+        Policy(eviction=SnapKV(6), schedule=Schedule(Ratio(0.5))),
+        Policy(eviction=Adaptive(SnapKV(6), pinned=0.4), schedule=Schedule(Entries(40))),
+        Policy(
+            eviction=Protected(Pyramid(SnapKV(6)), last=9),
+            schedule=Schedule(Size(4096), Trigger("chunk", chunk=64)),
+        ),
+        Policy(eviction=SnapKV(6), schedule=Schedule(Entries(50), Trigger("overflow", drop=0.3))),
     ]
     with use_mesh():
         compiled = [compile_policy(policy, 3, 4) for policy in policies]
     assert len({jax.tree.structure((own.read, own.compact)) for own in compiled}) == 1
     for one, other in ((H2O(), H2O(recent=0.1)), (RKV(), RKV(sink=4, balance=0.1))):
         assert jax.tree.structure(one.traced) == jax.tree.structure(other.traced)
-    assert policies[2].plan is not None
-    assert (policies[2].plan.last, policies[2].plan.first, policies[2].plan.shares.pyramid) == (9, 0, 20.0)
+    schedule = policies[2].schedule
+    assert schedule is not None
+    assert (schedule.needs.last, schedule.needs.first, schedule.shares.pyramid) == (9, 0, 20.0)
 
 
 def test_what_looks_at_no_tokens_reads_as_the_full_cache_does(model):
@@ -111,19 +123,22 @@ def test_expected_entries(model):
     ("make", "says"),
     [
         (lambda: Policy(eviction=SnapKV()), "snapkv needs a budget: one of ratio, entries, size, threshold"),
-        (lambda: Policy(budget=Ratio(0.5)), "full: budget=Ratio(0.5) is for an eviction, and there is none"),
+        (
+            lambda: Policy(schedule=Schedule(Ratio(0.5))),
+            "full: schedule=Schedule(Ratio(0.5)) is for an eviction, and there is none",
+        ),
         (lambda: Policy(Random(ratio=0.5)), "random needs window: how many of the last tokens are always visible"),
         (
-            lambda: Policy(StreamingLLM(), 9, SnapKV(), Ratio(0.5)),
+            lambda: Policy(StreamingLLM(), 9, SnapKV(), Schedule(Ratio(0.5))),
             "snapkv looks back at the last 64 tokens, which must still be in the window: window must be "
             "at least 64, got 9",
         ),
         (
-            lambda: Policy(eviction=Adaptive(KNorm()), budget=Entries(9), when=Overflow()),
+            lambda: Policy(eviction=Adaptive(KNorm()), schedule=Schedule(Entries(9), Trigger("overflow"))),
             "when='overflow' takes a share of every head's own entries: over, pinned, pyramid say nothing",
         ),
         (
-            lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), budget=Threshold(0.0)),
+            lambda: Policy(eviction=Adaptive(CriticalKV(KNorm())), schedule=Schedule(Threshold(0.0))),
             "knorm:critical_kv,adakv: critical_kv shares out the places of a budget, and a threshold has none",
         ),
     ],

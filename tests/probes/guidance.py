@@ -1,6 +1,6 @@
 """Guidance: tokens that stand for the questions to come look at a context when it is compressed (after OracleKV)."""
 
-from kvjax.policies import AtPrompt, EveryChunk, Policy, Ratio, SnapKV
+from kvjax.policies import Policy, Ratio, Schedule, SnapKV, Trigger
 
 GUIDANCE = tuple(range(40, 52))
 """Any text's token ids."""
@@ -8,5 +8,7 @@ GUIDANCE = tuple(range(40, 52))
 
 def guided(*, model, ratio=0.25, chunk=0, tokens=GUIDANCE):
     """SnapKV by the guidance's queries, at the prompt's end or behind every `chunk` tokens of it."""
-    when = EveryChunk(chunk, observers=tokens) if chunk else AtPrompt(observers=tokens)
-    return Policy(eviction=SnapKV(observed=len(tokens)), budget=Ratio(ratio), when=when, name="guided")
+    trigger = Trigger("chunk" if chunk else "prompt", chunk=chunk, observers=tokens)
+    return Policy(
+        eviction=SnapKV(observed=len(tokens)), schedule=Schedule(Ratio(ratio), trigger), name="guided"
+    )

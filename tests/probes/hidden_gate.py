@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from kvjax.inference.capture import captured_layers
-from kvjax.policies import Entries, Every, Policy
+from kvjax.policies import Entries, Policy, Schedule, Trigger
 from kvjax.policies.budget import Shares
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
@@ -74,4 +74,6 @@ class HiddenGates(Recipe):
 
     def deploy(self, params, model):
         gate = HiddenGate(np.asarray(params))
-        return Policy(eviction=gate, budget=Entries(self.entries), when=Every(self.every))
+        return Policy(
+            eviction=gate, schedule=Schedule(Entries(self.entries), Trigger("every", every=self.every))
+        )

@@ -30,8 +30,8 @@ def test_rivals_have_the_gates_size():
     context = [np.random.default_rng(1).integers(0, 61, 300)] * 2
     for name, (rival, _) in rivals.items():
         if name in UNTRAINED:
-            assert rival.plan is not None
-            assert rival.plan.budget.ratio == pytest.approx(kv_ratio)
+            assert rival.schedule is not None
+            assert rival.schedule.budget.ratio == pytest.approx(kv_ratio)
             continue
         found = stats(prefill(model, context, policy=rival))
         assert abs(found.kv_ratio - kv_ratio) < (0.03 if "random" in name else 2 / 300), name
@@ -80,4 +80,4 @@ def test_random_rivals_and_evictions_of_the_gates_size():
     static = Rivals(lambda *pattern: Outcome(1.0, 0.0), {"any": rates}, 300, 8, (3, 4))
     rivals = same_size(model, static, UNTRAINED, kv_ratio=0.32, rates=rates, window=8, seed=0)
     np.testing.assert_allclose(rivals["random"][0].admission.rates, (96 - 7) / (300 - 7), rtol=1e-6)
-    assert {rivals[name][0].plan.budget.ratio for name in UNTRAINED} == {0.32}
+    assert {rivals[name][0].schedule.budget.ratio for name in UNTRAINED} == {0.32}

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.inference.capture import captured_layers
 from kvjax.mesh import make_mesh
-from kvjax.policies import Policy, Ratio
+from kvjax.policies import Policy, Ratio, Schedule
 from kvjax.policies.eviction.kvzip import KVzip
 from kvjax.train.contexts import Context
 from kvjax.train.features import Memory
@@ -28,7 +28,7 @@ def context(seed, tokens, questions=()):
 CONTEXTS = [context(0, 21, (3, 5)), context(1, 30, (4,)), context(2, 17, (2,))]
 REPETITION = Policy(
     eviction=KVzip(instruction=(1, 2), resumption=(3,), tail=(1,), opening=(), prefix=PREFIX, repeated=12),
-    budget=Ratio(1.0),
+    schedule=Schedule(Ratio(1.0)),
 )
 TEACHERS = {
     "next_token": next_token,

@@ -9,8 +9,9 @@ from einops import rearrange
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import one_of, whole_number
-from kvjax.policies.interfaces import Eviction, Needs, Number
+from kvjax.policies.interfaces import Eviction, Number
 from kvjax.policies.numbers import real_array
+from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import assign, static, struct
 

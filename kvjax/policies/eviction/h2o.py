@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kvjax.errors import real_number
-from kvjax.policies.interfaces import Eviction, Needs, Numbers, Planes
+from kvjax.policies.interfaces import Eviction, Numbers, Planes
+from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Readout, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass, paged_attention_mass

@@ -11,7 +11,8 @@ from kvjax.chat_template import around, opening
 from kvjax.errors import UserError, whole_number
 from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
-from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, State
+from kvjax.policies.interfaces import Eviction, Numbers, Pass, State
+from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Passage, Step, Stored
 from kvjax.struct import assign, host, struct
 from pallas_kernels.attention_mass import attention_mass

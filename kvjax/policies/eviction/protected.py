@@ -2,8 +2,8 @@
 
 from kvjax.errors import whole_number
 from kvjax.policies.eviction.wrapper import Wrapper
-from kvjax.policies.interfaces import Needs
-from kvjax.policies.moment import Moment
+from kvjax.policies.schedule import Needs
+from kvjax.policies.trigger import Trigger
 from kvjax.struct import assign, host, struct
 
 
@@ -24,14 +24,18 @@ class Protected(Wrapper):
             if (number := getattr(self, name)) is not None:
                 assign(self, **{name: whole_number("eviction", name, number, 0)})
 
-    def refuses_moment(self, moment: Moment) -> str:
+    def refuses_trigger(self, trigger: Trigger) -> str:
         for name, of_prompts in (("first", "prefix"), ("last", "window")):
-            if getattr(self, name) is not None and self.needs.ahead is not None and not moment.while_decoding:
+            if (
+                getattr(self, name) is not None
+                and self.needs.ahead is not None
+                and not trigger.while_decoding
+            ):
                 return (
-                    f"takes {name} where it compacts while decoding, got when={moment.when!r}: of a prompt "
+                    f"takes {name} where it compacts while decoding, got when={trigger.when!r}: of a prompt "
                     f"{of_prompts} says what stays"
                 )
-        return super().refuses_moment(moment)
+        return super().refuses_trigger(trigger)
 
     @property
     def needs(self) -> Needs:

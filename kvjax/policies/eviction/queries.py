@@ -9,7 +9,8 @@ from einops import rearrange
 from jax import lax
 from jaxtyping import Array, Float
 
-from kvjax.policies.interfaces import Eviction, Needs
+from kvjax.policies.interfaces import Eviction
+from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Shape, Step, Stored
 from kvjax.struct import changed
 from pallas_kernels.attention_mass import attention_mass

@@ -7,8 +7,9 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.errors import whole_number
 from kvjax.policies.eviction import queries
-from kvjax.policies.interfaces import Needs, Number
+from kvjax.policies.interfaces import Number
 from kvjax.policies.numbers import real_array
+from kvjax.policies.schedule import Needs
 from kvjax.policies.views import Stored
 from kvjax.struct import assign, host, static, struct
 

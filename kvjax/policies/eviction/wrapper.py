@@ -8,8 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UserError, shown
 from kvjax.policies.budget import Shares
-from kvjax.policies.interfaces import Eviction, Needs, Numbers, Pass, Planes, State, Trail
-from kvjax.policies.moment import Moment
+from kvjax.policies.interfaces import Eviction, Numbers, Pass, Planes, State, Trail
+from kvjax.policies.schedule import Needs
+from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Passage, Readout, Shape, Step, Stored
 from kvjax.struct import changed, struct
 
@@ -61,11 +62,11 @@ class Wrapper(Eviction):
         return None if inner is None else changed(self, eviction=inner)
 
     @property
-    def usual_moment(self) -> Moment:
-        return self.eviction.usual_moment
+    def usual_trigger(self) -> Trigger:
+        return self.eviction.usual_trigger
 
-    def refuses_moment(self, moment: Moment) -> str:
-        return self.eviction.refuses_moment(moment)
+    def refuses_trigger(self, trigger: Trigger) -> str:
+        return self.eviction.refuses_trigger(trigger)
 
     @property
     def refuses_threshold(self) -> str:

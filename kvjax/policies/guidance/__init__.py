@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.errors import UserError, check_unicode, shown
 from kvjax.policies.eviction.opening import check_tokenizer
-from kvjax.policies.moment import AtPrompt
+from kvjax.policies.trigger import Trigger
 
 TEXTS = {file.stem: file for file in sorted(Path(__file__).parent.glob("*.txt"))}
 """The published texts' names: G1 to G7 are general; T1 (a summary) and T2 (a number) are each for one task."""
@@ -34,7 +34,7 @@ def token_ids(guidance: Any, tokenizer: Any) -> tuple[int, ...]:
         if not listed or not ids or not all(isinstance(x, Integral) for x in ids):
             given = "none" if isinstance(ids, Sequence) and not ids else shown(guidance)
             raise UserError(f"guidance is a text or token ids, at least one, got {given}")
-        return AtPrompt(observers=ids).guidance
+        return Trigger(observers=ids).guidance
     if not guidance.strip():
         raise UserError(
             f"guidance is one of {', '.join(TEXTS)}, a text or token ids, got the text {guidance!r}"

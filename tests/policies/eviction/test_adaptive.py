@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.policies import Adaptive, KNorm, Policy, Pyramid, Ratio, SnapKV, make_policy
+from kvjax.policies import Adaptive, KNorm, Policy, Pyramid, Ratio, Schedule, SnapKV, make_policy
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
 from tests.policies.captured import LENGTHS, OBSERVED, PAGE, pages_are_whole
@@ -24,7 +24,7 @@ SHARES = {
 
 @pytest.mark.parametrize("name", SHARES)
 def test_heads_and_layers_share_the_budget(model, prompts, name):
-    policy = Policy(eviction=SHARES[name], budget=Ratio(0.4))
+    policy = Policy(eviction=SHARES[name], schedule=Schedule(Ratio(0.4)))
     cache = inference.prefill(model, prompts, policy=policy, page_size=PAGE)
     pages_are_whole(cache)
     length = np.asarray(cache.layers.length)
@@ -61,7 +61,7 @@ def test_alike_heads_have_as_much_and_a_better_one_all_that_is_not_another_s(mod
     """Half of its share is each head's own."""
     for levels, expected in (([1, 1, 1, 1], [24, 24, 24, 24]), ([0, 0, 1, 0], [12, 12, 60, 12])):
         scores = OfHeads(np.tile(np.float32(levels), (3, 1)))
-        policy = Policy(eviction=Adaptive(scores, pinned=0.5), budget=Ratio(0.4))
+        policy = Policy(eviction=Adaptive(scores, pinned=0.5), schedule=Schedule(Ratio(0.4)))
         cache = inference.prefill(model, prompts[:1], policy=policy, page_size=PAGE)
         np.testing.assert_array_equal(np.asarray(cache.layers.length)[:, 0], [expected] * 3)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvjax.inference import prefill
-from kvjax.policies import CriticalKV, FastKVzip, Policy, Ratio, make_policy
+from kvjax.policies import CriticalKV, FastKVzip, Policy, Ratio, Schedule, make_policy
 from tests.policies import published
 from tests.policies.captured import OBSERVED, PAGE, entries
 from tests.policies.eviction.fast_kvzip import masked
@@ -30,7 +30,7 @@ def test_around_gates_the_window_takes_no_place_of_a_stage(model, prompts, captu
     window and the prefix stay beside them. Of a budget that the window alone exceeds no stage has a place."""
     gates, prompt, window, prefix = tiny_sink_gates(model), prompts[0], 8, 3
     eviction = CriticalKV(FastKVzip(gates, window=window, prefix=prefix, short=0))
-    policy = Policy(eviction=eviction, budget=Ratio(ratio))
+    policy = Policy(eviction=eviction, schedule=Schedule(Ratio(ratio)))
     cache = prefill(model, [prompt], policy=policy, page_size=PAGE)
 
     tokens = len(prompt) - prefix

@@ -14,7 +14,7 @@ from kvjax.inference.reread import reread
 from kvjax.mesh import make_mesh
 from kvjax.models import load_tokenizer
 from kvjax.models.chat import encode
-from kvjax.policies import EveryChunk, KVzip, Policy, Ratio, make_policy
+from kvjax.policies import KVzip, Policy, Ratio, Schedule, Trigger, make_policy
 from tests.policies import published
 from tests.policies.captured import LENGTHS, PAGE, captured_layers, entries, unnormed
 from tests.tasks.model_tokenizers import byte_tokenizer, smol_tokenizer
@@ -129,11 +129,11 @@ def test_a_budget_is_the_contexts_and_the_prefix_stays_beside_it(model, prompts,
 
 def test_budgets_of_contexts_that_are_nearly_all_prefix():
     """(tokens, prefix) of 24 heads: the authors keep 224 = 120 + int(105.6) − 1 of the first, and run the second."""
-    plan = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).plan
+    schedule = make_policy({"kvzip": {"ratio": 0.4, **PARTS}}).schedule
     rows = [(16, 5), (6, 5), (5, 5), (3, 5)]
     tokens, prefix = zip(*rows, strict=True)
-    kept = plan.of_prompts(tokens, prefix, 1)
-    counts = plan.counts(tokens, kept, prefix, 0, 4, 6)
+    kept = schedule.of_prompts(tokens, prefix, 1)
+    counts = schedule.counts(tokens, kept, prefix, 0, 4, 6)
     assert counts.sum((0, 2)).tolist() == [120 + 105, 120 + 9, 120, 72]
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_that_is_no_more_than_the_prefix_is_kept(model, prompts):
 def test_a_head_may_be_left_its_own_best(model, prompts, whole):
     """AdaKV's safeguard, where all heads of the model compete."""
     policy = keep(model, 0.3, adakv={"over": "model", "pinned": 0.9})
-    assert (policy.plan.shares.over, policy.plan.shares.pinned) == ("model", 0.9)
+    assert (policy.schedule.shares.over, policy.schedule.shares.pinned) == ("model", 0.9)
     cache = prefill(model, prompts, policy=policy, page_size=PAGE)
     everything = prefill(model, prompts, page_size=PAGE)
     for b, scores in enumerate(plane(whole, LENGTHS)):
@@ -337,8 +337,8 @@ def test_what_is_no_tokenizer_is_refused(model):
         make_policy("kvzip:ratio=0.5", model=model, tokenizer="builtin")
 
 
-def test_observers_and_a_moment_as_objects_are_refused_too(model, prompts):
+def test_observers_and_a_trigger_as_objects_are_refused_too(model, prompts):
     with pytest.raises(UserError, match="observers are for an eviction that looks at tokens as they come"):
         prefill(model, prompts, policy=keep(model, 0.5), observers=[[1], [2]])
     with pytest.raises(UserError, match="when must be 'prompt', got 'chunk'"):
-        Policy(eviction=KVzip(**PARTS), budget=Ratio(0.5), when=EveryChunk(16))
+        Policy(eviction=KVzip(**PARTS), schedule=Schedule(Ratio(0.5), Trigger("chunk", chunk=16)))

@@ -11,7 +11,7 @@ import pytest
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import generate, prefill
-from kvjax.policies import AtPrompt, EveryChunk, OracleKV, Policy, Ratio, make_policy
+from kvjax.policies import OracleKV, Policy, Ratio, Schedule, Trigger, make_policy
 from kvjax.policies.budget import whole
 from kvjax.policies.guidance import TEXTS, text, token_ids
 from kvjax.policies.registry import EVICTIONS
@@ -189,7 +189,7 @@ def test_nothing_of_what_guidance_looks_at_stays_by_itself(model, prompts):
     assert (
         make_policy(
             {"snapkv": {"ratio": 0.4, "guidance": GUIDANCE, "when": "chunk", "chunk": 8}}
-        ).plan.looking
+        ).schedule.looking
         == 0
     )
     over = {"streaming_llm": {"sink": 20, "window": 6}, "snapkv": {"entries": 15, "guidance": GUIDANCE}}
@@ -242,12 +242,12 @@ def test_whatever_looks_back_takes_guidance(model, prompts, name):
 def test_who_says_how_many_look_is_heard():
     told = {"observed": 4, "ratio": 0.5, "guidance": GUIDANCE}
     for policy in (make_policy({"snapkv": told}), make_policy({"snapkv": told | {"adakv": {}}})):
-        assert policy.plan.observed == 4
+        assert policy.schedule.needs.observed == 4
     assert make_policy(
         {"snapkv": {"ratio": 0.5, "guidance": np.array(GUIDANCE), "adakv": {}}}
-    ).plan.observed == len(GUIDANCE)
+    ).schedule.needs.observed == len(GUIDANCE)
     told = make_policy({"oraclekv": {"observed": 3, "ratio": 0.5, "observers": np.array(GUIDANCE)}})
-    assert (told.when.guidance, told.plan.observed) == (GUIDANCE, 3)
+    assert (told.schedule.trigger.guidance, told.schedule.needs.observed) == (GUIDANCE, 3)
 
 
 def test_texts_are_read_by_the_tokenizer():
@@ -255,15 +255,15 @@ def test_texts_are_read_by_the_tokenizer():
     tokenizer = byte_tokenizer()
     usual = make_policy("oraclekv:ratio=0.2", tokenizer=tokenizer)
     ids = tuple(tokenizer("\n\n" + text("G1"), add_special_tokens=False)["input_ids"])
-    assert usual.when == AtPrompt(observers=ids)
-    assert usual.plan.observed == len(ids)
-    assert make_policy("oraclekv:ratio=0.2,guidance=G1", tokenizer=tokenizer).when == usual.when
+    assert usual.schedule.trigger == Trigger(observers=ids)
+    assert usual.schedule.needs.observed == len(ids)
+    assert make_policy("oraclekv:ratio=0.2,guidance=G1", tokenizer=tokenizer).schedule == usual.schedule
     own = make_policy(
         {"snapkv": {"ratio": 0.2, "guidance": "What is it?", "when": "chunk", "chunk": 512}},
         tokenizer=tokenizer,
     )
-    assert own.when == EveryChunk(512, observers=token_ids("What is it?", tokenizer))
-    assert own.plan.observed == len("\n\nWhat is it?")
+    assert own.schedule.trigger == Trigger("chunk", chunk=512, observers=token_ids("What is it?", tokenizer))
+    assert own.schedule.needs.observed == len("\n\nWhat is it?")
 
 
 def test_the_published_texts_are_here():
@@ -332,6 +332,6 @@ def test_what_does_not_look_back_names_what_does(model, name):
 
 def test_composed_of_objects_it_needs_guidance():
     with pytest.raises(UserError, match="oraclekv needs guidance: a text or token ids"):
-        Policy(eviction=OracleKV(), budget=Ratio(0.5))
-    policy = Policy(eviction=OracleKV(observed=2), budget=Ratio(0.5), when=AtPrompt(observers=(1, 2)))
-    assert policy.plan.observed == 2
+        Policy(eviction=OracleKV(), schedule=Schedule(Ratio(0.5)))
+    policy = Policy(eviction=OracleKV(observed=2), schedule=Schedule(Ratio(0.5), Trigger(observers=(1, 2))))
+    assert policy.schedule.needs.observed == 2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from kvjax.inference import prefill
-from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio
+from kvjax.policies import Adaptive, CriticalKV, Policy, Ratio, Schedule
 from kvjax.policies.interfaces import Eviction
 from kvjax.struct import struct
 from tests.inference.cached import TOKENS
@@ -29,7 +29,9 @@ class Lowered(Eviction):
 
 @pytest.mark.parametrize("wrap", [lambda x: x, Adaptive, CriticalKV], ids=["alone", "Adaptive", "CriticalKV"])
 def test_an_eviction_may_write_it_whatever_is_around_it(wrap):
-    cache = prefill(tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), budget=Ratio(0.5)))
+    cache = prefill(
+        tiny_model(), TOKENS, policy=Policy(eviction=wrap(Lowered()), schedule=Schedule(Ratio(0.5)))
+    )
     table, length = np.asarray(cache.layers.page_table), np.asarray(cache.layers.length)
     bias = np.asarray(cache.pages.planes["bias"])
     for row in np.ndindex(length.shape):

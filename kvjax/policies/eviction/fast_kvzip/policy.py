@@ -16,8 +16,9 @@ from kvjax.policies.budget import Shares
 from kvjax.policies.eviction.fast_kvzip.files import Sizes, check_made_for, load_gates
 from kvjax.policies.eviction.fast_kvzip.gate import INPUTS, SinkGate, inputs
 from kvjax.policies.eviction.opening import check_tokenizer, in_common, token_ids
-from kvjax.policies.interfaces import Ahead, Eviction, Needs, Numbers
-from kvjax.policies.moment import EveryChunk, Moment
+from kvjax.policies.interfaces import Eviction, Numbers
+from kvjax.policies.schedule import Ahead, Needs
+from kvjax.policies.trigger import Trigger
 from kvjax.policies.views import Readout, Shape, Step, Stored
 from kvjax.struct import assign, changed, host, remembered, static, struct
 
@@ -99,14 +100,14 @@ class FastKVzip(Eviction):
         # an instruction may stand behind the template's own
         return told or (trained if trained[: len(own)] == own else own)
 
-    def refuses_moment(self, moment: Moment) -> str:
-        for field in dataclasses.fields(self) if moment.while_decoding else ():
+    def refuses_trigger(self, trigger: Trigger) -> str:
+        for field in dataclasses.fields(self) if trigger.while_decoding else ():
             if field.name in OF_PROMPTS and getattr(self, field.name) != field.default:
                 return (
-                    f"takes {field.name} where it compacts prompts, got when={moment.when!r}: while decoding "
+                    f"takes {field.name} where it compacts prompts, got when={trigger.when!r}: while decoding "
                     f"{OF_PROMPTS[field.name]} says what stays"
                 )
-        return super().refuses_moment(moment)
+        return super().refuses_trigger(trigger)
 
     def check(self, model: Any) -> None:
         check_made_for(Sizes.of(self.gates, self.inputs), model)
@@ -125,8 +126,8 @@ class FastKVzip(Eviction):
         return Shares(over="model")
 
     @property
-    def usual_moment(self) -> Moment:
-        return EveryChunk(CHUNK)
+    def usual_trigger(self) -> Trigger:
+        return Trigger("chunk", chunk=CHUNK)
 
     @property
     def refuses_admission(self) -> str:

@@ -10,7 +10,7 @@ from kvjax import cache as caches
 from kvjax import inference
 from kvjax.cache import CapacityError
 from kvjax.errors import UserError
-from kvjax.inference import schedule
+from kvjax.inference import eviction
 from kvjax.inference.allocation import new_cache
 from kvjax.inference.forward import last_logits, padded
 from kvjax.inference.prefill import CHUNK
@@ -44,7 +44,7 @@ def read(model, policy, rows, chunk=CHUNK):
     with use_mesh(model):
         compiled = policy.compile(model)
         cache = new_cache(model, compiled, rows, 0, PAGE, None)
-        cache, logits = schedule.read(model, compiled, cache, rows, 0, chunk)
+        cache, logits = eviction.read(model, compiled, cache, rows, 0, chunk)
         return cache, np.asarray(logits)
 
 

@@ -10,14 +10,15 @@ from kvjax.errors import UserError
 from kvjax.policies import (
     TOVA,
     Adaptive,
-    AtPrompt,
     Entries,
     KeyDiff,
     KNorm,
     Policy,
     Quest,
     Ratio,
+    Schedule,
     StreamingLLM,
+    Trigger,
     make_policy,
 )
 from tests.policies import published
@@ -126,10 +127,11 @@ def test_what_observes_passes_by_the_ring(model, prompts, admitted):
 
 def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, prompts):
     """An admission may refuse it: nothing of the prompt goes in its place."""
-    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA(), "budget": Entries(40)}
+    parts = {"admission": StreamingLLM(sink=20), "window": 1, "eviction": TOVA()}
+    schedules = Schedule(Entries(40)), Schedule(Entries(40), Trigger(observers=(1, 2, 3)))
     alone, observed = (
-        inference.prefill(model, prompts, policy=Policy(**parts, when=when), page_size=PAGE)
-        for when in (AtPrompt(), AtPrompt(observers=(1, 2, 3)))
+        inference.prefill(model, prompts, policy=Policy(**parts, schedule=schedule), page_size=PAGE)
+        for schedule in schedules
     )
     np.testing.assert_array_equal(observed.layers.length, 20)
     np.testing.assert_array_equal(observed.seen, alone.seen)
@@ -143,9 +145,9 @@ def test_what_observes_behind_an_admission_without_a_ring_is_not_stored(model, p
         (Policy(), "full evicts nothing"),
         (Policy(StreamingLLM(), window=4), "streaming_llm evicts nothing"),
         (Policy(selection=Quest(tokens=8)), "quest evicts nothing"),
-        (Policy(eviction=KNorm(), budget=Ratio(0.5)), "knorm looks at what is stored alone"),
+        (Policy(eviction=KNorm(), schedule=Schedule(Ratio(0.5))), "knorm looks at what is stored alone"),
         (
-            Policy(eviction=Adaptive(KeyDiff()), budget=Ratio(0.5)),
+            Policy(eviction=Adaptive(KeyDiff()), schedule=Schedule(Ratio(0.5))),
             "keydiff:adakv looks at what is stored alone",
         ),
     ],

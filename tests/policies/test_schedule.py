@@ -1,15 +1,13 @@
-"""What a plan refuses, and the most that it expects to be held."""
+"""What a schedule refuses, and the most that it expects to be held."""
 
 import numpy as np
 import pytest
 
 from kvjax import inference
 from kvjax.errors import UserError
-from kvjax.policies import make_policy
-from kvjax.policies.budget import Entries, Ratio, Shares
-from kvjax.policies.interfaces import Ahead
-from kvjax.policies.moment import AtPrompt, EveryChunk
-from kvjax.policies.plan import Plan, Range
+from kvjax.policies import Entries, Ratio, Schedule, Trigger, make_policy
+from kvjax.policies.budget import Shares
+from kvjax.policies.schedule import Ahead, Needs, Range
 from tests.policies.captured import OBSERVED
 
 CHUNK = 20
@@ -75,50 +73,50 @@ def test_a_budget_below_what_stays_is_refused_before_anything_is_read(model, whe
         inference.prefill(model, [np.arange(4)], policy=policy)
 
 
-def ranges(plan, tokens, chunk):
+def ranges(schedule, tokens, chunk):
     """What each compaction of a prompt looks at."""
     ends = [min(start + chunk, tokens) for start in range(0, tokens, chunk)]
     before = [0, *ends[:-1]]
-    return [plan.range(tokens, old, end, 1) for old, end in zip(before, ends, strict=True)]
+    return [schedule.range(tokens, old, end, 1) for old, end in zip(before, ends, strict=True)]
 
 
 def test_the_ranges_of_a_worked_example():
     """Fast KVzip: 100,000 tokens at 0.3, a window of 4,096: r' = .27010, and in all 30,000 entries a kv head stay."""
-    plan = Plan(Ratio(0.3), Shares(over="model"), EveryChunk(16_000), ahead=Ahead(4096, 16_000, 0.02))
-    found = ranges(plan, 100_000, 16_000)
+    needs = Needs(ahead=Ahead(4096, 16_000, 0.02))
+    schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="model"))
+    found = ranges(schedule, 100_000, 16_000)
     assert found[0] == Range(16_000 - 4096, pytest.approx(0.27010, abs=5e-6), 4096)
     assert [x.tokens for x in found] == [11_904, *[16_000] * 5, 4000]
     assert 4096 + sum(x.ratio * x.tokens for x in found) == pytest.approx(30_000)
 
 
 def test_ranges_lie_behind_the_prefix_which_counts_for_nothing():
-    plan = Plan(Ratio(0.5), Shares(over="model"), AtPrompt(), ahead=Ahead(10))
-    assert plan.range(107, 0, 107, 1, prefix=7) == Range(90, pytest.approx(40 / 90), 10)
+    schedule = Schedule(Ratio(0.5), Trigger(), Needs(ahead=Ahead(10)), Shares(over="model"))
+    assert schedule.range(107, 0, 107, 1, prefix=7) == Range(90, pytest.approx(40 / 90), 10)
 
 
 @pytest.mark.parametrize(
     ("ratio", "tokens", "newest"), [(0.25, 16, 4), (0.29, 100, 29), (0.01, 50, 0), (0.3, 100, 30)]
 )
 def test_a_window_that_takes_all_of_a_budget_leaves_nothing_else(ratio, tokens, newest):
-    plan = Plan(Ratio(ratio), Shares(over="model"), AtPrompt(), ahead=Ahead(31))
-    assert plan.range(tokens, 0, tokens, 1) == Range(tokens - newest, 0.0, newest)
+    schedule = Schedule(Ratio(ratio), Trigger(), Needs(ahead=Ahead(31)), Shares(over="model"))
+    assert schedule.range(tokens, 0, tokens, 1) == Range(tokens - newest, 0.0, newest)
 
 
 def test_a_short_prompts_window_is_a_share_of_it():
-    plan = Plan(Ratio(0.5), Shares(over="model"), AtPrompt(), ahead=Ahead(4096, 16_000, 0.02))
-    assert plan.range(15_999, 0, 15_999, 1).ahead == 319
-    assert plan.range(16_000, 0, 16_000, 1).ahead == 4096
+    schedule = Schedule(Ratio(0.5), Trigger(), Needs(ahead=Ahead(4096, 16_000, 0.02)), Shares(over="model"))
+    assert schedule.range(15_999, 0, 15_999, 1).ahead == 319
+    assert schedule.range(16_000, 0, 16_000, 1).ahead == 4096
 
 
 def test_a_stated_budget_is_shared_out_by_ranges_too():
-    plan = Plan(Entries(40), Shares(over="model"), EveryChunk(32), ahead=Ahead(10))
-    found = ranges(plan, 100, 32)
+    schedule = Schedule(Entries(40), Trigger("chunk", chunk=32), Needs(ahead=Ahead(10)), Shares(over="model"))
+    found = ranges(schedule, 100, 32)
     assert 10 + sum(x.ratio * x.tokens for x in found) == pytest.approx(40)
-    assert plan.range(39, 0, 39, 1).ratio == 1.0, "of what the budget holds all stays"
+    assert schedule.range(39, 0, 39, 1).ratio == 1.0, "of what the budget holds all stays"
 
 
 def test_ranges_bound_what_is_held_by_budget_and_chunk():
-    plan = Plan(
-        Ratio(0.3), Shares(over="head"), EveryChunk(16_000), ahead=Ahead(4096, 16_000, 0.02), prefix=30
-    )
-    assert plan.most(100_000, 1) == 0.3 * 100_000 + 30 + 16_000
+    needs = Needs(ahead=Ahead(4096, 16_000, 0.02), prefix=30)
+    schedule = Schedule(Ratio(0.3), Trigger("chunk", chunk=16_000), needs, Shares(over="head"))
+    assert schedule.most(100_000, 1) == 0.3 * 100_000 + 30 + 16_000

@@ -1,18 +1,50 @@
-"""How much a compaction keeps, and when there is one: what the host knows of an eviction."""
+"""The schedule of an eviction: how much its compactions keep, and when there is one."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.errors import UserError
+from kvjax.errors import UserError, named_fields, shown
 from kvjax.mesh import HEADS, axis_size
 from kvjax.policies.budget import Budget, Shares, Size, places, whole
-from kvjax.policies.interfaces import Ahead
-from kvjax.policies.moment import Moment
+from kvjax.policies.trigger import Trigger
+from kvjax.struct import short
+
+
+class Ahead(NamedTuple):
+    """The newest tokens of a prompt that a compaction passes over: the next one looks at them, and the last one leaves
+    them. What stays of the others is what is above a threshold, the last place's score, and while decoding what is
+    not below it (Fast KVzip, arXiv:2601.17668, Sec. 4; ties as in its code)."""
+
+    tokens: int
+    """How many."""
+    short: int = 0
+    """Of prompts below so many tokens …"""
+    share: float = 0.0
+    """… it is this share of theirs."""
+
+
+class Needs(NamedTuple):
+    """What a schedule must know of an eviction."""
+
+    last: int = 0
+    """The newest entries of each kv head that always stay. They take places of the budget."""
+    first: int = 0
+    """The very first entries of each kv head that always stay. They take places of the budget, too."""
+    recent: float = 0.0
+    """The share of the budget that always goes to the newest, if that is more than `last`."""
+    observed: int = 0
+    """How many of the last tokens are looked back at."""
+    ahead: Ahead | None = None
+    """What a compaction of a prompt passes over, in place of `last` and `first`, so that its budget is shared out range
+    by range; None: nothing."""
+    prefix: int = 0
+    """The most of a prompt's first tokens that always stay; `Eviction.prefix_of` says how many of one prompt do. They
+    stay beside the budget, which is that of the other tokens."""
 
 
 class Range(NamedTuple):
@@ -26,9 +58,10 @@ class Range(NamedTuple):
     """How many of the tokens read so far come after them."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How much a compaction keeps, and when there is one.
+@named_fields
+@dataclass(frozen=True, repr=False)
+class Schedule:
+    """How much a compaction keeps, and when there is one: `Schedule(Ratio(0.25), Trigger("chunk", chunk=4096))`.
 
     A context no longer than what always stays, or looks, is kept whole by a budget that grows with the tokens; of a
     longer one whose budget is less than that the newest entries stay. An admission's window stays in any case. After
@@ -38,31 +71,33 @@ class Plan:
 
     budget: Budget
     """What stays."""
-    shares: Shares
-    """Who shares it."""
-    moment: Moment
-    """When."""
-    last: int = 0
-    """The newest entries of each kv head that always stay."""
-    first: int = 0
-    """The very first entries of each kv head that always stay."""
-    recent: float = 0.0
-    """The share of the budget that always goes to the newest, if that is more than `last`."""
-    observed: int = 0
-    """How many of the last tokens are looked back at."""
-    ahead: Ahead | None = None
-    """What compactions of a prompt pass over, whose budget is then shared out range by range; None: nothing."""
-    prefix: int = 0
-    """The most of a prompt's first tokens that always stay, beside the budget."""
+    trigger: Trigger = None  # pyright: ignore[reportAssignmentType]
+    """When; by default as the eviction usually is (`Eviction.usual_trigger`), which `Policy` fills in."""
+    needs: Needs = field(default=Needs(), repr=False)
+    """The eviction's, which `Policy` fills in."""
+    shares: Shares = field(default=Shares(), repr=False)
+    """The eviction's, too."""
 
     def __post_init__(self):
-        when, chunk = self.moment.when, self.moment.chunk
-        if self.moment.in_chunks and chunk <= self.looking:
+        if not isinstance(self.budget, Budget):
+            raise UserError(
+                f"schedule: budget must be an object such as Ratio(0.25), got {shown(self.budget)}"
+            )
+        if not isinstance(self.trigger, Trigger | None):
+            raise UserError(f"schedule: trigger must be a Trigger, got {shown(self.trigger)}")
+
+    def __repr__(self) -> str:
+        return short(self)
+
+    def check(self) -> None:
+        """Refuse a budget, a trigger and an eviction that do not go together."""
+        when, chunk = self.trigger.when, self.trigger.chunk
+        if self.trigger.in_chunks and chunk <= self.looking:
             raise UserError(f"when={when!r} needs a chunk of more than {self.looking} tokens, got {chunk}")
-        if (self.moment.patched or self.moment.guidance) and not self.observed:
-            given = self.moment.observers
+        if (self.trigger.patched or self.trigger.guidance) and not self.needs.observed:
+            given = self.trigger.observers
             raise UserError(f"observers={given!r} is for methods that look back at the last tokens")
-        if self.moment.in_chunks and not self.in_ranges and not isinstance(self.budget, Size):
+        if self.trigger.in_chunks and not self.in_ranges and not isinstance(self.budget, Size):
             kept = whole(self.budget.of(chunk, 1))
             stay = self.stay(kept)
             if kept < stay:
@@ -84,29 +119,29 @@ class Plan:
     @property
     def by_chunk(self) -> bool:
         """Whether a chunk's survivors are chosen among themselves."""
-        return self.moment.in_chunks and (self.budget.proportional or self.ahead is not None)
+        return self.trigger.in_chunks and (self.budget.proportional or self.needs.ahead is not None)
 
     @property
     def in_ranges(self) -> bool:
         """Whether a prompt is compacted range by range, whatever the kind of its budget."""
-        return self.ahead is not None and not self.moment.while_decoding
+        return self.needs.ahead is not None and not self.trigger.while_decoding
 
     @property
     def ties(self) -> str:
         """Which entries with the last place's score stay, one of `kvjax.topk.TIES`."""
-        if self.ahead is None:
+        if self.needs.ahead is None:
             return "first"
         return "out" if self.in_ranges else "in"
 
     def range(self, tokens: int, before: int, read: int, entry_bytes: int, prefix: int = 0) -> Range:
         """What a compaction looks at of a prompt of `tokens` tokens of which `read` were read, `before` of them before
         the last compaction (Fast KVzip's code, `prefill`); the first `prefix` of them stay beside the budget."""
-        assert self.ahead is not None
+        assert self.needs.ahead is not None
         of_prompt = max(tokens - prefix, 0)
         kept = min(self.budget.of(of_prompt, entry_bytes), of_prompt)
-        ahead = self.ahead.tokens
-        if of_prompt < self.ahead.short:
-            ahead = int(self.ahead.share * of_prompt)
+        ahead = self.needs.ahead.tokens
+        if of_prompt < self.needs.ahead.short:
+            ahead = int(self.needs.ahead.share * of_prompt)
         if kept < ahead:
             ahead, ratio = math.floor(kept * (1 + 1e-12)), 0.0
         else:
@@ -117,26 +152,26 @@ class Plan:
     @property
     def looking(self) -> int:
         """How many of a context's own last tokens look back: none where guidance does."""
-        return max(0, self.observed - len(self.moment.guidance))
+        return max(0, self.needs.observed - len(self.trigger.guidance))
 
     @property
     def read_behind(self) -> int:
         """The most tokens that are read behind what is scored to look at it, and dropped again."""
-        return max(self.observed if self.moment.patched else 0, len(self.moment.guidance))
+        return max(self.needs.observed if self.trigger.patched else 0, len(self.trigger.guidance))
 
     def newest(self, kept: int | float, behind: int | None = None) -> int:
         """How many of the newest of `kept` entries always stay of a context behind which so many tokens (None: as many
         as guidance has) were only read to look at it. They are among the newest that the method keeps."""
-        behind = len(self.moment.guidance) if behind is None else behind
-        return max(0, max(self.last, int(self.recent * kept)) - behind)
+        behind = len(self.trigger.guidance) if behind is None else behind
+        return max(0, max(self.needs.last, int(self.needs.recent * kept)) - behind)
 
     def stay(self, kept: int | float, ring: int = 0) -> int:
         """Return how many of `kept` entries always stay, the last `ring` of them in the local window."""
-        return max(self.newest(kept), ring) + self.first
+        return max(self.newest(kept), ring) + self.needs.first
 
     def allowance(self, tokens: Sequence[int], entry_bytes: int) -> list[float]:
         """Entries of a kv head that the budget gives contexts of so many tokens, not yet rounded."""
-        needed = max(self.looking, self.newest(0) + self.first) if self.budget.proportional else 0
+        needed = max(self.looking, self.newest(0) + self.needs.first) if self.budget.proportional else 0
         return [float(n) if n <= needed else self.budget.of(n, entry_bytes) for n in tokens]
 
     def of_prompts(self, tokens: Sequence[int], prefix: Sequence[int], entry_bytes: int) -> list[float]:
@@ -167,7 +202,7 @@ class Plan:
         if self.shares.over == "model" and self.shares.pyramid is None:
             return np.stack([places(share, layers, heads, "model") for share in kept], 1)
         # guidance is a pyramid's window, which stands behind the tokens
-        behind = len(self.moment.guidance)
+        behind = len(self.trigger.guidance)
         stay = [
             max(self.stay(share, ring) + first, behind) for share, first in zip(kept, prefix, strict=True)
         ]
@@ -182,14 +217,14 @@ class Plan:
             min(max(whole(share), newest), count)
             for share, newest, count in zip(kept, forced, tokens, strict=True)
         ]
-        return self.shares.chunk_counts(entries, tokens, forced, layers, self.observed)
+        return self.shares.chunk_counts(entries, tokens, forced, layers, self.needs.observed)
 
     def check_bound(self, policy: str, ring: int, entry_bytes: int) -> None:
         """UserError if a budget that does not grow with the tokens is below what always stays, `ring` entries of it in
         the ring. Once at a prompt's end only the ring does: of less than the others the newest are kept."""
         if not self.budget.proportional and not self.in_ranges:
             kept = whole(self.budget.of(2**62, entry_bytes))
-            stay = ring if self.moment.when == "prompt" else self.stay(kept, ring)
+            stay = ring if self.trigger.when == "prompt" else self.stay(kept, ring)
             if kept < stay:
                 raise UserError(
                     f"{policy}: the budget of {kept} entries per kv head is below the {stay} that always stay"
@@ -199,15 +234,15 @@ class Plan:
         """Whether a sequence of so many tokens has more than its budget of `kept` entries, and enough of both for the
         method: an answer may still make up for a prompt that is too short."""
         over = math.isfinite(self.budget.floor) or tokens > kept
-        return over and tokens > self.observed and whole(kept) >= self.stay(kept, ring)
+        return over and tokens > self.needs.observed and whole(kept) >= self.stay(kept, ring)
 
     def most(self, tokens: int, entry_bytes: int) -> float:
         """Entries of a kv head that are held at most at one time while `tokens` tokens are read."""
-        chunk = self.moment.chunk
-        if not self.moment.in_chunks:
+        chunk = self.trigger.chunk
+        if not self.trigger.in_chunks:
             return float(tokens)
-        if self.ahead is not None:
-            kept = self.budget.of(tokens, entry_bytes) + self.prefix
+        if self.needs.ahead is not None:
+            kept = self.budget.of(tokens, entry_bytes) + self.needs.prefix
         elif self.by_chunk:
             # a chunk keeps whole entries, in each layer
             kept = math.ceil(tokens / chunk) * (whole(self.budget.of(chunk, entry_bytes)) + 1)
@@ -216,4 +251,4 @@ class Plan:
         if self.shares.over != "head":
             # heads that compete may leave all of a budget to those of one shard
             kept *= axis_size(*HEADS)
-        return float(min(tokens, kept + chunk + max(self.observed, self.read_behind)))
+        return float(min(tokens, kept + chunk + max(self.needs.observed, self.read_behind)))

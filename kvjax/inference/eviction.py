@@ -1,6 +1,7 @@
 """Evictions at their time: while prompts are read, at their end, and while answers are decoded.
 
-The host decides when, from the policy's plan and the cache's real lengths; between two compactions it only looks on.
+The host decides when, from the policy's schedule and the cache's real lengths; between two compactions it only looks
+on.
 """
 
 import dataclasses
@@ -26,14 +27,14 @@ from kvjax.inference.compaction import compact_to
 from kvjax.inference.decode import Recurring
 from kvjax.inference.footprint_log import log_call
 from kvjax.inference.forward import bucket, feed, memories, padded
-from kvjax.inference.quota import entry_bytes, overflow_quota, quota, range_quota
+from kvjax.inference.quota import overflow_quota, quota, range_quota
 from kvjax.inference.reread import reread
 from kvjax.mesh import put
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy, States
 from kvjax.policies.interfaces import Trail
-from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
+from kvjax.policies.schedule import Schedule
 
 TokenRows = Sequence[Int[np.ndarray, " _"]]
 """Token ids, a row a sequence."""
@@ -53,34 +54,34 @@ def read(
     implementation: str | None = None,
     observers: TokenRows | None = None,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """Read `rows` into an empty cache and compact it as the policy plans.
+    """Read `rows` into an empty cache and compact it as the policy's schedule says.
 
     Args:
         cache: it is donated.
         room: tokens that will follow.
         chunk: tokens of a call.
         observers: tokens that are read behind the end of each row for an eviction to look with, and leave nothing;
-            None: those of the plan, if it has some.
+            None: those of the schedule, if it has some.
 
     Returns:
         the cache, with space for `room` more tokens, and the logits after each row.
     """
-    host, plan = policy.host, policy.host.plan
+    host, schedule = policy.host, policy.host.schedule
     options = {"chunk": chunk, "implementation": implementation, "room": room}
     run = functools.partial(feed, model, host, policy.read, **options)
-    if plan is None:
+    if schedule is None:
         cache, logits = run(cache, rows)
         return resize_after_prompt(host, cache, room), logits
-    observers = _guided(plan, len(rows)) if observers is None else observers
+    observers = _guided(schedule, len(rows)) if observers is None else observers
     logits = None
-    if plan.moment.in_chunks:
-        for start in range(0, max(row.size for row in rows), plan.moment.chunk):
-            before = jnp.copy(cache.layers.length) if plan.by_chunk and not plan.in_ranges else None
-            part = [row[start : start + plan.moment.chunk] for row in rows]
+    if schedule.trigger.in_chunks:
+        for start in range(0, max(row.size for row in rows), schedule.trigger.chunk):
+            before = jnp.copy(cache.layers.length) if schedule.by_chunk and not schedule.in_ranges else None
+            part = [row[start : start + schedule.trigger.chunk] for row in rows]
             left = max(row.size for row in rows) - max(row.size for row in part) - start
             cache, logits = run(cache, part, logits=logits, room=room + left)
             cache = _after_chunk(model, policy, cache, rows, observers, start, before, run)
-    elif plan.moment.while_decoding:
+    elif schedule.trigger.while_decoding:
         cache, logits = run(cache, rows)
         cache = at_end(model, policy, cache, len(rows))
     else:
@@ -99,26 +100,27 @@ def at_prompt_end(
     run: Feed | None = None,
     implementation: str | None = None,
 ) -> Cache:
-    """The cache (donated) of the prompts `rows`, compacted once as the policy plans. observers: as in `read`; run:
-    `feed` for them."""
+    """The cache (donated) of the prompts `rows`, compacted once as the policy's schedule says. observers: as in `read`;
+    run: `feed` for them."""
     host, dropped = policy.host, [0] * len(rows)
-    assert host.plan is not None
-    assert host.eviction is not None
-    if host.plan.in_ranges:
+    schedule, eviction = host.schedule, host.eviction
+    assert schedule is not None
+    assert eviction is not None
+    if schedule.in_ranges:
         return compact_to(model, policy, cache, range_quota(host, cache, rows))
-    observers = _guided(host.plan, len(rows)) if observers is None else observers
+    observers = _guided(schedule, len(rows)) if observers is None else observers
     if any(row.size for row in observers):
         assert run is not None
         cache, dropped = _observed(model, policy, cache, observers, run)
     cache = reread(model, policy, cache, rows, implementation)
-    prefix = [host.eviction.prefix_of(row) for row in rows]
+    prefix = [eviction.prefix_of(row) for row in rows]
     stays = quota(host, cache, [row.size for row in rows], dropped=dropped, prefix=prefix)
     return compact_to(model, policy, cache, stays)
 
 
-def _guided(plan: Plan, sequences: int) -> TokenRows:
+def _guided(schedule: Schedule, sequences: int) -> TokenRows:
     """The tokens that look at the end of each sequence, if there are some of their own."""
-    return [np.asarray(plan.moment.guidance, np.int32)] * sequences
+    return [np.asarray(schedule.trigger.guidance, np.int32)] * sequences
 
 
 def _observed(
@@ -142,8 +144,8 @@ def _observed(
 
 
 def at_end(model: Decoder, policy: CompiledPolicy, cache: Cache, sequences: int) -> Cache:
-    """The cache after a prompt, or a question that continues one: compacted where a plan does so while decoding."""
-    if policy.host.plan is None or not policy.host.compacts_answers:
+    """The cache after a prompt, or a question that continues one: compacted where the policy does so while decoding."""
+    if not policy.host.compacts_answers:
         return cache
     return _evict_to_budget(model, policy, cache, np.ones(sequences, bool))
 
@@ -152,13 +154,13 @@ def _evict_to_budget(
     model: Decoder, policy: CompiledPolicy, cache: Cache, rows: Bool[np.ndarray, " b"]
 ) -> Cache:
     """The cache with those of the `rows` brought down to their budgets that have more."""
-    host, plan, seen = policy.host, policy.host.plan, np.asarray(cache.seen)[: len(rows)]
-    assert plan is not None
-    allowed = plan.allowance(seen.tolist(), entry_bytes(cache))
+    host, schedule, seen = policy.host, policy.host.schedule, np.asarray(cache.seen)[: len(rows)]
+    assert schedule is not None
+    allowed = schedule.allowance(seen.tolist(), cache.entry_bytes)
     due = rows & [
-        plan.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), allowed, strict=True)
+        schedule.due(n, share, cache.window - 1) for n, share in zip(seen.tolist(), allowed, strict=True)
     ]
-    if plan.moment.when == "overflow":
+    if schedule.trigger.when == "overflow":
         over = np.maximum(_entries_over(host, cache, len(rows)), 0) * due
         return compact_to(model, policy, cache, overflow_quota(host, cache, over)) if over.any() else cache
     if not due.any():
@@ -177,17 +179,17 @@ def _after_chunk(
     run: Feed,
 ) -> Cache:
     """The cache compacted once the chunk of `rows` that begins at `start` was read."""
-    host, plan = policy.host, policy.host.plan
-    assert plan is not None
-    stop = start + plan.moment.chunk
-    if plan.in_ranges:
+    host, schedule = policy.host, policy.host.schedule
+    assert schedule is not None
+    stop = start + schedule.trigger.chunk
+    if schedule.in_ranges:
         return compact_to(model, policy, cache, range_quota(host, cache, rows, stop, start))
 
     def looking(row, behind):
-        if start < row.size <= stop or (plan.moment.guidance and row.size > stop):
+        if start < row.size <= stop or (schedule.trigger.guidance and row.size > stop):
             return behind
-        patched = plan.moment.patched and row.size > stop
-        return np.concatenate([row, behind])[-plan.observed :] if patched else row[:0]
+        patched = schedule.trigger.patched and row.size > stop
+        return np.concatenate([row, behind])[-schedule.needs.observed :] if patched else row[:0]
 
     patch = [looking(row, behind) for row, behind in zip(rows, observers, strict=True)]
     looked = any(row.size for row in patch)
@@ -197,7 +199,7 @@ def _after_chunk(
     stays = quota(
         host,
         cache,
-        [max(0, count - start) if plan.by_chunk else count for count in seen],
+        [max(0, count - start) if schedule.by_chunk else count for count in seen],
         due=[count > start for count in seen],
         since=before,
         dropped=dropped,
@@ -213,15 +215,14 @@ def _remembering(cache: Cache, states: States, trail: Trail) -> Cache:
 
 def recurring(policy: Policy, cache: Cache) -> Recurring | None:
     """What the decoding loop itself compacts, and when; None: nothing."""
-    plan = policy.plan
-    if plan is None or plan.moment.when != "position":
+    schedule = policy.schedule
+    if schedule is None or schedule.trigger.when != "position":
         return None
     # as of sequences of any length: the budget does not grow with them
     endless = [MOST] * cache.seen.shape[0]
     stays = quota(policy, cache, endless)
-    return Recurring(
-        stays, put(np.int32(plan.moment.every)), over=plan.shares.over, ties=plan.ties, observed=plan.observed
-    )
+    how = {"over": schedule.shares.over, "ties": schedule.ties, "observed": schedule.needs.observed}
+    return Recurring(stays, put(np.int32(schedule.trigger.every)), **how)
 
 
 FEW = 4
@@ -243,10 +244,10 @@ def next_block(
 
     running: the sequences that go on. fed: tokens decoded so far.
     """
-    plan, due = policy.plan, left
-    if plan is not None and plan.moment.when == "every":
-        due = plan.moment.every - fed % plan.moment.every
-    elif plan is not None and plan.moment.when == "overflow":
+    schedule, due = policy.schedule, left
+    if schedule is not None and schedule.trigger.when == "every":
+        due = schedule.trigger.every - fed % schedule.trigger.every
+    elif schedule is not None and schedule.trigger.when == "overflow":
         layers, _, heads = cache.layers.length.shape
         over = _entries_over(policy, cache, len(running))[running]
         # a token adds at most one entry to a row
@@ -258,8 +259,8 @@ def next_block(
     check(cache, policy.name, left)
     if may_grow(cache) and (short := more_pages(policy, cache, count) - free_pages(cache)) > 0:
         later = left - count
-        if plan is not None and plan.moment.while_decoding:
-            later = min(due, plan.moment.every or due)
+        if schedule is not None and schedule.trigger.while_decoding:
+            later = min(due, schedule.trigger.every or due)
         cache = grow(policy, cache, pool_pages(cache) + short, count, later)
     return count, size, cache
 
@@ -268,10 +269,10 @@ def after_block(
     model: Decoder, policy: CompiledPolicy, cache: Cache, running: Bool[np.ndarray, " b"], fed: int
 ) -> Cache:
     """The cache, compacted if that is due for any of the sequences that are still `running`."""
-    plan = policy.host.plan
-    if plan is None or plan.moment.when not in ("every", "overflow") or not running.any():
+    schedule = policy.host.schedule
+    if schedule is None or schedule.trigger.when not in ("every", "overflow") or not running.any():
         return cache
-    if plan.moment.when == "every" and fed % plan.moment.every:
+    if schedule.trigger.when == "every" and fed % schedule.trigger.every:
         return cache
     return _evict_to_budget(model, policy, cache, running)
 
@@ -279,8 +280,8 @@ def after_block(
 def _entries_over(policy: Policy, cache: Cache, sequences: int) -> Int[np.ndarray, " b"]:
     """By how many entries of the global region each sequence is over its budget."""
     layers, _, heads = cache.layers.length.shape
-    assert policy.plan is not None
+    assert policy.schedule is not None
     seen = np.asarray(cache.seen)[:sequences]
-    allowed = policy.plan.allowance(seen.tolist(), entry_bytes(cache)) - np.minimum(seen, cache.window - 1)
+    allowed = policy.schedule.allowance(seen.tolist(), cache.entry_bytes) - np.minimum(seen, cache.window - 1)
     stored = np.asarray(cache.layers.length)[:, :sequences].sum((0, 2))
     return stored - np.floor(layers * heads * np.maximum(allowed, 0)).astype(np.int64)
