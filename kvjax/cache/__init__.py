@@ -1,33 +1,35 @@
 """The cache: a ring of the last tokens and a paged global region, ragged by layer, sequence and kv head.
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
-resize: an empty cache, and copies with another pool. sizes: how large a pool is.
-compaction: what an eviction leaves, moved to the front. planes: the methods' own numbers of entries. trail: what they
-remember of the last tokens. max_entries: rows that keep their best. branches: sequences that share a context's pages.
-rollback: a cache as it was. finite: numbers that are not. stats: what a cache holds.
+sizes: how large a pool is, an empty cache, and copies with another pool. compaction: what an eviction leaves, moved to
+the front. planes: entry metadata. trail: observation buffers. max_entries: rows that keep their best. branches: sequences
+that share a context's pages. rollback: a cache as it was. checks: numbers that are not finite, a pool that ran out.
+stats: how much a cache holds. packed_entries, saved: a cache on the host and on the disk.
 """
 
 from kvjax.cache.branches import copy_shared_pages, selected
+from kvjax.cache.checks import check, check_alive, check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.compaction import Quota
-from kvjax.cache.finite import check_finite, free_counts, if_finite, not_finite
 from kvjax.cache.max_entries import PLANES as MAX_ENTRIES_PLANES
 from kvjax.cache.max_entries import Turnover, ends, standings, swap_worst
-from kvjax.cache.packed_entries import shard_pages
 from kvjax.cache.pages import Cache, LayerCache, Pages, default_page_size, ring_pages
-from kvjax.cache.resize import Layout, empty, resize
 from kvjax.cache.ring import in_order, leaving, push, ring_entries, ring_priority
 from kvjax.cache.sizes import (
     MARGIN,
     CapacityError,
+    Layout,
     capacity_like,
     capacity_pages,
     device_bytes,
+    empty,
     parse_capacity,
     pool_size,
+    resize,
+    shard_pages,
     table_tokens,
     worth_shrinking,
 )
-from kvjax.cache.stats import Stats, check, check_alive, stats
+from kvjax.cache.stats import Stats, stats
 
 __all__ = [
     "MARGIN",

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from kvjax.cache.pages import Cache, LayerCache, ring_pages
+from kvjax.cache.sizes import by_shard, pages_of
 from kvjax.mesh import HEADS, axis_size, batch_shards, put
 from kvjax.struct import changed, leaves_by_path
 
@@ -20,46 +21,23 @@ and "trail.…" [b …] as the cache has them."""
 
 
 class Places(NamedTuple):
-    """Of entries, one after another, row by row."""
+    """Places of entries, one after another, row by row."""
 
     row: Int[np.ndarray, " n"]
-    """Of the table, its rows in order."""
+    """Row of the table, its rows in order."""
     place: Int[np.ndarray, " n"]
-    """In the row, from 0."""
+    """Place in the row, from 0."""
 
 
 def places(count: Int[np.ndarray, "l b k"]) -> Places:
-    """Of rows with so many entries."""
+    """Return the places of rows with so many entries."""
     count = count.reshape(-1)
     row = np.repeat(np.arange(count.size), count)
     return Places(row, np.arange(row.size) - np.repeat(np.cumsum(count) - count, count))
 
 
-def pages_of(
-    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
-) -> np.ndarray:
-    """[l b k 2]: pages of each row's ring and of its global region."""
-    rings = ring_pages(np.minimum(seen + 1, window), page_size)
-    rings = np.broadcast_to(rings[None, :, None], length.shape)
-    return np.stack([rings, -(-length // page_size)], -1)
-
-
-def by_shard(x: Int[np.ndarray, "l b k *r"]) -> Int[np.ndarray, "shards rows *r"]:
-    """Numbers of rows as the current mesh splits them."""
-    (layers, batch, heads), b, h = x.shape[:3], batch_shards(), axis_size(*HEADS)
-    x = x.reshape(layers, b, batch // b, h, heads // h, *x.shape[3:])
-    return np.moveaxis(x, (1, 3), (0, 1)).reshape(b * h, -1, *x.shape[5:])
-
-
-def shard_pages(
-    length: Int[np.ndarray, "l b k"], seen: Int[np.ndarray, " b"], window: int, page_size: int
-) -> Int[np.ndarray, " shards"]:
-    """Return the pages of each shard's head caches, given their retained entries and their sequences' tokens."""
-    return by_shard(pages_of(length, seen, window, page_size)).sum((1, 2))
-
-
 def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
-    """The shard of each row of an `[l b k]` array."""
+    """Return the shard of each row of an `[l b k]` array."""
     layers, batch, heads = shape
     b, h = batch_shards(), axis_size(*HEADS)
     shard = np.arange(batch)[:, None] // (batch // b) * h + np.arange(heads) // (heads // h)
@@ -67,7 +45,7 @@ def _shards_of_rows(shape: tuple[int, ...]) -> Int[np.ndarray, " rows"]:
 
 
 def _addresses(table: np.ndarray, column: np.ndarray, at: Places, page_size: int, pages: int) -> Any:
-    """Page in the pool of all shards, of `pages` each, and offset, of entries in these columns of their rows."""
+    """Return page, in the pool of all shards of `pages` each, and offset of entries in these columns of their rows."""
     shard = _shards_of_rows(table.shape[:3])[at.row]
     return table.reshape(-1, table.shape[-1])[at.row, column] + shard * pages, at.place % page_size
 

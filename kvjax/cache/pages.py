@@ -46,7 +46,7 @@ class Pages:
     free: Int[Array, " p"]
     """A stack: `free[:free_count]` are free."""
     free_count: Int[Array, " shards"]
-    """A negative count is a debt: that many pages were needed and not there; or `kvjax.cache.finite.NOT_FINITE`."""
+    """A negative count is a debt: that many pages were needed and not there; or `kvjax.cache.checks.NOT_FINITE`."""
     dtype: Any = static()
     """Of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None

@@ -30,7 +30,7 @@ def compacted(
     ties: str,
     causal: bool,
 ) -> Cache:
-    """The cache after one compaction, marked if a score is NaN (`kvjax.cache.finite`). No row may hold more than
+    """The cache after one compaction, marked if a score is NaN (`kvjax.cache.checks`). No row may hold more than
     `entries` entries in its global region. over, ties: as of `kvjax.topk.top`; causal: as of `Stored`."""
     ring = ring_pages(cache.window, cache.page_size)
     heads = jax.sharding.reshard(jnp.arange(model.config.num_kv_heads, dtype=jnp.int32), P(HEADS))

@@ -1,0 +1,97 @@
+"""Checks of a cache: numbers that are not finite, a pool that ran out, arrays that are gone.
+
+Devices mark the first two in the pool's free count, where the host finds them when it reads that.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.pages import Cache, Pages
+from kvjax.cache.sizes import CapacityError
+from kvjax.errors import UserError
+from kvjax.mesh import BATCH, SHARDS, P
+
+NOT_FINITE = -(2**30)
+"""Free count of a shard in which something was not finite: far below any debt. Like a debt it stays, and nothing is
+compacted under it."""
+SLACK = 1.05
+"""Ratio of the capacity that an error names to the one that was missed."""
+
+
+def if_finite(pages: Pages, finite: Bool[Array, "..."]) -> Pages:
+    """Return the pages of one shard, with the free count `NOT_FINITE` unless all is `finite`."""
+    return dataclasses.replace(pages, free_count=jnp.where(finite.all(), pages.free_count, NOT_FINITE))
+
+
+def check_finite(cache: Cache, x: Float[Array, "b t d"], real: Bool[Array, "b t"]) -> Cache:
+    """Return the cache, with the free count `NOT_FINITE` if one of the `real` vectors of `x` is not finite. To be
+    jitted."""
+
+    def local(count, finite):
+        return jnp.where(finite.all(), count, NOT_FINITE)
+
+    finite = jax.sharding.reshard(jnp.isfinite(x).all(-1), P(BATCH, None)) | ~real
+    count = jax.shard_map(local, out_specs=P(SHARDS))(cache.pages.free_count, finite)
+    return dataclasses.replace(cache, pages=dataclasses.replace(cache.pages, free_count=count))
+
+
+def free_counts(cache: Cache) -> Int[np.ndarray, " shards"]:
+    """Return the free pages of each shard; a negative count is a debt. Waits for the device.
+
+    Raises:
+        UserError: something that was computed of the cache's tokens was not finite.
+    """
+    count = np.asarray(cache.pages.free_count)
+    if (count < NOT_FINITE // 2).any():
+        raise not_finite(cache.pages.dtype)
+    return count
+
+
+def not_finite(dtype: Any) -> UserError:
+    """Return the error for a model in `dtype` that computed NaN or inf."""
+    name = np.dtype(dtype).name
+    if name == "float16":
+        return UserError(
+            "the model's activations are not finite (NaN or inf) in float16: load it with dtype='bfloat16' or 'float32'"
+        )
+    return UserError(
+        f"the model's activations or the policy's scores are not finite (NaN or inf) in {name}: the weights of the "
+        "model, its gates or its scorers are damaged"
+    )
+
+
+def check_alive(where: str, cache: Cache) -> None:
+    """Refuse a cache whose arrays were donated to a later call."""
+    if any(getattr(leaf, "is_deleted", bool)() for leaf in jax.tree.leaves(cache)):
+        raise UserError(
+            f"{where}: the cache was donated to a later step and is gone: expected the last one that stream yielded"
+        )
+
+
+def check(cache: Cache, policy: str, room: int = 0) -> None:
+    """Raise CapacityError if the pool ever ran out, UserError if something was not finite. Waits for the device.
+
+    policy: its name, for the error. room: tokens that are still to come in each sequence. The capacity that the error
+    names is enough for them, too.
+    """
+    count = free_counts(cache)
+    if (count >= 0).all():
+        return
+    pool = cache.pages.pool
+    have = pool.shape[0] // len(count)
+    need = have - int(count.min())
+    layers, batch, heads = cache.layers.length.shape
+    rows = layers * batch * heads // len(count)
+    # tokens that found no page were read without, and the next layers then admit others
+    wanted = math.ceil(need * SLACK) + rows * -(-room // cache.page_size)
+    raise CapacityError(
+        f"policy {policy} needs at least {need} pages of {cache.page_size} tokens on a device for what was read, "
+        f"the pool has {have} ({pool.nbytes / 2**20:.1f} MiB in all): give a capacity of "
+        f"{-(-wanted * cache.page_size // rows)} entries per kv head, which is enough for {room} more tokens, too"
+    )
