@@ -100,9 +100,9 @@ def run(config: GenerateConfig) -> None:
     from kvjax.cache.saved import describe_cache
     from kvjax.checkpoints.published import find_gates
     from kvjax.cli.stopwatch import Stopwatch
-    from kvjax.inference.generate import stream, whole_answers
+    from kvjax.inference.answers import LiveText, whole_answers
+    from kvjax.inference.generate import stream
     from kvjax.inference.saving import load_cache
-    from kvjax.inference.text import LiveText
     from kvjax.llm import LLM
     from kvjax.models import load_tokenizer
     from kvjax.models.chat import encode

@@ -14,13 +14,12 @@ from jaxtyping import Float
 from kvjax.cache import Cache
 from kvjax.checkpoints.published import find_gates
 from kvjax.errors import UserError, named_arguments, shown
-from kvjax.inference.checks import is_token_ids
-from kvjax.inference.generate import GREEDY, Generation, generate, stream
+from kvjax.inference.answers import Generation, LiveText
+from kvjax.inference.generate import GREEDY, generate, stream
 from kvjax.inference.prefill import CHUNK, prefill
-from kvjax.inference.text import LiveText
 from kvjax.mesh import use_mesh
 from kvjax.models import load_model, load_tokenizer, read_config
-from kvjax.models.chat import is_chat
+from kvjax.models.chat import is_chat, is_token_ids
 from kvjax.models.decoder import Decoder, check_mesh
 from kvjax.models.folder import find_model
 from kvjax.policies import Policy, make_policy

@@ -10,9 +10,9 @@ from kvjax import cache as caches
 from kvjax.cache import Cache, Stats
 from kvjax.chat_template import templated, token_ids
 from kvjax.errors import UserError, check_unicode, named_arguments, shown, warn
-from kvjax.inference.generate import GREEDY, stream, whole_answers
+from kvjax.inference.answers import stop_tokens_of, whole_answers
+from kvjax.inference.generate import GREEDY, stream
 from kvjax.inference.saving import read_cache, write_cache
-from kvjax.inference.text import stop_tokens_of
 from kvjax.llm import LLM
 from kvjax.sampling_params import SamplingParams
 

@@ -2,9 +2,9 @@
 
 pages: the pool, page tables and the cache as one pytree. ring: how tokens are written, leave the ring and are kept.
 sizes: how large a pool is, an empty cache, and copies with another pool. compaction: what an eviction leaves, moved to
-the front. planes: entry metadata. trail: observation buffers. max_entries: rows that keep their best. branches: sequences
-that share a context's pages. rollback: a cache as it was. checks: numbers that are not finite, a pool that ran out.
-stats: how much a cache holds. packed_entries, saved: a cache on the host and on the disk.
+the front. planes: entry metadata. trail: observation buffers. max_entries: head caches that keep their best entries.
+branches: sequences that share a context's pages. rollback: a cache as it was. checks: numbers that are not finite, a
+pool that ran out. stats: how much a cache holds. packed_entries, saved: a cache on the host and on the disk.
 """
 
 from kvjax.cache.branches import copy_shared_pages, selected

@@ -15,9 +15,9 @@ import numpy as np
 from kvjax.evaluate.answering import Answer
 from kvjax.evaluate.measuring import Manner, Measurement, Tally, groups
 from kvjax.files import write_text
+from kvjax.inference.answers import decoded
 from kvjax.inference.footprint_log import footprint_log
 from kvjax.inference.generate import stream
-from kvjax.inference.text import decoded
 from kvjax.models.decoder import Decoder
 from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
@@ -109,7 +109,7 @@ def _add(
     )  # fmt: skip
     parts: list[list[Tokens]] = []
     with footprint_log() as log:
-        for part, held, _ in written:
+        for part, held, *_ in written:
             cache, seconds = held, watch.lap()
             if parts:
                 # a step costs the same however many of its rows are done

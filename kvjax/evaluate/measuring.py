@@ -23,8 +23,7 @@ from kvjax.evaluate.footprint import occupancy
 from kvjax.evaluate.joint_eviction import JointEviction, planes_of
 from kvjax.inference.eviction import at_prompt_end
 from kvjax.inference.footprint_log import Call, footprint_log
-from kvjax.inference.forward import feed
-from kvjax.inference.observations import drop_observation_state
+from kvjax.inference.forward import drop_observation_state, feed
 from kvjax.inference.prefill import CHUNK, prefill
 from kvjax.mesh import use_mesh
 from kvjax.models.decoder import Decoder

@@ -1,13 +1,15 @@
 """Running a model over its cache: functions on a model, tokens and a cache. `kvjax.LLM` puts them together.
 
-prefill: prompts into a new cache. generate: answers, in blocks of tokens. sampler: the next token of each sequence.
-text: what ends an answer. saving: caches on the disk. forward: tokens through all layers, over the cache. attention: of
-one layer. capture: what layers computed, streamed to the host. eviction: when the cache is compacted. reread: prompts
-that are read again to score their entries. quota, compaction: how much stays, and what. allocation: the pages
-of a cache. checks: what is refused before anything is run. footprint_log: what the cache held at each call.
+prefill: prompts into a new cache. generate: answers, in blocks of tokens. decode: the program of a block. sampler: the
+next token of each sequence. answers: tokens, texts and what ends them. saving: caches on the disk. forward: tokens
+through all layers, over the cache. attention: of one layer. capture: arrays of layers, streamed to the host. eviction:
+when the cache is compacted. reread: prompts that are read again to score their entries. quota, compaction: how much
+stays, and what. allocation: the pages of a cache. checks: refusals before anything is run. footprint_log: what the
+cache held at each call.
 """
 
-from kvjax.inference.generate import Generation, generate, stream
+from kvjax.inference.answers import Generation
+from kvjax.inference.generate import generate, stream
 from kvjax.inference.prefill import logits, prefill
 from kvjax.inference.saving import load_cache, save_cache
 

@@ -1,4 +1,4 @@
-"""What the layers computed of some tokens, layer by layer: features to train on that no device could hold at once."""
+"""Arrays that the layers compute for some tokens, layer by layer: features to train on that no device holds at once."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -11,9 +11,10 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from kvjax.cache import Cache, check_alive, not_finite
 from kvjax.errors import one_of
 from kvjax.inference.allocation import new_cache
-from kvjax.inference.checks import check_continues, check_in_front, token_rows
+from kvjax.inference.checks import check_continues, check_in_front
 from kvjax.inference.forward import CAPTURED, attending, bucket, padded, positions
 from kvjax.mesh import use_mesh
+from kvjax.models.chat import token_rows
 from kvjax.models.decoder import Decoder, layer_body
 from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
@@ -41,7 +42,7 @@ def captured_layers(
     """
     for name in names:
         one_of("captured_layers", "a name", name, CAPTURED)
-    rows = token_rows(model, rows)
+    rows = token_rows(rows, model.config.vocab_size)
     longest = max(row.size for row in rows)
     with use_mesh(model):
         compiled = policy.compile(model)

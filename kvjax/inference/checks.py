@@ -1,8 +1,8 @@
-"""What is refused before anything is run: prompts, policies and caches that do not fit, in one line each."""
+"""Checks before anything is run: policies and caches that do not fit are refused, in one line each."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +10,6 @@ import numpy as np
 from kvjax.cache import MAX_ENTRIES_PLANES, Cache, capacity_pages, check_alive
 from kvjax.errors import UserError, one_of, shown, warn
 from kvjax.mesh import batch_shards
-from kvjax.models.chat import encode, is_chat
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import CompiledPolicy
@@ -19,82 +18,8 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.views import Shape
 from pallas_kernels.vertical_slash.api import IMPLEMENTATIONS
 
-Prompts = Iterable[Any]
-"""Token ids, a sequence a prompt; with a tokenizer also texts and chats."""
-
-
-def listed(prompts: Prompts) -> list[Any]:
-    """The prompts, one by one. Raises UserError for what is no list of them."""
-    if isinstance(prompts, Mapping):
-        what = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
-        raise UserError(
-            f"prompts must be a list of lists of token ids, got {what}: give its 'input_ids', unpadded"
-        )
-    if isinstance(prompts, str):
-        raise UserError(f"prompts must be a list of prompts, got one text: [{shown(prompts)}]")
-    try:
-        return list(prompts)
-    except TypeError:
-        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
-
-
-def tokens_of(
-    prompts: Prompts, tokenizer: Any, part: Literal["whole", "beginning", "end"] = "whole"
-) -> list[Any]:
-    """The prompts, texts and chats among them as token ids. Raises UserError for these without a tokenizer."""
-    prompts = listed(prompts)
-    if any(isinstance(prompt, Mapping) for prompt in prompts):
-        raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
-    if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
-        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
-    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise UserError(f"tokenizer must come from kvjax.load_tokenizer, got {shown(tokenizer)}")
-    return [
-        encode(tokenizer, prompt, part) if isinstance(prompt, str) or is_chat(prompt) else prompt
-        for prompt in prompts
-    ]
-
-
-def is_token_ids(prompt: Any) -> bool:
-    """True for a sequence of whole numbers."""
-    return (
-        not isinstance(prompt, str | Mapping)
-        and hasattr(prompt, "__len__")
-        and len(prompt) > 0
-        and all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
-    )
-
-
-def token_rows(model: Decoder, prompts: Prompts) -> list[np.ndarray]:
-    """The prompts as arrays of token ids, checked."""
-    prompts = tokens_of(prompts, None)
-    if not prompts:
-        raise UserError("no prompt was given")
-    rows = []
-    for index, prompt in enumerate(prompts):
-        try:
-            rows.append(row := np.asarray(prompt))
-        except ValueError:
-            raise UserError(
-                f"prompt {index} must be a list of whole token ids, got {shown(prompt)}"
-            ) from None
-        if row.size == 0:
-            raise UserError(f"prompt {index} is empty: it needs at least one token")
-        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-            raise UserError(
-                f"prompt {index} must be a list of whole token ids, got shape {row.shape} of {row.dtype}; "
-                f"prompts are a list of such lists"
-            )
-        if row.min() < 0 or row.max() >= model.config.vocab_size:
-            raise UserError(
-                f"prompt {index} has token id {row.max() if row.min() >= 0 else row.min()}, "
-                f"the model's vocabulary is 0 … {model.config.vocab_size - 1}"
-            )
-    return rows
-
-
 _SAID: set[ModelConfig] = set()
-"""Models whose length was said to be exceeded."""
+"""Models whose length a warning said to be exceeded."""
 
 
 def check_length(
@@ -104,8 +29,8 @@ def check_length(
     cache: Cache | None = None,
     what: str = "new ones",
 ) -> None:
-    """Warn, once of a model, if the longest prompt (behind what a cache has read) with its `new` tokens, `what` they
-    are, is longer than the model is for: it runs, and what it says then is worth little."""
+    """Warn, once for a model, if the longest prompt with its `new` tokens (and with those that a cache has read) is
+    longer than the model is for: it runs, but its output may be meaningless. `what` names the new tokens."""
     shape = model.config
     read = np.array([row.size for row in rows])
     if cache is not None:
@@ -128,7 +53,7 @@ def check_arguments(
     cache: Any = None,
     implementation: str | None = None,
 ) -> None:
-    """Refuse what was not made for its place, and a policy for another model."""
+    """Refuse arguments of other types, a cache that is gone, and a policy for another model."""
     for name, given, kind, source in (
         ("model", model, Decoder, "kvjax.load_model"),
         ("policy", policy, Policy | None, "kvjax.make_policy"),
@@ -152,12 +77,12 @@ def check_arguments(
 
 
 def check_capacity(capacity: int | str) -> None:
-    """Refuse what is no capacity, whatever the model."""
+    """Refuse a text or number that is no capacity for any model."""
     capacity_pages(capacity, rows=1, page_size=1, page_bytes=1)
 
 
 def check_observers(policy: Policy, rows: list[np.ndarray], observers: list[np.ndarray]) -> None:
-    """Refuse tokens to look with of a policy that does not look, or not at a prompt's end."""
+    """Refuse observers for a policy that observes no tokens, or not at a prompt's end."""
     if len(observers) != len(rows):
         raise UserError(f"prefill: observers are one row a prompt, got {len(observers)} for {len(rows)}")
     if policy.compacts_answers:

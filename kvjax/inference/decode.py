@@ -1,6 +1,7 @@
 """Decoding: one token of each sequence after another, in one program, with compactions at the sequences' own times."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import Cache, Quota, check_finite
 from kvjax.inference.compaction import compacted
 from kvjax.inference.forward import forward
+from kvjax.inference.sampler import Counts, Logprobs, Sampler, draw, log_probabilities
 from kvjax.mesh import P
 from kvjax.models.decoder import Decoder
 from kvjax.policies.compiled import View
 from kvjax.struct import static, struct
 
 Before = tuple[Int[Array, "count l b k"], Int[Array, "count b"], Bool[Array, "count b"]]
-"""What a cache was before each of some steps: lengths of the rows, tokens seen, which sequences ran."""
+"""State of a cache before each of some steps: lengths of the head caches, tokens seen, which sequences ran."""
 
 
 @struct
@@ -25,18 +27,18 @@ class Recurring:
     """A compaction that comes again and again while decoding."""
 
     quota: Quota
-    """What it keeps, whenever a sequence is due."""
+    """How much it keeps, whenever a sequence is due."""
     every: Int[Array, ""]
-    """A sequence is, when it has a multiple of so many tokens."""
+    """A sequence is due when it has a multiple of so many tokens."""
     over: str = static()
-    """Who shares, as of `Shares`."""
+    """Who shares the budget: a field of `Shares`."""
     ties: str = static()
-    """As of `kvjax.topk.top`."""
+    """One of `kvjax.topk.TIES`."""
     observed: int = static(default=0)
     """How many of the last tokens are looked back at."""
 
     def __call__(self, model: Decoder, view: View, cache: Cache, running: Bool[Array, " b"]) -> Cache:
-        """The cache, compacted if one of the `running` sequences is due."""
+        """Return the cache, compacted if one of the `running` sequences is due."""
         # once the pool ran out nothing is freed, or the debt would be paid before anybody sees it
         due = running & (cache.seen % self.every == 0) & (cache.pages.free_count >= 0).all()
         sizes = {
@@ -67,16 +69,18 @@ def decode(
     recurring: Recurring | None = None,
     implementation: str | None = None,
 ) -> tuple[Cache, Any, Any, Before]:
-    """A token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache donated.
+    """Run one token of each sequence after another, as one scan with the cache as its carry. To be jitted, the cache
+    donated.
 
     Args:
-        carry, xs: as of `jax.lax.scan`, a step for each of `xs`.
-        feed: from the carry and a step's x the tokens to run, and which sequences run. Those that do not write nothing.
-        recurring: a compaction after each token, of the sequences for which it is time.
-        advance: from these and the logits after the tokens the next carry, and what is returned of the step.
+        carry, xs: those of `jax.lax.scan`, a step for each of `xs`.
+        feed: returns the tokens to run, and which sequences run, given the carry and a step's x. Sequences that do not
+            run write nothing.
+        advance: returns the next carry and the step's y, given the carry, x and the logits after the tokens.
+        recurring: a compaction after each token, of the sequences that are due.
 
     Returns:
-        the cache, the last carry, what was returned of every step, and what the cache was before each.
+        the cache, the last carry, every step's y, and the cache's state before each step.
     """
 
     def step(carried, x):
@@ -94,3 +98,63 @@ def decode(
 
     (cache, carry), (ys, before) = jax.lax.scan(step, (cache, carry), xs)
     return cache, carry, ys, before
+
+
+@functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "implementation"))
+def decode_block(
+    model: Decoder,
+    view: View,
+    cache: Cache,
+    token: Int[Array, " b"],
+    running: Bool[Array, " b"],
+    sampler: Sampler,
+    drawn_before: Int[Array, ""],
+    counts: Counts | None = None,
+    *,
+    count: int,
+    limit: Int[Array, ""] | None = None,
+    recurring: Recurring | None = None,
+    implementation: str | None = None,
+) -> tuple[
+    Cache,
+    tuple[Int[Array, "count b"], Logprobs | None],
+    tuple[Int[Array, " b"], Bool[Array, " b"], Counts | None],
+    Before,
+]:
+    """Feed `token`, then the drawn tokens, `count` in all. Sequences that are not `running` write nothing, and after
+    `limit` tokens (None: `count`) none does.
+
+    The drawn tokens do not depend on the blocks, but on how many were `drawn_before`.
+
+    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with who is
+    still running and the tokens' counts, and the cache's state before each token.
+    """
+    limit = jnp.int32(count) if limit is None else limit
+
+    def feed_last(carry, index):
+        token, running, _ = carry
+        return token, running & (index < limit)
+
+    def draw_next(carry, index, logits):
+        token, running, counts = carry
+        live = running & (index < limit)
+        new = jnp.where(live, draw(sampler, logits, drawn_before + index, counts), token)
+        counts = None if counts is None else counts.with_token(new, live)
+        running &= ~(live & sampler.ends(new, drawn_before + index + 1))
+        return (new, running, counts), (new, log_probabilities(sampler, logits, new))
+
+    cache, carry, drawn, before = decode(
+        model, view, cache, (token, running, counts), jnp.arange(count), feed_last, draw_next,
+        recurring=recurring, implementation=implementation,
+    )  # fmt: skip
+    return cache, drawn, carry, before
+
+
+@jax.jit
+def first_tokens(
+    sampler: Sampler, logits: Float[Array, "b v"], live: Bool[Array, " b"], counts: Counts | None
+):
+    """Draw the first token of each answer. Returns tokens, their log-probabilities, who goes on, and the counts."""
+    token = draw(sampler, logits, 0, counts)
+    counts = None if counts is None else counts.with_token(token, live)
+    return token, log_probabilities(sampler, logits, token), live & ~sampler.ends(token, 1), counts

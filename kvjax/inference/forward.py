@@ -1,4 +1,4 @@
-"""Feeding tokens to a model over its cache: what prefill and decoding have in common."""
+"""Tokens through all layers of a model, over its cache: what prefill and decoding have in common."""
 
 import dataclasses
 import functools
@@ -11,22 +11,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache import Cache
+from kvjax.cache import MAX_ENTRIES_PLANES, Cache
 from kvjax.cache.rollback import marked, taken_back
+from kvjax.cache.trail import newest, written
 from kvjax.inference.allocation import free_pages, grow, may_grow, more_pages, pool_pages
 from kvjax.inference.attention import cached_attention
 from kvjax.inference.footprint_log import log_call
-from kvjax.inference.observations import remembered, traces
-from kvjax.mesh import BATCH, P, batch_shards, put
+from kvjax.mesh import BATCH, HEADS, P, batch_shards, gather, put
 from kvjax.models.decoder import Attend, Decoder, scan_layers
 from kvjax.policies.compiled import States, View
-from kvjax.policies.interfaces import Trail
+from kvjax.policies.interfaces import BIAS, Trail
 from kvjax.policies.policy import Policy
+from kvjax.policies.views import Step
 
 CAPTURED = "hidden", "q", "k", "v", "q_pre", "k_pre", "lse"
-"""What can be captured of every layer: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
+"""Arrays of a layer to capture: fields of `Step`, and each query's log-sum-exp over all that it saw [b n t]."""
 MEMORIES = "state", "trail"
-"""What the methods remember after the tokens, too: `States`, and `Cache.trail`."""
+"""Memories of the methods after the tokens, to capture, too: `States`, and `Cache.trail`."""
 
 
 def forward(
@@ -47,7 +48,7 @@ def forward(
         capture: of `CAPTURED` and `MEMORIES`. What is large is streamed layer by layer by `kvjax.inference.capture`.
 
     Returns:
-        the cache, marked if hidden states are not finite (`kvjax.cache.finite`), the hidden states after the final
+        the cache, marked if hidden states are not finite (`kvjax.cache.checks`), the hidden states after the final
         norm, and what was captured, with a leading layer axis but for the trail. Those of padding mean nothing.
     """
     if view.window != cache.window:
@@ -65,7 +66,7 @@ def forward(
         token=tokens,
         **scanned,
     )
-    trail = remembered(cache, new, valid)
+    trail = _with_traces(cache, new, valid)
     captured |= {"trail": trail} if "trail" in capture else {}
     if write:
         seen = cache.seen + valid
@@ -75,7 +76,7 @@ def forward(
 
 
 def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> Int[Array, "b t"]:
-    """The true positions of a call's tokens, −1 for padding."""
+    """Return the true positions of a call's tokens, −1 for padding."""
     index = jnp.arange(tokens)
     return jnp.where(index < valid[:, None], seen[:, None] + index, -1)
 
@@ -83,8 +84,8 @@ def positions(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int) -> I
 def attending(
     cache: Cache, valid: Int[Array, " b"], write: bool, capture: Sequence[str], implementation: str | None
 ) -> Attend:
-    """`scan_layers`' attention over the cache: carries its pages if they are written; from a layer's cache and view
-    to the layer's cache, if it is written, what is captured, and what is to be written to the trail."""
+    """Return the attention over the cache that `scan_layers` calls: it carries the pages if they are written, and turns
+    a layer's cache and view into the layer's cache, if it is written, the captured arrays and the layer's traces."""
 
     def attend(step, pages, xs):
         (layer, view), step = xs, step.without_padding()
@@ -95,10 +96,39 @@ def attending(
         found = {"lse": lse, "state": layer.state}
         own = [name for name in capture if name != "trail"]
         captured = {name: found[name] if name in found else getattr(step, name) for name in own}
-        new = traces(view, step, cache.trail, valid)
+        new = _traces(view, step, cache.trail, valid)
         return o, pages if write else None, (layer if write else None, captured, new)
 
     return attend
+
+
+def _traces(view: View, step: Step, trail: Trail, valid: Int[Array, " b"]) -> Trail:
+    """Return what one layer's tokens add to the cache's observation buffer, `trail`. Raises ValueError for an
+    eviction whose trace is of another form than its trail."""
+    if view.eviction is None:
+        return ()
+
+    def local(eviction, step, valid):
+        found = eviction.trace(step)
+        if jax.tree.structure(found) != jax.tree.structure(trail):
+            raise ValueError(f"{eviction.label}: its trace is another pytree than its trail")
+        return jax.tree.map(lambda x, slots: newest(x, slots, valid).astype(step.k.dtype), found, slots)
+
+    slots = jax.tree.map(lambda ring: ring.shape[1], trail)
+    specs = jax.tree.map(lambda ring: P(BATCH, HEADS) if ring.ndim == 5 else P(BATCH), trail)
+    return jax.shard_map(local, out_specs=specs)(gather(view.eviction, "data", "fsdp"), step, valid)
+
+
+def _with_traces(cache: Cache, new: Trail, valid: Int[Array, " b"]) -> Trail:
+    """Return the cache's observation buffer with the `_traces` of a call, which have a leading layer axis."""
+    if not jax.tree.leaves(new):
+        return cache.trail
+
+    def local(trail, new, seen, valid):
+        return jax.tree.map(lambda ring, x: written(ring, x, seen, valid), trail, new)
+
+    specs = jax.tree.map(lambda ring: jax.typeof(ring).sharding.spec, cache.trail)
+    return jax.shard_map(local, out_specs=specs)(cache.trail, new, cache.seen, valid)
 
 
 @functools.partial(jax.jit, donate_argnums=2, static_argnames="implementation")
@@ -122,10 +152,27 @@ def last_logits(
 def memories(
     model: Decoder, view: View, cache: Cache, tokens: Int[Array, "b t"], valid: Int[Array, " b"]
 ) -> tuple[States, Trail, Int[Array, " shards"]]:
-    """The memories once the eviction looked at tokens that are not written, and the free count after `forward`."""
+    """Return the memories after the eviction looked at tokens that are not written, and `forward`'s free count."""
     cache, _, found = forward(model, view, cache, tokens, valid, write=False, capture=("state", "trail"))
     states = dataclasses.replace(cache.layers.state, eviction=found["state"].eviction)
     return states, found["trail"], cache.pages.free_count
+
+
+def drop_observation_state(cache: Cache, later: View) -> Cache:
+    """Return the cache (donated) without the memories and entry metadata of methods that `later`, which goes on with
+    it, does not have. They would miss the tokens to come, and a method that had them again could not tell. Policies
+    that only differ in an eviction whose work is done then run one program."""
+    lasting = {*later.planes, *MAX_ENTRIES_PLANES, BIAS}
+    numbers, planes = (
+        {name: plane for name, plane in x.items() if name in lasting}
+        for x in (cache.layers.numbers, cache.pages.planes)
+    )
+    layers, pages = cache.layers, dataclasses.replace(cache.pages, planes=planes)
+    layers = dataclasses.replace(layers, numbers=numbers)
+    if later.eviction is not None:
+        return dataclasses.replace(cache, pages=pages, layers=layers)
+    layers = dataclasses.replace(layers, state=dataclasses.replace(layers.state, eviction=()))
+    return dataclasses.replace(cache, pages=pages, layers=layers, trail=())
 
 
 SIZES = 16, 64, 256, 1024, 2048, 4096, 8192, 16384
@@ -135,8 +182,8 @@ LITTLE = 32
 
 
 def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
-    """How calls of at most `chunk` tokens read so many: of each its tokens, and the size that they are padded to: one
-    of `SIZES`, or the chunk. At most a quarter is padding, or `LITTLE`."""
+    """Split so many tokens into calls of at most `chunk`: yield the tokens of each, and the size that they are padded
+    to, one of `SIZES` or the chunk. At most a quarter is padding, or `LITTLE`."""
     sizes = [*(size for size in SIZES if size < chunk), max(chunk, SIZES[0])]
     left = tokens
     while left:
@@ -149,7 +196,7 @@ def pieces(tokens: int, chunk: int) -> Iterator[tuple[int, int]]:
 
 
 def bucket(tokens: int) -> int:
-    """The padded length that so many tokens are compiled for where they cannot be cut: 16 · 2ⁿ or 24 · 2ⁿ."""
+    """Return the padded length that so many tokens are compiled for where they cannot be cut: 16 · 2ⁿ or 24 · 2ⁿ."""
     size = 16
     while size < tokens:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -157,7 +204,7 @@ def bucket(tokens: int) -> int:
 
 
 def padded(rows: list[np.ndarray], size: int) -> tuple[jax.Array, jax.Array]:
-    """Rows as one batch on the mesh, padded to `size` tokens and with empty rows to a multiple of the batch shards."""
+    """Return rows as one batch on the mesh: padded to `size` tokens, and with empty rows for all batch shards."""
     shards = batch_shards()
     batch = -(-len(rows) // shards) * shards
     tokens, valid = np.zeros((batch, size), np.int32), np.zeros(batch, np.int32)
@@ -178,7 +225,7 @@ def feed(
     room: int = 0,
     grows: bool = True,
 ) -> tuple[Cache, Float[Array, "b v"]]:
-    """All of `rows` through the model, at most `chunk` tokens a call.
+    """Run all of `rows` through the model, at most `chunk` tokens a call.
 
     Args:
         host, view: of the compiled policy, the view `read` or `extend`.

@@ -5,215 +5,33 @@ pool's free count between blocks only.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
-from kvjax.cache import Cache, Stats
+from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.inference import eviction
 from kvjax.inference.allocation import copy_for_question, new_cache
-from kvjax.inference.checks import (
-    Prompts,
-    check_arguments,
-    check_continues,
-    check_in_front,
-    check_length,
-    token_rows,
-    tokens_of,
-)
-from kvjax.inference.decode import Before, Recurring, decode
+from kvjax.inference.answers import Answers, Block, Generation, stop_tokens_of, whole_answers
+from kvjax.inference.checks import check_arguments, check_continues, check_in_front, check_length
+from kvjax.inference.decode import decode_block, first_tokens
 from kvjax.inference.footprint_log import log_steps
-from kvjax.inference.forward import feed
-from kvjax.inference.observations import drop_observation_state
-from kvjax.inference.prefill import CHUNK, compiled_policy
-from kvjax.inference.sampler import (
-    Counts,
-    Logprobs,
-    Sampler,
-    count_tokens,
-    draw,
-    log_probabilities,
-    make_sampler,
-)
-from kvjax.inference.sharing import branched, placed, places
-from kvjax.inference.text import cut, decoded, stop_tokens_of
-from kvjax.mesh import BATCH, put, use_mesh
+from kvjax.inference.forward import drop_observation_state, feed
+from kvjax.inference.prefill import CHUNK
+from kvjax.inference.sampler import count_tokens, make_sampler
+from kvjax.mesh import BATCH, batch_shards, put, use_mesh
+from kvjax.models.chat import Prompts, listed, token_rows
 from kvjax.models.decoder import Decoder
-from kvjax.policies.compiled import View
 from kvjax.policies.policy import Policy
 from kvjax.sampling_params import SamplingParams
 
 BLOCK = 16
 """Tokens between two looks of the host at what was generated."""
 GREEDY = SamplingParams()
-
-
-class AnswerLogprobs(NamedTuple):
-    """Log-probabilities of an answer's tokens by the model's own distribution."""
-
-    chosen: Float[np.ndarray, " t"]
-    alternatives: list[dict[int, float]]
-    """The most likely tokens at each place, with theirs."""
-
-
-class Block(NamedTuple):
-    """New tokens of every answer, and the cache after them."""
-
-    tokens: list[np.ndarray]
-    """New tokens of each answer, its stop token included."""
-    cache: Cache
-    """It is donated to the next block: read what you want of it at once."""
-    logprobs: list[AnswerLogprobs] | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """Answers to prompts, one entry an answer in every list."""
-
-    tokens: list[np.ndarray]
-    """Without the stop token or the stop text."""
-    finish_reasons: list[Literal["stop", "length"]]
-    stats: Stats
-    """Sizes of the cache at the end, with its sequences in the answers' order."""
-    prompts: list[int]
-    """Index of each answer's prompt."""
-    texts: list[str] | None = None
-    """None without a tokenizer."""
-    logprobs: list[AnswerLogprobs] | None = None
-
-    def __repr__(self) -> str:
-        """In two or three lines: how long the answers are and why they ended, what they say, what the cache holds."""
-        counts = ", ".join(str(len(tokens)) for tokens in self.tokens[:8]) + (
-            ", …" if len(self.tokens) > 8 else ""
-        )
-        reasons = ", ".join(
-            f"{self.finish_reasons.count(x)} by {x}" for x in dict.fromkeys(self.finish_reasons)
-        )
-        texts = "" if self.texts is None else f"\n  texts={shown(self.texts)},"
-        lengths = f"{len(self.tokens)} answers of {counts} tokens"
-        return f"Generation({lengths}, ended {reasons},{texts}\n  stats={self.stats})"
-
-
-@functools.partial(jax.jit, donate_argnums=2, static_argnames=("count", "implementation"))
-def decode_block(
-    model: Decoder,
-    view: View,
-    cache: Cache,
-    token: Int[Array, " b"],
-    running: Bool[Array, " b"],
-    sampler: Sampler,
-    drawn_before: Int[Array, ""],
-    counts: Counts | None = None,
-    *,
-    count: int,
-    limit: Int[Array, ""] | None = None,
-    recurring: Recurring | None = None,
-    implementation: str | None = None,
-) -> tuple[
-    Cache,
-    tuple[Int[Array, "count b"], Logprobs | None],
-    tuple[Int[Array, " b"], Bool[Array, " b"], Counts | None],
-    Before,
-]:
-    """Feed `token`, then what was drawn, `count` times in all. Rows that are not `running` write nothing, and after
-    `limit` tokens (None: `count`) none does.
-
-    What is drawn does not depend on the blocks, but on how many were `drawn_before`.
-
-    Returns the cache, the drawn tokens with their log-probabilities if these are wanted, the last tokens with who is
-    still running and the tokens' counts, and what the cache was before each token.
-    """
-    limit = jnp.int32(count) if limit is None else limit
-
-    def feed_last(carry, index):
-        token, running, _ = carry
-        return token, running & (index < limit)
-
-    def draw_next(carry, index, logits):
-        token, running, counts = carry
-        live = running & (index < limit)
-        new = jnp.where(live, draw(sampler, logits, drawn_before + index, counts), token)
-        counts = None if counts is None else counts.with_token(new, live)
-        running &= ~(live & sampler.ends(new, drawn_before + index + 1))
-        return (new, running, counts), (new, log_probabilities(sampler, logits, new))
-
-    cache, carry, drawn, before = decode(
-        model, view, cache, (token, running, counts), jnp.arange(count), feed_last, draw_next,
-        recurring=recurring, implementation=implementation,
-    )  # fmt: skip
-    return cache, drawn, carry, before
-
-
-@jax.jit
-def _first(sampler: Sampler, logits: Float[Array, "b v"], live: Bool[Array, " b"], counts: Counts | None):
-    """Draw the first tokens: they, their log-probabilities, who goes on, and the counts."""
-    token = draw(sampler, logits, 0, counts)
-    counts = None if counts is None else counts.with_token(token, live)
-    return token, log_probabilities(sampler, logits, token), live & ~sampler.ends(token, 1), counts
-
-
-@dataclasses.dataclass
-class _Answers:
-    """The answers of a batch as they grow, and which of them have ended."""
-
-    params: list[SamplingParams]
-    ends: list[tuple[int, ...]]
-    """Stop tokens of each."""
-    stops: list[tuple[str, ...]]
-    """Stop texts of each."""
-    order: Sequence[int]
-    """The row of each in the batch."""
-    tokenizer: Any
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-
-    def block(
-        self, drawn: tuple[Array, Logprobs | None], running: Bool[np.ndarray, " rows"], most: int
-    ) -> tuple[list[np.ndarray], list[AnswerLogprobs] | None]:
-        """Return the own tokens of a block [count b], of which the first `most` count: up to and with the stop token,
-        nothing of an answer that had ended."""
-        tokens, found = np.asarray(drawn[0])[:most], drawn[1]
-        made = [len(x) for x in self.tokens] or [0] * len(self.order)
-        counts = []
-        for row, one, ends, had in zip(self.order, self.params, self.ends, made, strict=True):
-            stops = np.flatnonzero(np.isin(tokens[:, row], ends))
-            count = stops[0] + 1 if stops.size else len(tokens)
-            counts.append(min(count, one.max_new_tokens - had) if running[row] else 0)
-        new = [tokens[:count, row] for row, count in zip(self.order, counts, strict=True)]
-        before = self.tokens or [part[:0] for part in new]
-        self.tokens = [np.concatenate(pair) for pair in zip(before, new, strict=True)]
-        if found is None:
-            return new, None
-        chosen, ids, values = map(np.asarray, (found.chosen, found.tokens, found.values))
-        return new, [
-            AnswerLogprobs(
-                chosen[:count, row],
-                [
-                    dict(zip(*place, strict=True))
-                    for place in zip(
-                        ids[:count, row, : one.logprobs or 0].tolist(),
-                        values[:count, row, : one.logprobs or 0].tolist(),
-                        strict=True,
-                    )
-                ],
-            )
-            for row, count, one in zip(self.order, counts, self.params, strict=True)
-        ]
-
-    def still(self, running: Bool[Array, " b"]) -> Bool[Array, " b"]:
-        """Return who still runs: not those in whose answer a stop text has come."""
-        if not any(self.stops):
-            return running
-        ended = np.zeros(running.shape[0], bool)
-        for row, tokens, stop in zip(self.order, self.tokens, self.stops, strict=True):
-            ended[row] = cut(tokens, self.tokenizer, stop) is not None
-        return running & ~put(ended, BATCH)
 
 
 @named_arguments()
@@ -240,19 +58,20 @@ def stream(
     check_arguments("generate", model, policy, cache, implementation)
     page_size = None if page_size is None else whole_number("generate", "page_size", page_size)
     chunk, block = whole_number("generate", "chunk", chunk), whole_number("generate", "block", block)
-    asked = token_rows(model, tokens_of(prompts, tokenizer, "whole" if cache is None else "end"))
-    params, numbers = sampling_of(sampling, len(asked))
+    part = "whole" if cache is None else "end"
+    asked = token_rows(prompts, model.config.vocab_size, tokenizer, part)
+    params, prompt_of, numbers = _by_answer(sampling, len(asked))
     _check_shared(params, cache, share)
     stops, ids = zip(*(stop_tokens_of(one.stop, tokenizer) for one in params), strict=True)
     params = [
         dataclasses.replace(one, stop_token_ids=(*one.stop_token_ids, *own))
         for one, own in zip(params, ids, strict=True)
     ]
-    rows = [row for row, one in zip(asked, _each(sampling, asked), strict=True) for _ in range(one.n)]
+    rows = [asked[prompt] for prompt in prompt_of]
     longest_answer = max(one.max_new_tokens for one in params)
     # the caller's code runs between the blocks, so no mesh may stay set there
     with use_mesh(model):
-        compiled = compiled_policy(policy, model)
+        compiled = (policy or Policy()).compile(model)
         host = compiled.host
         order: Sequence[int] = range(len(rows))
         if cache is None:
@@ -266,8 +85,8 @@ def stream(
                     "capacity is stated where the cache is made (prefill), not where it is continued"
                 )
             if share is not False:
-                cache, order = branched(cache, share, params[0].n, len(rows))
-                rows = placed(rows, order, cache.seen.shape[0])
+                cache, order = forked(cache, share, params[0].n, len(rows))
+                rows = _in_batch(rows, order, cache.seen.shape[0])
             else:
                 check_in_front("generate", cache)
             check_continues(cache, model, compiled, rows)
@@ -282,17 +101,17 @@ def stream(
         batch, vocabulary = held.seen.shape[0], model.config.vocab_size
         eos = model.config.eos_ids
         sampler = make_sampler(params, numbers, eos, vocabulary, order, batch)
-        of_rows = placed(rows, order, batch) if share is False else rows
+        of_rows = _in_batch(rows, order, batch) if share is False else rows
         counts = count_tokens(sampler, of_rows, vocabulary)
         live = np.isin(np.arange(batch), order)
-        token, found, running, counts = _first(sampler, after, put(live, BATCH), counts)
+        token, found, running, counts = first_tokens(sampler, after, put(live, BATCH), counts)
         ends = [(*(() if one.ignore_eos else eos), *one.stop_token_ids) for one in params]
-        answers = _Answers(params, ends, list(stops), order, tokenizer)
+        answers = Answers(params, ends, list(stops), order, tokenizer)
         new, logprobs = answers.block(jax.tree.map(lambda x: x[None], (token, found)), live, 1)
         caches.check(held, host.name, longest_answer)
         running = answers.still(running)
         again = eviction.recurring(host, held)
-    yield Block(new, held, logprobs)
+    yield Block(new, held, order, logprobs)
     made = 1
     while made < longest_answer and (before := np.asarray(running)[: len(rows)]).any():
         with use_mesh(model):
@@ -309,30 +128,24 @@ def stream(
         with use_mesh(model):
             running = answers.still(running)
             held = eviction.after_block(model, compiled, held, np.asarray(running)[: len(rows)], made - 1)
-        yield Block(new, held, logprobs)
+        yield Block(new, held, order, logprobs)
 
 
-def _each(
-    sampling: SamplingParams | Sequence[SamplingParams], prompts: Sequence[Any]
-) -> list[SamplingParams]:
-    """Return the sampling parameters of each prompt. Raises UserError for another number of them."""
-    if isinstance(sampling, SamplingParams):
-        return [sampling] * len(prompts)
-    given = list(sampling) if isinstance(sampling, Sequence) else []
-    if len(given) != len(prompts) or not all(isinstance(one, SamplingParams) for one in given):
+def _by_answer(
+    sampling: SamplingParams | Sequence[SamplingParams], prompts: int
+) -> tuple[list[SamplingParams], list[int], list[int]]:
+    """Return each answer's parameters, its prompt, and its number among the answers of its prompt. Raises UserError
+    unless there is one for all prompts or one for each."""
+    each = [sampling] * prompts if isinstance(sampling, SamplingParams) else sampling
+    each = list(each) if isinstance(each, Sequence) else []
+    if len(each) != prompts or not all(isinstance(one, SamplingParams) for one in each):
         raise UserError(
-            f"generate: sampling must be one SamplingParams or one for each of {len(prompts)} prompts, got "
+            f"generate: sampling must be one SamplingParams or one for each of {prompts} prompts, got "
             f"{shown(sampling)}"
         )
-    return given
-
-
-def sampling_of(
-    sampling: SamplingParams | Sequence[SamplingParams], prompts: int
-) -> tuple[list[SamplingParams], list[int]]:
-    """Return the parameters of each answer, and its number among the answers of its prompt."""
-    each = _each(sampling, range(prompts))
-    return [one for one in each for _ in range(one.n)], [i for one in each for i in range(one.n)]
+    answers = [(one, prompt, number) for prompt, one in enumerate(each) for number in range(one.n)]
+    params, prompt_of, numbers = map(list, zip(*answers, strict=True))
+    return params, prompt_of, numbers
 
 
 def _check_shared(params: Sequence[SamplingParams], cache: Cache | None, share: Any) -> None:
@@ -345,6 +158,57 @@ def _check_shared(params: Sequence[SamplingParams], cache: Cache | None, share: 
         raise UserError(
             "generate: n answers of a cache are forks of it, which share its pages: give share=True"
         )
+
+
+def forked(cache: Cache, share: Any, samples: int, answers: int) -> tuple[Cache, list[int]]:
+    """Return a cache with a sequence for each of so many answers, `samples` to each question, that shares its context's
+    pages, and each answer's row in the batch. A fork stays on the devices of its context, where empty rows follow.
+    Nothing is copied yet (`kvjax.inference.allocation.copy_for_question`)."""
+    check_in_front("generate", cache)
+    contexts = int((np.asarray(cache.seen) > 0).sum())
+    context_of = np.repeat(_contexts(share, answers // samples, contexts), samples).tolist()
+    shards = batch_shards()
+    own = cache.seen.shape[0] // shards
+    rows: list[list[int]] = [[] for _ in range(shards)]
+    found = []
+    for context in context_of:
+        rows[context // own].append(context % own)
+        found.append((context // own, len(rows[context // own]) - 1))
+    most = max(map(len, rows))
+    index = np.full((shards, most), -1, np.int32)
+    for shard, of in enumerate(rows):
+        index[shard, : len(of)] = of
+    order = [shard * most + place for shard, place in found]
+    return caches.selected(cache, put(index.reshape(-1), BATCH)), order
+
+
+def _contexts(share: Any, questions: int, contexts: int) -> list[int]:
+    """Return the context of each question. Raises UserError for a `share` that does not fit."""
+    if share is True:
+        if questions % contexts:
+            raise UserError(
+                f"generate: share=True asks of each of the cache's {contexts} contexts as many questions, one "
+                f"context's after another's, got {questions}; share=[0, 0, 1, …] says whose each is"
+            )
+        return [index // (questions // contexts) for index in range(questions)]
+    if not isinstance(share, Sequence | np.ndarray) or isinstance(share, str):
+        raise UserError(
+            f"generate: share must be True, False or a list with each question's context, got {shown(share)}"
+        )
+    found = [whole_number("generate", "a context in share", x, 0, contexts - 1) for x in share]
+    if len(found) != questions:
+        raise UserError(
+            f"generate: share must say the context of each of {questions} questions, got {len(found)}"
+        )
+    return found
+
+
+def _in_batch(rows: Sequence[np.ndarray], order: Sequence[int], batch: int) -> list[np.ndarray]:
+    """Return a batch of `batch` rows with these in the places of `order`, the others empty."""
+    found = [np.zeros(0, np.int32)] * batch
+    for row, place in zip(rows, order, strict=True):
+        found[place] = row
+    return found
 
 
 @named_arguments()
@@ -386,55 +250,15 @@ def generate(
         UserError, CapacityError: as in `prefill`, and for logits that are not finite; never after a wrong token was
             returned.
     """
-    check_arguments("generate", model, policy, cache, implementation)
-    asked = tokens_of(prompts, tokenizer, "whole" if cache is None else "end")
-    blocks: list[Block] = []
+    asked, blocks = listed(prompts), []
     for new in stream(
         model, asked, sampling, tokenizer=tokenizer, policy=policy, cache=cache, share=share, capacity=capacity,
         page_size=page_size, chunk=chunk, block=block, implementation=implementation,
     ):  # fmt: skip
-        stats = caches.stats(new.cache, len(new.tokens) if share is False else None)
-        blocks.append(Block(new.tokens, new.cache, new.logprobs))
-    each = _each(sampling, asked)
-    params, _ = sampling_of(sampling, len(asked))
-    if share is not False and cache is not None:
-        with use_mesh(model):
-            order = places(cache, share, params[0].n, len(params))[1]
-        stats = dataclasses.replace(stats, entries=stats.entries[:, order], tokens=stats.tokens[order])
-    numbers = [index for index, one in enumerate(each) for _ in range(one.n)]
-    return whole_answers(blocks, params, numbers, stats, model.config.eos_ids, tokenizer)
-
-
-def whole_answers(
-    blocks: Sequence[Block],
-    params: Sequence[SamplingParams],
-    prompts: list[int],
-    stats: Stats,
-    eos: Sequence[int],
-    tokenizer: Any,
-) -> Generation:
-    """Return the answers of the blocks that `stream` gave, each whole, without the stop token or the text that ended
-    it."""
-    tokens, reasons, texts = [], [], []
-    lines = map(np.concatenate, zip(*(block.tokens for block in blocks), strict=True))
-    for line, one in zip(lines, params, strict=True):
-        stop, ids = stop_tokens_of(one.stop, tokenizer)
-        ends = (*(() if one.ignore_eos else eos), *one.stop_token_ids, *ids)
-        stopped = line.size > 0 and bool(np.isin(line[-1], ends))
-        line = line[:-1] if stopped else line
-        found = cut(line, tokenizer, stop)
-        tokens.append(line if found is None else line[: found[0]])
-        reasons.append("stop" if found or stopped else "length")
-        if tokenizer is not None:
-            texts.append(decoded(tokenizer, line) if found is None else found[1])
-    logprobs = None
-    if any(one.logprobs is not None for one in params):
-        parts = zip(*(block.logprobs or [] for block in blocks), strict=True)
-        logprobs = [
-            AnswerLogprobs(
-                np.concatenate([x.chosen for x in own])[: len(line)],
-                [place for x in own for place in x.alternatives][: len(line)],
-            )
-            for own, line in zip(parts, tokens, strict=True)
-        ]
-    return Generation(tokens, reasons, stats, prompts, texts or None, logprobs)
+        # now, since the cache is donated to the next block
+        stats = caches.stats(new.cache)
+        blocks.append(new)
+    order = list(blocks[-1].order)
+    stats = dataclasses.replace(stats, entries=stats.entries[:, order], tokens=stats.tokens[order])
+    params, prompt_of, _ = _by_answer(sampling, len(asked))
+    return whole_answers(blocks, params, prompt_of, stats, model.config.eos_ids, tokenizer)

@@ -12,28 +12,15 @@ from kvjax.cache import Cache
 from kvjax.errors import UserError, named_arguments, whole_number
 from kvjax.inference import eviction
 from kvjax.inference.allocation import new_cache
-from kvjax.inference.checks import (
-    Prompts,
-    check_arguments,
-    check_length,
-    check_observers,
-    token_rows,
-    tokens_of,
-)
+from kvjax.inference.checks import check_arguments, check_length, check_observers
 from kvjax.inference.forward import padded
 from kvjax.mesh import use_mesh
+from kvjax.models.chat import Prompts, token_rows
 from kvjax.models.decoder import Decoder
-from kvjax.policies import make_policy
-from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.policy import Policy
 
 CHUNK = 16384
 """Prompt tokens in one call; longer prompts come in chunks of it."""
-
-
-def compiled_policy(policy: Policy | None, model: Decoder) -> CompiledPolicy:
-    """Compile a policy for a model, on the current mesh; the full cache where none is given."""
-    return (make_policy("full") if policy is None else policy).compile(model)
 
 
 @named_arguments()
@@ -80,14 +67,13 @@ def prefill(
     max_new_tokens = whole_number("prefill", "max_new_tokens", max_new_tokens, 0)
     page_size = None if page_size is None else whole_number("prefill", "page_size", page_size)
     chunk = whole_number("prefill", "chunk", chunk)
-    tokens = tokens_of(tokens, tokenizer, "beginning")
-    observers = None if observers is None else tokens_of(observers, tokenizer, "end")
+    vocabulary = model.config.vocab_size
+    rows = token_rows(tokens, vocabulary, tokenizer, "beginning")
+    behind = None if observers is None else token_rows(observers, vocabulary, tokenizer, "end")
     with use_mesh(model):
-        compiled = compiled_policy(policy, model)
-        rows, behind = token_rows(model, tokens), None
+        compiled = (policy or Policy()).compile(model)
         room = max_new_tokens
-        if observers is not None:
-            behind = token_rows(model, observers)
+        if behind is not None:
             room = max(room, *(row.size for row in behind))
             check_observers(compiled.host, rows, behind)
         cache = new_cache(model, compiled, rows, room, page_size, capacity)
@@ -106,7 +92,7 @@ def logits(model: Decoder, tokens: Prompts) -> Float[np.ndarray, "b t v"]:
     """
     check_arguments("logits", model)
     with use_mesh(model):
-        rows = token_rows(model, tokens)
+        rows = token_rows(tokens, model.config.vocab_size)
         if len({row.size for row in rows}) > 1:
             raise UserError(
                 f"logits: sequences must have one length, got {sorted({row.size for row in rows})}"

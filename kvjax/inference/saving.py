@@ -31,10 +31,9 @@ from kvjax.errors import UserError, named_arguments, shown, whole_number
 from kvjax.files import locked, write_text
 from kvjax.inference.allocation import laid_out, stored_as
 from kvjax.inference.checks import check_arguments, check_fits, check_in_front
-from kvjax.inference.observations import drop_observation_state
+from kvjax.inference.forward import drop_observation_state
 from kvjax.mesh import SHARDS, axis_size, batch_shards, use_mesh
 from kvjax.models.decoder import Decoder
-from kvjax.policies import make_policy
 from kvjax.policies.compiled import CompiledPolicy
 from kvjax.policies.interfaces import Method
 from kvjax.policies.policy import Policy
@@ -45,10 +44,6 @@ OVERHEAD = 16 * 2**20
 """Bytes of a saved cache's files beside the arrays', at most."""
 OWN = re.compile(rf"arrays-[0-9a-f]{{8}}.*|{re.escape(DESCRIPTION)}|\.{re.escape(DESCRIPTION)}\.\d+")
 """Names of what is in the folder, also when a writer was stopped."""
-
-
-def _compiled(model: Decoder, policy: Policy | None) -> CompiledPolicy:
-    return (make_policy("full") if policy is None else policy).compile(model)
 
 
 @named_arguments()
@@ -138,7 +133,7 @@ def _saved_as(
     where: str, cache: Cache, model: Decoder, policy: Policy | None
 ) -> tuple[Cache, CompiledPolicy]:
     """Return the cache as it goes on with the policy, and the compiled policy. Refuses what cannot be saved."""
-    compiled = _compiled(model, policy)
+    compiled = (policy or Policy()).compile(model)
     check_in_front(where, cache)
     check_fits(cache, model, compiled)
     caches.free_counts(cache)  # an error for a cache that is not finite
@@ -273,7 +268,7 @@ def read_cache(
     check_arguments("load_cache", model, policy)
     page_size = None if page_size is None else whole_number("load_cache", "page_size", page_size)
     with use_mesh(model):
-        compiled = _compiled(model, policy)
+        compiled = (policy or Policy()).compile(model)
         try:
             if not path.is_dir():
                 raise UserError(f"{path}: no cache is saved here")

@@ -1,18 +1,86 @@
-"""Text and chat messages as a model's tokens, through the tokenizer's chat template where it has one."""
+"""Prompts as a model's tokens: token ids as they are, texts and chat messages through the tokenizer's chat template
+where it has one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int
 
 from kvjax.chat_template import PLACE, around, templated, token_ids
 from kvjax.errors import UserError, check_unicode, shown
 
+Prompts = Iterable[Any]
+"""Token ids, a sequence a prompt; with a tokenizer also texts and chats."""
+Part = Literal["whole", "beginning", "end"]
+"""Part of a user's turn that a text is: "whole" ends where the model answers; "beginning" leaves the turn open, for
+texts to come; "end" is such a text, and closes the turn."""
 
-def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end"] = "whole") -> list[int]:
-    """The tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
+
+def listed(prompts: Prompts) -> list[Any]:
+    """Return prompts as a list. Raises UserError for what is no list of them."""
+    if isinstance(prompts, Mapping):
+        what = f"a {type(prompts).__name__} of {', '.join(map(str, prompts))}"
+        raise UserError(
+            f"prompts must be a list of lists of token ids, got {what}: give its 'input_ids', unpadded"
+        )
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list of prompts, got one text: [{shown(prompts)}]")
+    try:
+        return list(prompts)
+    except TypeError:
+        raise UserError(f"prompts must be a list of lists of token ids, got {shown(prompts)}") from None
+
+
+def token_rows(
+    prompts: Prompts, vocabulary: int, tokenizer: Any = None, part: Part = "whole"
+) -> list[Int[np.ndarray, " _"]]:
+    """Return prompts as arrays of token ids.
+
+    Args:
+        vocabulary: size of the model's.
+        tokenizer: for texts and chats.
+        part: that of texts, where the tokenizer has a chat template.
+
+    Raises UserError for texts without a tokenizer, and for prompts that are empty or no token ids of the vocabulary.
+    """
+    prompts = listed(prompts)
+    if any(isinstance(prompt, Mapping) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one chat: [[{'role': …}, …]]")
+    if tokenizer is None and any(isinstance(prompt, str) or is_chat(prompt) for prompt in prompts):
+        raise UserError(f"prompts must be token ids, got text, {shown(prompts)}: text needs tokenizer=")
+    if tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+        raise UserError(f"tokenizer must come from kvjax.load_tokenizer, got {shown(tokenizer)}")
+    if not prompts:
+        raise UserError("no prompt was given")
+    rows = []
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, str) or is_chat(prompt):
+            prompt = encode(tokenizer, prompt, part)
+        try:
+            rows.append(row := np.asarray(prompt))
+        except ValueError:
+            raise UserError(
+                f"prompt {index} must be a list of whole token ids, got {shown(prompt)}"
+            ) from None
+        if row.size == 0:
+            raise UserError(f"prompt {index} is empty: it needs at least one token")
+        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+            raise UserError(
+                f"prompt {index} must be a list of whole token ids, got shape {row.shape} of {row.dtype}; "
+                f"prompts are a list of such lists"
+            )
+        if row.min() < 0 or row.max() >= vocabulary:
+            raise UserError(
+                f"prompt {index} has token id {row.max() if row.min() >= 0 else row.min()}, "
+                f"the model's vocabulary is 0 … {vocabulary - 1}"
+            )
+    return rows
+
+
+def encode(tokenizer: Any, prompt: Any, part: Part = "whole") -> list[int]:
+    """Return the tokens of a text, which is a user's turn where there is a chat template, or of a chat's messages
     (`{"role": …, "content": …}`), of which the last is the user's.
-
-    part: "whole" ends where the model answers. "beginning" leaves the last turn open, for texts to come, and "end" is
-    such a text: it closes the turn.
 
     Raises UserError for what is neither, and for messages without a template or as an end.
     """
@@ -41,8 +109,18 @@ def encode(tokenizer: Any, prompt: Any, part: Literal["whole", "beginning", "end
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it looks like a chat's messages."""
+    """Return True for what looks like a chat's messages."""
     return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Return True for a sequence of whole numbers."""
+    return (
+        not isinstance(prompt, str | Mapping)
+        and hasattr(prompt, "__len__")
+        and len(prompt) > 0
+        and all(isinstance(token, int | np.integer) and not isinstance(token, bool) for token in prompt)
+    )
 
 
 def _messages(prompt: Any) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ from kvjax.checkpoints.orbax import abstract
 from kvjax.cli.launch import MeshShape, parse_command
 from kvjax.errors import UserError, whole_number
 from kvjax.inference.allocation import laid_out, layout_for
+from kvjax.inference.decode import decode_block
 from kvjax.inference.eviction import recurring
 from kvjax.inference.forward import last_logits, pieces
-from kvjax.inference.generate import BLOCK, decode_block
+from kvjax.inference.generate import BLOCK
 from kvjax.inference.prefill import CHUNK
 from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH, P, batch_shards, use_mesh

@@ -25,9 +25,8 @@ from kvjax.cache import Layout, Quota
 from kvjax.checkpoints.orbax import abstract
 from kvjax.inference.allocation import copy_shared_pages, laid_out, page_size_of
 from kvjax.inference.compaction import compact
-from kvjax.inference.decode import Recurring
+from kvjax.inference.decode import Recurring, decode_block
 from kvjax.inference.forward import last_logits
-from kvjax.inference.generate import decode_block
 from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH, HEADS, SHARDS, make_mesh
 from kvjax.models.config import ModelConfig

@@ -11,7 +11,7 @@ from kvjax import inference
 from kvjax.builtin import builtin_model
 from kvjax.inference import allocation
 from kvjax.inference.allocation import empty_cache
-from kvjax.inference.generate import decode_block
+from kvjax.inference.decode import decode_block
 from kvjax.inference.sampler import make_sampler
 from kvjax.mesh import BATCH as SEQUENCES
 from kvjax.mesh import put, use_mesh

@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from kvjax import cache as caches
 from kvjax.errors import UserError
 from kvjax.inference import allocation, generate, prefill
-from kvjax.inference.sharing import branched
+from kvjax.inference.generate import forked
 from kvjax.mesh import AXES, BATCH, HEADS, make_mesh, put, use_mesh
 from kvjax.policies import make_policy
 from kvjax.sampling_params import SamplingParams
@@ -333,7 +333,7 @@ def test_a_copy_that_no_device_has_the_memory_for_is_refused(model, monkeypatch)
 
     def asked(share, pages):
         monkeypatch.setattr(caches, "device_bytes", lambda **_: page_bytes * pages)
-        forks = branched(cache, True, 1, 4)[0] if share else cache
+        forks = forked(cache, True, 1, 4)[0] if share else cache
         return allocation.copy_for_question(policy, forks, 200, 2).pages.pool.shape[0]
 
     with use_mesh(model):

@@ -10,9 +10,10 @@ from kvjax import cache as caches
 from kvjax import inference
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
+from kvjax.inference.answers import final_length, stop_place, stop_tokens_of
+from kvjax.inference.decode import decode_block
 from kvjax.inference.forward import last_logits
-from kvjax.inference.generate import BLOCK, decode_block
-from kvjax.inference.text import final_length, stop_place, stop_tokens_of
+from kvjax.inference.generate import BLOCK
 from kvjax.mesh import make_mesh
 from kvjax.models import load
 from kvjax.policies import Adaptive, Entries, Policy, Schedule, SnapKV
