@@ -17,7 +17,7 @@ from kvjax.llm import LLM
 from kvjax.sampling_params import SamplingParams
 
 TURNS = "turns"
-"""Of a saved cache's description: who said what."""
+"""Name of the conversation in a saved cache's description."""
 
 
 class Session:
@@ -54,7 +54,7 @@ class Session:
                 stacklevel=2,
             )
         self.cache: Cache | None = None
-        """What the model remembers of it; None before the first turn."""
+        """Cache of the conversation; None before the first turn."""
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
         """Who said what so far."""
         if system and not self._templated:
@@ -118,7 +118,7 @@ class Session:
         return said
 
     def _next(self, text: str) -> str:
-        """What a user's turn adds to the text so far."""
+        """Return what a user's turn adds to the text so far."""
         if not self._templated:
             return text
         whole = templated(self.llm.tokenizer, [*self.messages, {"role": "user", "content": text}])

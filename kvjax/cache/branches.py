@@ -42,8 +42,8 @@ def _selected(cache, index):
 def branched_rows(
     layers: LayerCache, seen: Int[Array, " b"], trail: Any, index: Int[Array, " n"], *, pages: int
 ) -> tuple[LayerCache, Int[Array, " n"], Any, tuple[Int[Array, " p"], Int[Array, " 1"], Int[Array, " p"]]]:
-    """What a shard of so many pages knows of the sequences that `index` names, and its free list, the count of that,
-    and how many rows hold each page beside the first."""
+    """Return a shard's state of the sequences that `index` names, given its number of pages, and its free list, the
+    count of that, and how many head caches hold each page beside the first."""
 
     def of(x: Array, axis: int) -> Array:
         return jnp.take(x, jnp.maximum(index, 0), axis)

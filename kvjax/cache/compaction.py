@@ -21,12 +21,12 @@ from pallas_kernels.bits import as_floats
 
 @struct
 class Quota:
-    """What a compaction keeps."""
+    """How much a compaction keeps."""
 
     due: Bool[Array, " b"]
     """The sequences that are compacted."""
     count: Int[Array, "l b #k"]
-    """Of the eligible entries, how many stay: of each row; where heads share, the sum of theirs does."""
+    """How many of the eligible entries of each head cache stay; where heads share, the sum of theirs does."""
     pinned: Int[Array, "l b #k"]
     """How many of its own best each head keeps anyway."""
     since: Int[Array, "l b k"]

@@ -17,14 +17,14 @@ from pallas_kernels.running_topk import running_topk
 
 PRIORITY, POSITION = "priority", "position"
 PLANES = {PRIORITY: "float32", POSITION: "int32"}
-"""Of every stored entry."""
+"""Entry metadata of such a cache."""
 
 
 class Turnover(NamedTuple):
-    """What a call's tokens change in a layer's rows."""
+    """Changes that a call's tokens make to a layer's retained entries."""
 
     stays: Bool[Array, "b k t"]
-    """Of as many of the oldest tokens of the ring and the call, in order, those that stay if they leave the ring."""
+    """Mask over the oldest `t` tokens of window and call: True if the token is retained when it leaves the window."""
     gone: Bool[Array, "b k s"] | None = None
     """The stored entries whose places they take, by place; never more than stay. None: there is no limit."""
 
@@ -33,15 +33,14 @@ class Standing(NamedTuple):
     """The stored entries of a layer by place, unspecified where there is none."""
 
     exists: Bool[Array, "b k s"]
-    """Whether there is one."""
     priority: Float[Array, "b k s"]
-    """What it was admitted with."""
+    """The priority that the entry was admitted with."""
     position: Int[Array, "b k s"]
-    """Its token's, from 0."""
+    """The position of its token, from 0."""
 
 
 def standings(pages: Pages, layer: LayerCache, ring: int) -> Standing:
-    """What the planes say. ring: pages of the ring."""
+    """Return what the entry metadata says of stored entries. ring: pages of the local window."""
     table = layer.page_table[..., ring:]
     place = jnp.arange(table.shape[-1] * pages.pool.shape[1])
     priority, position = (
@@ -58,7 +57,8 @@ def swap_worst(
     wanted: Bool[Array, "b k"],
     priority: Float[Array, "b k"],
 ) -> Turnover:
-    """One token leaves the ring: it is kept where it is `wanted` and there is a place, or a worse entry gives its."""
+    """Return the turnover of one token that leaves the window: it is retained where it is `wanted` and has a place, or
+    takes that of a worse entry."""
     lowest = jnp.where(stored.exists, stored.priority, jnp.inf).min(-1, initial=jnp.inf)
     lowest_ones = stored.exists & (stored.priority == lowest[..., None])
     newest = jnp.where(lowest_ones, stored.position, -1).max(-1, initial=-1)

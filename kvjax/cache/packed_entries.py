@@ -51,20 +51,20 @@ def _addresses(table: np.ndarray, column: np.ndarray, at: Places, page_size: int
 
 
 def _slots(ring: Places, seen: np.ndarray, held: np.ndarray, window: int) -> Places:
-    """Where the ring's tokens stand: that of position i in slot i mod (window − 1)."""
+    """Return the slots of the local window's tokens: that of position i is i mod (window − 1)."""
     position = (seen - np.minimum(seen, window - 1))[None, :, None]
     first = np.broadcast_to(position, held.shape).reshape(-1)
     return Places(ring.row, (first[ring.row] + ring.place) % max(window - 1, 1))
 
 
 def _small(layers: LayerCache) -> dict[str, Any]:
-    """What is saved of each layer and sequence beside its entries."""
+    """Return what is saved of each layer and sequence beside its entries."""
     names = "length", "priority", "numbers", "state"
     return {name: getattr(layers, name) for name in names}
 
 
 def packed(cache: Cache) -> Arrays:
-    """What a cache holds of its sequences; those that a mesh adds are left out. Called on its mesh."""
+    """Return the contents of a cache; sequences that a mesh adds are left out. Called on its mesh."""
     live = np.asarray(cache.seen) > 0
     pages, layers = cache.pages, jax.tree.map(np.asarray, cache.layers)
     size, local = cache.page_size, pages.pool.shape[0] // len(np.asarray(pages.free_count))

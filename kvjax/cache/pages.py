@@ -48,7 +48,7 @@ class Pages:
     free_count: Int[Array, " shards"]
     """A negative count is a debt: that many pages were needed and not there; or `kvjax.cache.checks.NOT_FINITE`."""
     dtype: Any = static()
-    """Of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
+    """Dtype of the entries. If the pool holds integers they are these numbers' bits (`pallas_kernels.bits`)."""
     bounds: Float[Array, "p kv"] | None = None
     """For policies that select pages: of the keys k in each page of a global region, the smallest components of k and,
     beside them, of −k. Infinite where there are no keys; float32 where the pool holds integers."""
@@ -89,7 +89,7 @@ class Pages:
 
 @struct
 class LayerCache:
-    """What a layer knows of its rows. Stacked over layers in `Cache`."""
+    """State of a layer's head caches. Stacked over layers in `Cache`."""
 
     page_table: Int[Array, "*l b k c"]
     """The first `ring_pages` columns are the ring's pages, the rest the global region's in order. A column that holds
@@ -97,9 +97,9 @@ class LayerCache:
     length: Int[Array, "*l b k"]
     """Entries in the global region."""
     priority: Float[Array, "*l b k r"]
-    """Of the ring's tokens, by slot."""
+    """Priorities of the local window's tokens, by slot."""
     numbers: dict[str, Shaped[Array, "*l b k r"]]
-    """Of the ring's tokens, by slot, what the planes have of the global region's entries."""
+    """Metadata of the local window's tokens, by slot: what `Pages.planes` has of retained entries."""
     state: Any
     """The methods' memories (`kvjax.policies.policy.States`)."""
 
@@ -111,11 +111,11 @@ class Cache:
     pages: Pages
     """The storage, which all layers share."""
     layers: LayerCache
-    """What each layer knows of its rows, `[l …]`."""
+    """State of each layer's head caches, `[l …]`."""
     seen: Int[Array, " b"]
     """Tokens of each sequence so far."""
     trail: Any
-    """What the eviction remembers of the last tokens, rings of the pytree that it says (`kvjax.cache.trail`)."""
+    """Observation buffers of the eviction, in the pytree that it says (`kvjax.cache.trail`)."""
     window: int = static()
     """The last tokens that are always visible; the ring has one slot fewer."""
     limit: int | None = static(default=None)

@@ -59,8 +59,8 @@ def in_order(by_slot: Shaped[Array, "b k r"], seen: Int[Array, " b"]) -> Shaped[
 
 
 def leaving(seen: Int[Array, " b"], valid: Int[Array, " b"], tokens: int, window: int) -> Bool[Array, "b t"]:
-    """Of the oldest `tokens` tokens of the ring and a call, in order, those that leave the ring when the call's first
-    `valid` enter it."""
+    """Return a mask over the oldest `tokens` tokens of window and call, in order: True if the token leaves the window
+    when the call's first `valid` enter it."""
     index = jnp.arange(tokens)
     return (index < valid[:, None]) & (index >= window - 1 - seen[:, None])
 

@@ -20,22 +20,15 @@ from kvjax.struct import struct
 
 @struct
 class Mark:
-    """What takes a cache back to here."""
+    """State of a cache, to take it back to."""
 
     layers: LayerCache
-    """As in `Cache`."""
     seen: Int[Array, " b"]
-    """As in `Cache`."""
     trail: Any
-    """As in `Cache`."""
     free: Int[Array, " p"]
-    """As in `Pages`, like the next three."""
     free_count: Int[Array, " shards"]
-    """Of each shard's free list."""
     bounds: Float[Array, "p kv"] | None
-    """The pages' bounds of keys, where the cache has them."""
     planes: dict[str, Shaped[Array, "p page"]]
-    """The numbers beside the entries."""
     rings: Shaped[Array, "l b k r page kv"] | None
     """The rings' pages; None with `pool`, which has them."""
     pool: Shaped[Array, "p page kv"] | None
@@ -44,7 +37,7 @@ class Mark:
 
 @jax.jit
 def marked(cache: Cache) -> Mark:
-    """A mark of the cache as it is. It holds copies: the cache may be donated."""
+    """Return a mark of the cache as it is. It holds copies: the cache may be donated."""
     ring, pages = ring_pages(cache.window, cache.page_size), cache.pages
     capped = set(PLANES) <= set(pages.planes)
 

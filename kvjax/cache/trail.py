@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int, UInt16
 from pallas_kernels.bits import as_bits, as_floats
 
 Ring = Float[Array, "b w l *k d"] | UInt16[Array, "b w l *k d"]
-"""Of integers where the pool is: these numbers' bits."""
+"""An observation buffer. It holds integers where the pool does: these numbers' bits."""
 
 
 def newest(x: Float[Array, "b *k t d"], slots: int, valid: Int[Array, " b"]) -> Float[Array, "b *k n d"]:
-    """Of a call's first `valid` tokens the last n = min(slots, t), in order; where there are fewer, any behind them."""
+    """Return the last n = min(slots, t) of a call's first `valid` tokens, in order; if they are fewer, any follow."""
     tokens = x.shape[-2]
     index = jnp.minimum(_last(min(slots, tokens), slots, valid), tokens - 1)
     return jnp.take_along_axis(x, index[:, None, :, None] if x.ndim == 4 else index[..., None], -2)
@@ -25,7 +25,7 @@ def newest(x: Float[Array, "b *k t d"], slots: int, valid: Int[Array, " b"]) -> 
 def written(
     ring: Ring, new: Float[Array, "l b *k n d"], seen: Int[Array, " b"], valid: Int[Array, " b"]
 ) -> Ring:
-    """The ring with the `newest` of a call's first `valid` tokens, before which there were `seen`."""
+    """Return the buffer with the `newest` of a call's first `valid` tokens, before which there were `seen`."""
     slots = ring.shape[1]
     index = _last(new.shape[-2], slots, valid)
     slot = jnp.where(index < valid[:, None], (seen[:, None] + index) % slots, slots)
@@ -35,12 +35,13 @@ def written(
 
 
 def by_layer(ring: Ring, seen: Int[Array, " b"], dtype: Any) -> Float[Array, "l b *k w d"]:
-    """Each layer's, the oldest token first; unspecified where there was none. dtype: of what `ring` has the bits of."""
+    """Return each layer's numbers, the oldest token first; unspecified where there was none. dtype: that of the numbers
+    of which `ring` may hold the bits."""
     slot = (seen[:, None] + jnp.arange(ring.shape[1])) % ring.shape[1]
     x = ring[jnp.arange(len(seen))[:, None], slot]
     return as_floats(jnp.moveaxis(x, (2, 1), (0, -2)), dtype)
 
 
 def _last(count: int, slots: int, valid: Int[Array, " b"]) -> Int[Array, "b n"]:
-    """Indices of a call's tokens, of which the last `slots` are remembered."""
+    """Return indices of a call's tokens, of which the last `slots` are remembered."""
     return jnp.arange(count) + jnp.maximum(valid - slots, 0)[:, None]

@@ -66,7 +66,7 @@ def _longest(passes: Sequence[Pass]) -> int:
 
 @struct
 class Spans:
-    """Of a pass the part of each sequence that it looks at."""
+    """The part of each sequence that a pass looks at."""
 
     start: Int[Array, " b"]
     """Its first token's position."""

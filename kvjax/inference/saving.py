@@ -169,8 +169,8 @@ def _described(cache: Cache, model: Decoder, policy: CompiledPolicy, arrays: Arr
 
 
 def _trained(policy: CompiledPolicy, cache: Cache) -> dict[str, str]:
-    """Of each method that goes on with what it made of a cache's tokens, a digest of its gates or scorers; those of a
-    method that has none are alike."""
+    """Return a digest of the gates or scorers of each method that goes on with its memories of a cache's tokens; all
+    methods without gates have the same digest."""
     host, state = policy.host, cache.layers.state
     admission, eviction = host.admission, host.eviction if host.compacts_answers else None
     held: dict[str, tuple[Any, Any]] = {
