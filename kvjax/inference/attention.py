@@ -40,8 +40,8 @@ def masked_attention(
     window: int,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], dict[str, Float[Array, "b k"]]]:
-    """Training's attention of one layer, the weighted sum over the method's masks beyond the window, and its figures of
-    each sequence and kv head. `document`: as `Decoder.hidden` has it."""
+    """Return training's attention of one layer, the weighted sum over the method's masks beyond the window, and the
+    method's figures of each sequence and kv head. `document`: as in `Decoder.hidden`."""
 
     def local(method, step, document):
         state, masks = method.masks(step)
@@ -68,7 +68,7 @@ def masked_attention(
                     f"{type(method).__name__}.figures: {name} is {figure.shape}, expected one number for each sequence "
                     f"and kv head, {step.k.shape[:2]}"
                 )
-        # weights are float32, and what they are multiplied with
+        # weights are float32, so the product is too
         return sum(weighted[1:], weighted[0]).astype(step.q.dtype), figures
 
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT))(gather(method, "data", "fsdp"), step, document)
@@ -85,8 +85,8 @@ def cached_attention(
     write: bool = True,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Pages, caches.LayerCache]:
-    """Attention of one layer's new tokens over the cache and among themselves, its log-sum-exp, and the cache with them
-    written; if they are not to be, with the methods' memories alone.
+    """Attend from one layer's new tokens to the cache and to each other. Returns outputs, log-sum-exp, and the cache
+    with the tokens written; without `write` the methods' memories alone change.
 
     A token sees exactly {j : i − j < window} ∪ {j kept}; of those kept, a token that comes alone reads only the pages
     that the policy's selection chooses. Of each sequence's `t` tokens the first `valid` are real; the rest are padding,
@@ -103,18 +103,14 @@ def cached_attention(
             observing = view.eviction.observe(observing, step, seen, valid)
         states = States(admitting, observing)
         layer = dataclasses.replace(layer, state=states)
-        priority = caches.ring_priority(layer, seen, priority, valid, delay)
-        pages = caches.if_finite(pages, _scored(priority, seen, valid, step.q.shape[2], window))
-        chosen = None
-        # of the cache: what wrote the biases may be done
+        priority, tokens = caches.ring_priority(layer, seen, priority, valid, delay), step.q.shape[2]
+        # a priority that is NaN: the method computed no number
+        leaving = caches.leaving(seen, valid, tokens, window)[:, None]
+        pages = caches.if_finite(pages, ~(leaving & jnp.isnan(priority[..., :tokens])))
+        # ask the cache, not the policy: the method that wrote the bias may be gone
         bias = view.bias(states, step) if BIAS in pages.planes else None
-        if step.q.shape[2] == 1:
-            chosen = _chosen(view.selection, step, pages, layer, seen, window)
-            stored_bias = None if bias is None else pages.planes[BIAS]
-            o, lse = _decode(step, pages, layer, chosen, stored_bias, seen, window, implementation)
-            turnover = _turnover(view, pages, layer, priority[..., :1], seen, valid)
-        else:
-            o, lse, turnover = _prefill(view, step, pages, layer, priority, bias, seen, valid, implementation)
+        run = _decode if tokens == 1 else _prefill
+        o, lse, turnover, chosen = run(view, step, pages, layer, priority, bias, seen, valid, implementation)
         if not write:
             return o, lse, pages, layer
         kv = jnp.concatenate([step.k, step.v], -1)
@@ -135,64 +131,59 @@ def cached_attention(
     return jax.shard_map(local, out_specs=(SPLIT, SPLIT, *specs))(whole, step, pages, layer, seen, valid)
 
 
-def _scored(priority, seen, valid, tokens, window) -> Bool[Array, "b k t"]:
-    """True unless a token leaves the ring whose priority is NaN: the method computed no number."""
-    leaving = caches.leaving(seen, valid, tokens, window)[:, None]
-    return ~(leaving & jnp.isnan(priority[..., :tokens]))
-
-
 def _revisiting(step: Step, pages, layer, seen, back: int, window: int) -> Step:
-    """The call's tokens beside those `back` before them, of which the first are in the ring."""
+    """Return the call's tokens with those `back` before them, of which the first are in the local window."""
     count = min(step.k.shape[2], back)
     old, exists = caches.ring_entries(pages, layer, seen, count, window, first=window - 1 - back)
     old = jnp.where(exists[:, None, :, None], old, 0).astype(step.k.dtype)
     return step.revisiting(*jnp.split(old, 2, -1))
 
 
-def _chosen(selection, step, pages, layer, seen, window) -> Bool[Array, "b k c"] | None:
-    """The pages of the global region that the policy's selection has one token read; None: all."""
-    if selection is None:
-        return None
-    page_size = pages.pool.shape[1]
-    table = layer.page_table[..., caches.ring_pages(window, page_size) :]
-    bounds = pages.bounds.at[table].get(mode="clip")
-    local = jnp.minimum(seen + 1, window)
-    tokens = {"local": local, "seen": seen + 1}
-    return selection.select(step.q, bounds, layer.length, layer=step.layer, **tokens, page_size=page_size)
+Attended = tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover, Bool[Array, "b k c"] | None]
+"""Outputs, log-sum-exp, turnover, and the pages of retained entries that were read (None: all)."""
 
 
-def _decode(step, pages, layer, chosen, bias, seen, window, implementation):
-    """One token: everything that is stored is visible to it, of which it reads the chosen pages."""
-    return paged_decode(
+def _decode(
+    view: View,
+    step: Step,
+    pages: caches.Pages,
+    layer: caches.LayerCache,
+    priority: Float[Array, "b k rt"],
+    bias: Float[Array, "b k t"] | None,
+    seen: Int[Array, " b"],
+    valid: Int[Array, " b"],
+    implementation: str | None,
+) -> Attended:
+    """Attend from one token, which sees everything that is stored and reads the pages that the selection chooses."""
+    keep, window, page_size = view.admission.keep(), view.window, pages.pool.shape[1]
+    ring, chosen = caches.ring_pages(window, page_size), None
+    if view.selection is not None:
+        assert pages.bounds is not None
+        bounds = pages.bounds.at[layer.page_table[..., ring:]].get(mode="clip")
+        chosen = view.selection.select(
+            step.q, bounds, layer.length, layer=step.layer,
+            local=jnp.minimum(seen + 1, window), seen=seen + 1, page_size=page_size,
+        )  # fmt: skip
+    o, lse = paged_decode(
         step.q,
         pages.pool,
         layer.page_table,
         layer.length,
         jnp.minimum(seen, window - 1),
-        ring_pages=caches.ring_pages(window, pages.pool.shape[1]),
+        ring_pages=ring,
         new=(step.k, step.v),
         pages=chosen,
-        bias=bias,
+        bias=None if bias is None else pages.planes[BIAS],
         implementation=implementation,
     )
-
-
-def _turnover(
-    view: View,
-    pages: caches.Pages,
-    layer: caches.LayerCache,
-    priority: Float[Array, "b k 1"],
-    seen: Int[Array, " b"],
-    valid: Int[Array, " b"],
-) -> caches.Turnover:
-    """What becomes of the one token that leaves the ring, of this priority."""
-    keep, window = view.admission.keep(), view.window
-    wanted = keep.wanted(priority)
+    oldest = priority[..., :1]
+    wanted = keep.wanted(oldest)
     if keep.max_entries is None:
-        return caches.Turnover(wanted)
-    stored = caches.standings(pages, layer, caches.ring_pages(window, pages.pool.shape[1]))
+        return o, lse, caches.Turnover(wanted), chosen
+    stored = caches.standings(pages, layer, ring)
     wanted &= caches.leaving(seen, valid, 1, window)[:, None]
-    return caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], priority[..., 0])
+    turnover = caches.swap_worst(stored, layer.length, keep.max_entries, wanted[..., 0], oldest[..., 0])
+    return o, lse, turnover, chosen
 
 
 def _prefill(
@@ -205,8 +196,9 @@ def _prefill(
     seen: Int[Array, " b"],
     valid: Int[Array, " b"],
     implementation: str | None,
-) -> tuple[Float[Array, "b n t h"], Float[Array, "b n t"], caches.Turnover]:
-    """Many tokens: the ring's tokens and the new ones under the window's mask, and all of the global region."""
+) -> Attended:
+    """Attend from many tokens: to the local window and the new tokens under the window's mask, and to all retained
+    entries."""
     keep, stored_bias = view.admission.keep(), None
     if bias is not None:
         stored_bias = pages.planes[BIAS]
@@ -227,14 +219,14 @@ def _prefill(
         end = caches.ends(wanted, priority, None, window=view.window, exists=exists)
         near = vertical_slash(step.q, k, v, end, window=view.window, log_gate=bias, **options)
     if alone:
-        return *near, turnover
+        return *near, turnover, None
     o, lse = merge(*near, *paged_decode(step.q, pages.pool, table, layer.length, bias=stored_bias, **options))
-    return o.astype(step.q.dtype), lse, turnover
+    return o.astype(step.q.dtype), lse, turnover, None
 
 
-def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation):
-    """The same where the stored entries may be displaced between one query and the next: they, the ring's tokens and
-    the new ones are the keys of one call, each of which ends where better ones have taken its place."""
+def _competing(view, step, pages, layer, priority, bias, seen, valid, implementation) -> Attended:
+    """Attend from many tokens where stored entries may be displaced between one query and the next: they, the window's
+    tokens and the new ones are the keys of one call, each of which ends where better ones have taken its place."""
     keep, window, tokens = view.admission.keep(), view.window, step.q.shape[2]
     ring = caches.ring_pages(window, pages.pool.shape[1])
     held = caches.standings(pages, layer, ring)
@@ -248,7 +240,7 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
     # later than whatever is stored
     position = jnp.broadcast_to(seen[:, None, None] - window + 1 + jnp.arange(k.shape[2]), k.shape[:3])
     position = jnp.concatenate([held.position, position], -1)
-    # one more query, of a token that never comes: which keys are there after the call
+    # append a dummy query, so that the mask also tells what survives the call
     wanted, priority, exists, position = (
         jnp.pad(x, ((0, 0), (0, 0), (0, 1))) for x in (wanted, priority, exists, position)
     )
@@ -271,11 +263,11 @@ def _competing(view, step, pages, layer, priority, bias, seen, valid, implementa
         log_gate=bias,
         implementation=implementation,
     )
-    return o, lse, turnover
+    return o, lse, turnover, None
 
 
 def _near(step, pages, layer, seen, valid, window):
-    """Keys and values of the ring's tokens and the new ones, and which of them exist."""
+    """Return keys and values of the window's tokens and the new ones, and which of them exist."""
     ring, exists = caches.ring_entries(pages, layer, seen, window - 1, window)
     ring_k, ring_v = jnp.split(ring.astype(step.k.dtype), 2, -1)
     real = jnp.concatenate([exists, jnp.arange(step.q.shape[2]) < valid[:, None]], -1)[:, None]

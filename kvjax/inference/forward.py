@@ -55,16 +55,15 @@ def forward(
         raise ValueError(f"the policy's window is {view.window}, the cache's {cache.window}")
     tokens, valid = jax.sharding.reshard((tokens, valid), (P(BATCH, None), P(BATCH)))
     position = positions(cache.seen, valid, tokens.shape[1])
-    attend = attending(cache, valid, write, capture, implementation)
-    scanned = {"carry": cache.pages if write else None, "as_integers": cache.pages.as_integers}
     x, pages, (layers, captured, new) = scan_layers(
         model,
         model.embed_tokens(tokens),
         position,
-        attend,
+        attending(cache, valid, write, capture, implementation),
+        carry=cache.pages if write else None,
         xs=(cache.layers, view),
         token=tokens,
-        **scanned,
+        as_integers=cache.pages.as_integers,
     )
     trail = _with_traces(cache, new, valid)
     captured |= {"trail": trail} if "trail" in capture else {}
