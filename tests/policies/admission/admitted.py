@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from kvjax.mesh import AXES, gather, use_mesh
+from kvjax.mesh import put, use_mesh
 from kvjax.policies.compiled import on_mesh
 from tests.policies.steps import shape_of, whole
 
@@ -11,13 +11,20 @@ from tests.policies.steps import shape_of, whole
 def layer(tree, index):
     """One layer's part of a method for the tiny model, whole on the device, as the layer scan hands it over."""
     with use_mesh(tree):
-        return gather(jax.tree.map(lambda leaf: leaf[index], on_mesh(tree, 3, 4)), *AXES)
+        return jax.tree.map(lambda leaf: put(np.asarray(leaf)[index]), on_mesh(tree, 3, 4))
+
+
+@jax.jit
+def priorities(admission, at):
+    """The priorities [b k t] of a step that a sequence begins with, and the threshold."""
+    _, priority, delay = admission.score(admission.init(shape_of(at)), at, *whole(at))
+    assert delay == 0
+    return priority, admission.keep().threshold
 
 
 def kept(policy, at, index=0):
     """Those that a layer's admission wants of the step `at`, bool [b k t]."""
     admission = layer(policy.admission, index)
     with use_mesh(policy):
-        _, priority, delay = admission.score(admission.init(shape_of(at)), at, *whole(at))
-    assert delay == 0
-    return np.asarray(priority >= admission.keep().threshold)
+        priority, threshold = map(np.asarray, priorities(admission, at))
+    return priority >= threshold

@@ -41,10 +41,9 @@ def made(model, **told) -> Policy:
 def priorities(policy, score):
     """Of one head's tokens by their scores."""
     at = layer(policy.admission, 0)
-    position = jnp.arange(len(score))[None]
-    return np.asarray(
-        at.priority(jnp.broadcast_to(jnp.asarray(score, jnp.float32), (1, 4, len(score))), position)
-    )
+    position = np.arange(len(score))[None]
+    score = np.broadcast_to(np.float32(score), (1, 4, len(score)))
+    return np.asarray(jax.jit(lambda at, *x: at.priority(*x))(at, score, position))
 
 
 def test_the_worked_example(model):
@@ -81,10 +80,10 @@ def test_what_is_out_stays_out(model, age):
     window, capacity, score = 8, 12, np.random.default_rng(0).standard_normal(400)
     policy = made(model, age=age, window=window, max_entries=30, sink=0)
     at = layer(policy.admission, 0)
-    at.scorers.theta[...] = jnp.full_like(at.scorers.theta[...], -50.0)  # γ = .999
-    log_gamma = float(at.scorers.log_gamma()[0])
-    position = jnp.arange(400)[None]
-    fixed = np.asarray(at.priority(jnp.broadcast_to(jnp.float32(score), (1, 4, 400)), position))[0, 0]
+    at.scorers.theta[...] = np.full_like(at.scorers.theta[...], -50.0)  # γ = .999
+    position, score_of_all = np.arange(400)[None], np.broadcast_to(np.float32(score), (1, 4, 400))
+    found = jax.jit(lambda at, *x: (at.scorers.log_gamma(), at.priority(*x)))(at, score_of_all, position)
+    log_gamma, fixed = float(found[0][0]), np.asarray(found[1])[0, 0]
     by_age = kept_by(lambda u, q: score[u] + (q // age - u // age) * log_gamma, capacity, window)
     assert kept_by(lambda u, q: fixed[u], capacity, window) == by_age
     assert returning(by_age, window) == 0
@@ -97,9 +96,10 @@ def test_ages_in_whole_blocks_since_a_token_would_bring_tokens_back():
 
 def seen(policy, at, **changes):
     """What each query of a layer sees as training masks it, [b k t s]."""
-    _, mask = deployed_mask(changed(layer(policy.admission, 1), **changes), at, policy.window)
-    index = jnp.arange(at.k.shape[2])
-    return np.asarray((index <= index[:, None]) & (index[:, None] < mask.end[:, :, None]))
+    admission = changed(layer(policy.admission, 1), **changes)
+    _, mask = jax.jit(deployed_mask, static_argnums=2)(admission, at, policy.window)
+    index, end = np.arange(at.k.shape[2]), np.asarray(mask.end)
+    return (index <= index[:, None]) & (index[:, None] < end[:, :, None])
 
 
 def streaming(model, sink, window):
@@ -129,15 +129,21 @@ def test_with_room_for_sinks_alone_it_is_streaming_llm(model):
 def known(admission, at):
     """The priorities of a sequence's tokens but the last, as training asks for them."""
     back = admission.revisits
-    at = from_the_start(at, back)
-    return np.asarray(admission.score(admission.init(shape_of(at)), at, *whole(at))[1])[..., back:]
+
+    @jax.jit
+    def score(admission, at):
+        at = from_the_start(at, back)
+        return admission.score(admission.init(shape_of(at)), at, *whole(at))[1]
+
+    return np.asarray(score(admission, at))[..., back:]
 
 
 def test_a_priority_knows_what_came_before_its_token_left(model):
     """By a query made again of its key and value: of token u all up to u + w − 1, and not u + w, the first that may no
     longer see it."""
     admission, changing = layer(made(model, sink=0).admission, 1), 23
-    told = {name: getattr(AT, name).at[:, :, changing].add(1.0) for name in ("k", "v")}
+    one = np.float32(np.arange(LENGTH) == changing)[:, None]
+    told = {name: jnp.asarray(np.asarray(getattr(AT, name)) + one) for name in ("k", "v")}
     before = known(admission, AT)
     apart = np.abs(known(admission, dataclasses.replace(AT, **told)) - before).max((0, 1))
     np.testing.assert_array_equal(apart[: changing - 6 + 1], 0)

@@ -16,22 +16,24 @@ from tests.policies.steps import step
 LAYERS, HEADS, GROUP, WIDTH, DIM, SINKS = 3, 4, 2, 32, 6, 5
 
 
+scores_of = jax.jit(lambda gates, x: gates(x))
+
+
 def random_gates(form="sink", width=WIDTH, seed=0):
-    """Gates whose arrays are all random, those too that begin at 0 or 1."""
+    """Gates whose arrays are all random, those too that begin at 0 or 1; NumPy's, so that nothing is compiled."""
     with use_mesh():
-        gates = SinkGate(LAYERS, HEADS, GROUP, width, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(0))
+        sizes = LAYERS, HEADS, GROUP, width
+        gates = jax.eval_shape(lambda: SinkGate(*sizes, dim=DIM, sinks=SINKS, form=form, rngs=nnx.Rngs(0)))
         rng = np.random.default_rng(seed)
-        return jax.tree.map(
-            lambda x: x + jnp.asarray(rng.standard_normal(x.shape), jnp.float32), jax.device_get(gates)
-        )
+        return jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), gates)
 
 
 def of_layer(gates, index):
-    return jax.tree.map(lambda x: x[index], gates)
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[index]), gates)
 
 
 def hidden(*shape, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def brute_force(gates, index, x):
@@ -70,9 +72,9 @@ def brute_force(gates, index, x):
 @pytest.mark.parametrize("form", FORMS)
 def test_scores_are_the_formulas(form):
     gates, x = random_gates(form), hidden(2, 3, WIDTH)
-    per_head = np.broadcast_to(np.asarray(x)[:, None], (2, HEADS, 3, WIDTH))
+    per_head = np.broadcast_to(x[:, None], (2, HEADS, 3, WIDTH))
     for index in (0, 2):
-        got = of_layer(gates, index)(x)
+        got = scores_of(of_layer(gates, index), x)
         assert got.dtype == jnp.float32
         np.testing.assert_allclose(got, brute_force(gates, index, per_head), atol=2e-6)
 
@@ -80,39 +82,41 @@ def test_scores_are_the_formulas(form):
 def test_the_closed_form_is_a_softmax_against_the_sinks():
     """§9.1 of the method's description; a token that no sink stands against has 1/17 of 16 of them and its own."""
     with use_mesh():
-        gates = of_layer(SinkGate(1, 2, 3, 8, rngs=nnx.Rngs(0)), 0)
+        made = jax.jit(lambda: SinkGate(1, 2, 3, 8, rngs=nnx.Rngs(0)))()
+    gates = of_layer(made, 0)
     across = np.zeros((2, 3, 16, 8), np.float32)
     across[:, :, 0] = 1.0  # queries along the first axis, keys along the second: q·k = 0
-    gates.w_q[...] = jnp.asarray(across)
-    gates.bias_q[...] = gates.bias_q[...] * 0
-    gates.w_k[...] = jnp.asarray(np.roll(across[:, 0], 1, axis=1))
-    np.testing.assert_allclose(gates(hidden(1, 5, 8)), 1 / 17, rtol=1e-6)
+    gates.w_q[...] = across
+    gates.bias_q[...] = np.zeros_like(gates.bias_q[...])
+    gates.w_k[...] = np.roll(across[:, 0], 1, axis=1)
+    np.testing.assert_allclose(scores_of(gates, hidden(1, 5, 8)), 1 / 17, rtol=1e-6)
 
 
 def test_scores_do_not_overflow():
-    gates = of_layer(random_gates(), 1)
+    gates, x = of_layer(random_gates(), 1), jnp.asarray(hidden(1, 4, WIDTH))
+    both = jax.jit(jax.value_and_grad(lambda gates: (gates(x).sum(), gates(x)), has_aux=True))
     for scale in (1e2, 1e4):
-        gates.norm_q[...] = gates.norm_q[...] * scale
-        slope = jax.grad(lambda gates: gates(hidden(1, 4, WIDTH)).sum())(gates)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((gates(hidden(1, 4, WIDTH)), slope)))
+        gates.norm_q[...] = np.asarray(gates.norm_q[...]) * np.float32(scale)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(both(gates)))
 
 
 def test_b_raises_scores_and_the_papers_b_lowers_them():
     x, low = hidden(1, 6, WIDTH), of_layer(random_gates(), 0)
     high = jax.tree.map(lambda x: x, low)
-    high.b[...] = low.b[...] + 0.5
-    assert (high(x) > low(x)).all()
-    arrays, zero = nnx.to_pure_dict(nnx.state(low)), jnp.zeros_like(low.b[...])
+    high.b[...] = np.asarray(low.b[...]) + 0.5
+    assert (np.asarray(scores_of(high, x)) > np.asarray(scores_of(low, x))).all()
+    arrays = nnx.to_pure_dict(nnx.state(low))
+    own, zero = np.asarray(low.b[...]), np.zeros_like(low.b[...])
     scores = {}
     for form, b in (
         ("sink", zero),
-        ("paper", low.b[...]),
-        ("paper", low.b[...] + 0.5),
+        ("paper", own),
+        ("paper", own + 0.5),
         ("paper", zero - 200),
     ):
         gates = of_layer(random_gates(form), 0)
         nnx.update(gates, nnx.State(nnx.restore_int_paths(arrays | {"b": b})))
-        scores[form, float(b[0, 0])] = np.asarray(gates(x))
+        scores[form, float(b[0, 0])] = np.asarray(scores_of(gates, x))
     first, *papers = scores.values()
     assert (papers[0] < first).all()
     assert (papers[1] < papers[0]).all()
@@ -122,9 +126,10 @@ def test_b_raises_scores_and_the_papers_b_lowers_them():
 def test_a_score_is_of_its_token_alone():
     gates, x = of_layer(random_gates(), 0), hidden(1, 8, WIDTH)
     order = np.random.default_rng(0).permutation(8)
-    np.testing.assert_allclose(gates(x[:, order]), gates(x)[..., order], rtol=1e-6)
-    chunks = jnp.concatenate([gates(x[:, :3]), gates(x[:, 3:])], -1)
-    np.testing.assert_allclose(chunks, gates(x), rtol=1e-6)
+    whole = np.asarray(scores_of(gates, x))
+    np.testing.assert_allclose(scores_of(gates, x[:, order]), whole[..., order], rtol=1e-6)
+    chunks = np.concatenate([scores_of(gates, x[:, :3]), scores_of(gates, x[:, 3:])], -1)
+    np.testing.assert_allclose(chunks, whole, rtol=1e-6)
 
 
 @pytest.mark.parametrize("which", INPUTS)
@@ -136,18 +141,18 @@ def test_inputs_are_the_steps(which):
     per_head = np.asarray({"hidden": at.hidden, "k": at.k, "k_pre": at.k_pre}[which])
     if which == "hidden":
         per_head = np.broadcast_to(per_head[:, None], (1, HEADS, *per_head.shape[1:]))
-    np.testing.assert_allclose(of_layer(gates, 1)(x), brute_force(gates, 1, per_head), atol=2e-6)
+    np.testing.assert_allclose(scores_of(of_layer(gates, 1), x), brute_force(gates, 1, per_head), atol=2e-6)
 
 
 def test_sixteen_bit_inputs_take_gates_rounded_to_them():
     """Sums are float32's: as near to float64 as float32 is, once both factors are rounded."""
     gates, x = random_gates(), hidden(1, 3, WIDTH).astype(jnp.bfloat16)
-    rounded = jax.tree.map(lambda x: x, gates)
+    rounded = random_gates()
     for name in ("w_q", "w_k"):
         weights = getattr(rounded, name)
-        weights[...] = weights[...].astype(jnp.bfloat16).astype(jnp.float32)
+        weights[...] = np.asarray(weights[...]).astype(jnp.bfloat16).astype(np.float32)
     per_head = np.broadcast_to(np.asarray(x, np.float64)[:, None], (1, HEADS, 3, WIDTH))
-    got = of_layer(gates, 0)(x)
+    got = scores_of(of_layer(gates, 0), x)
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, brute_force(rounded, 0, per_head), atol=2e-6)
 
@@ -168,7 +173,7 @@ def entropy_of_all_layers(gates, x, target):
 )
 def test_gradients_on_a_mesh_are_those_of_one_device(form):
     found = []
-    x = hidden(LAYERS, 4, 6, WIDTH)
+    x = jnp.asarray(hidden(LAYERS, 4, 6, WIDTH))
     target = jax.nn.sigmoid(hidden(LAYERS, 4, HEADS, 6, seed=2))
     for mesh in (make_mesh(), make_mesh(fsdp=2, tensor=4)):
         with jax.set_mesh(mesh):
@@ -185,7 +190,8 @@ def test_gradients_on_a_mesh_are_those_of_one_device(form):
 
 def test_gates_begin_as_torch_has_them():
     with use_mesh():
-        gates = SinkGate(2, 4, 2, 64, rngs=nnx.Rngs(0))
+        gates = jax.jit(lambda: SinkGate(2, 4, 2, 64, rngs=nnx.Rngs(0)))()
+    gates = jax.device_get(gates)
     for name in ("w_q", "bias_q", "w_k"):
         assert 0.8 / 8 < np.abs(getattr(gates, name)[...]).max() <= 1 / 8
     for name, value in (("norm_q", 1), ("norm_k", 1), ("k_base", 0), ("b", 0)):
