@@ -63,19 +63,6 @@ class Occupancy:
         """The most entries at one time, passing ones included, over those of full attention at the end."""
         return float((self.held + self.tokens).max() / self.length)
 
-    @property
-    def final(self) -> float:
-        """The entries of the last call, before any compaction after it, over those of full attention."""
-        return float((self.held + self.tokens)[-1] / self.length)
-
-
-def call_sizes(prompt: int, output: int, chunk: int) -> Int[np.ndarray, " calls"]:
-    """Tokens of each call: a prompt in chunks, then `output` tokens one by one."""
-    if prompt < 1 or output < 0 or chunk < 1:
-        raise UserError(f"expected prompt ≥ 1, output ≥ 0 and chunk ≥ 1, got {prompt}, {output} and {chunk}")
-    whole, rest = divmod(prompt, chunk)
-    return np.array([chunk] * whole + [rest] * (rest > 0) + [1] * output)
-
 
 def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
     """What a cache really held of one of its sequences, from its first token to its last: the entries of its mean kv
@@ -86,41 +73,6 @@ def occupancy(log: Sequence[Call], sequence: int) -> Occupancy:
     held, seen, tokens = (np.array([x[sequence] for x in column]) for column in zip(*ran, strict=True))
     following = np.minimum.accumulate(np.append(seen, seen[-1] + tokens[-1])[::-1])[::-1]
     return Occupancy(held, tokens, seen + tokens > following[1:])
-
-
-def streaming_head(prompt: int, output: int, chunk: int, *, sink: int, window: int) -> Occupancy:
-    """A head that holds its first `sink` tokens and the last `window` before each call."""
-    tokens = call_sizes(prompt, output, chunk)
-    before = np.cumsum(tokens) - tokens
-    local = np.minimum(before, window)
-    return Occupancy((local + np.minimum(before - local, sink)).astype(float), tokens)
-
-
-def evicting_head(
-    prompt: int, output: int, chunk: int, *, share: float = 1.0, observed: int = 64
-) -> Occupancy:
-    """A head that keeps a `share` of each prefill chunk and, as the paper charges it, `observed` entries more."""
-    tokens = call_sizes(prompt, output, chunk)
-    prefill = len(tokens) - output
-    # half to even, as the paper's code rounds
-    stays = np.minimum(np.round(share * tokens).astype(int) + observed, tokens)
-    stays[prefill:] = 1
-    return Occupancy((np.cumsum(stays) - stays).astype(float), tokens)
-
-
-def mean_head(parts: Sequence[tuple[float, Occupancy]]) -> Occupancy:
-    """The mean head where each share of the heads is of one kind; the shares add up to 1."""
-    if abs(sum(share for share, _ in parts) - 1) > 1e-9:
-        raise UserError(f"the shares of heads must add up to 1, got {[share for share, _ in parts]}")
-    first = parts[0][1]
-    if any(
-        not np.array_equal(part.tokens, first.tokens) or not np.array_equal(part._own, first._own)
-        for _, part in parts
-    ):
-        raise UserError("heads can only be mixed if they hold entries of the same calls")
-    return Occupancy(
-        np.sum([share * part.held for share, part in parts], axis=0), first.tokens, first.passing
-    )
 
 
 @dataclass(frozen=True)

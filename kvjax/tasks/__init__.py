@@ -14,7 +14,7 @@ from kvjax.tasks.builtin import builtin_task, builtin_text, builtin_vocabulary, 
 from kvjax.tasks.copy import Copy
 from kvjax.tasks.mixture import Mixture, mixture, pack
 from kvjax.tasks.needle import Needle
-from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder, mean_score
+from kvjax.tasks.prompt import Draft, DraftQuestion, PromptEncoder
 from kvjax.tasks.recall import Recall
 from kvjax.tasks.sample import Question, Sample, Task, Tokens
 from kvjax.tasks.text import Text
@@ -39,7 +39,6 @@ __all__ = [
     "builtin_text",
     "builtin_vocabulary",
     "heldout_files",
-    "mean_score",
     "mixture",
     "pack",
 ]

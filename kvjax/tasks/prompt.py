@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from kvjax.chat_template import around, between
-from kvjax.errors import UserError
 from kvjax.tasks.sample import Question, Sample, Tokens, as_tokens
 
 REACH = 32
@@ -78,16 +77,6 @@ class Draft:
     conversation: bool = False
     """Whether the questions are asked in turn, each after what was asked and said before. The texts of all but the
     first then begin with the encoder's `next_turn`."""
-
-
-def mean_score(questions: Sequence[DraftQuestion], answers: Sequence[str]) -> float:
-    """The mean of the answers' scores × 100, as benchmarks report it.
-
-    Raises `UserError` if there is none, or not one answer for each question.
-    """
-    if not questions or len(questions) != len(answers):
-        raise UserError(f"one answer for each question is needed, got {len(answers)} for {len(questions)}")
-    return 100 * sum(q.score(a) for q, a in zip(questions, answers, strict=True)) / len(questions)
 
 
 class PromptEncoder:

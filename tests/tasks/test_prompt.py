@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvjax.builtin import builtin_model
 from kvjax.errors import UserError
-from kvjax.tasks import Draft, DraftQuestion, PromptEncoder, mean_score
+from kvjax.tasks import Draft, DraftQuestion, PromptEncoder
 from kvjax.tasks.prompt import prompt_size
 from kvjax.tasks.ruler import make_ruler_task
 
@@ -49,16 +49,6 @@ def chat(plain):
 )
 def test_an_answer_is_scored_by_the_strings_in_it(answer, scoring, score):
     assert question(scoring=scoring).score(answer) == score
-
-
-def test_the_mean_is_in_percent():
-    both = [question(), question(scoring="any"), question()]
-    assert mean_score(both, ["abc", "abc", ""]) == pytest.approx(50)
-    for answers in ([], ["abc"]):
-        with pytest.raises(UserError, match=f"got {len(answers)} for 3"):
-            mean_score(both, answers)
-    with pytest.raises(UserError, match="got 0 for 0"):
-        mean_score([], [])
 
 
 def test_a_prompt_is_the_text_from_its_opening_token_to_its_answer_prefix(plain):

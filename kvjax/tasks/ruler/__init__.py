@@ -1,9 +1,9 @@
 """RULER's thirteen tasks (Hsieh et al., COLM 2024, arXiv:2404.06654), generated locally in our own wording, and its
 published data through an adapter.
 
-`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample`; `ruler_drafts` gives the
-text of several, and `published_drafts` reads RULER's own data. `mean_score` scores. Local and published results are not
-comparable: the wording, the words and by default the essays differ.
+`make_ruler_task(name, tokenizer)` gives a task whose `sample(seed, length)` is a `Sample` and whose `draft` is its
+text; `published_drafts` reads RULER's own data. Local and published results are not comparable: the wording, the words
+and by default the essays differ.
 
 writer: what a task is before a tokenizer and a length are known; task: fitting one to both. needles, needle_by_depth,
 variables, frequent, questions: the writers; haystack, draw, words: what they are written with. question_files: SQuAD
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.errors import UserError
-from kvjax.tasks.prompt import Draft, PromptEncoder, mean_score
+from kvjax.tasks.prompt import Draft, PromptEncoder
 from kvjax.tasks.ruler import frequent, needles, questions, variables
 from kvjax.tasks.ruler.frequent import CodedWords, CommonWords
 from kvjax.tasks.ruler.haystack import Lines, read_essays
@@ -127,25 +127,6 @@ def make_needle_task(tokenizer: Any, files: Files = NO_FILES, *, chat: bool = Tr
     return RulerTask(recipe.name, _any_length(recipe), PromptEncoder(tokenizer, chat))
 
 
-def ruler_drafts(
-    name: str,
-    tokenizer: Any,
-    *,
-    length: int,
-    samples: int,
-    seed: int = 0,
-    files: Files = NO_FILES,
-    chat: bool = True,
-) -> list[Draft]:
-    """`samples` drafts of the task, of the seeds `seed`, `seed + 1`, …, each at most `length` tokens with its answer.
-
-    Raises:
-        UserError: as `make_ruler_task`; a length too short for the task, or too long for its words.
-    """
-    task = make_ruler_task(name, tokenizer, files, chat=chat)
-    return [task.draft(seed + index, length) for index in range(samples)]
-
-
 def published_drafts(data: Path, name: str, length: int) -> list[Draft]:
     """Drafts of RULER's own samples of the task called `name`, of a folder or a hub data set; see `published`.
 
@@ -186,8 +167,5 @@ __all__ = [
     "RulerTask",
     "make_needle_task",
     "make_ruler_task",
-    "mean_score",
-    "published_draft",
     "published_drafts",
-    "ruler_drafts",
 ]

@@ -12,7 +12,6 @@ from kvjax.tasks.ruler import (
     RULER_TASKS,
     make_ruler_task,
     published_drafts,
-    ruler_drafts,
 )
 
 FEW = "niah_single_2", "niah_multikey_3", "vt", "fwe", "qa_2"
@@ -66,16 +65,18 @@ def test_a_question_s_tokens_are_those_of_a_text_s_middle(chatty):
 
 @each
 def test_a_seed_says_everything(name, builtin, files):
-    first = ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)
-    assert first == ruler_drafts(name, builtin, length=1500, samples=2, seed=5, files=files)
-    shifted = ruler_drafts(name, builtin, length=1500, samples=2, seed=6, files=files)
-    assert first[1:] == shifted[:-1]
+    first, again = (
+        [make_ruler_task(name, builtin, files).draft(seed, 1500) for seed in seeds]
+        for seeds in ((5, 6), (6, 5))
+    )
+    assert first == again[::-1]
     assert len({sample.context for sample in first}) == len({sample.questions for sample in first}) == 2
 
 
 @pytest.mark.parametrize("name", RULER_TASKS)
 def test_no_answer_is_in_its_question_and_the_context_ends_with_one_line_break(name, builtin, files):
-    for sample in ruler_drafts(name, builtin, length=1500, samples=5, files=files):
+    task = make_ruler_task(name, builtin, files)
+    for sample in (task.draft(seed, 1500) for seed in range(5)):
         (question,) = sample.questions
         assert sample.context
         assert re.search(r"\S\n\Z", sample.context)
